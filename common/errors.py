@@ -1,0 +1,115 @@
+"""The error tree. Each error knows its `ErrorCode`; the tables here map codes to gRPC status and HTTP code."""
+
+from __future__ import annotations
+
+import grpc
+
+from common.types import ErrorCode, RequestFailure
+
+
+class PandoError(Exception):
+    """An error that may be shown to the caller; anything else that is raised is a defect of ours."""
+
+    code = ErrorCode.INTERNAL
+    retryable = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
+        """Keep what was wrong and what would be right (`message`), and the request field at fault (`param`)."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_ms = retry_after_ms
+
+    def to_failure(self) -> RequestFailure:
+        """Return this error as a value that a stream can carry."""
+        return RequestFailure(self.code, self.message, self.param, self.retryable, self.retry_after_ms)
+
+
+class InvalidRequestError(PandoError):
+    """A field is missing, malformed or out of range."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+
+class ModelNotFoundError(PandoError):
+    """The named model is not served here."""
+
+    code = ErrorCode.MODEL_NOT_FOUND
+
+
+class ContextLengthError(PandoError):
+    """Prompt and output do not fit the model's context."""
+
+    code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+class UnauthenticatedError(PandoError):
+    """The credential is absent or wrong."""
+
+    code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(PandoError):
+    """The credential is valid, but not for this."""
+
+    code = ErrorCode.PERMISSION_DENIED
+
+
+class QueueFullError(PandoError):
+    """Too many requests wait already."""
+
+    code = ErrorCode.QUEUE_FULL
+    retryable = True
+
+
+class RequestTimeoutError(PandoError):
+    """A waiting or running time limit passed."""
+
+    code = ErrorCode.TIMEOUT
+    retryable = True
+
+
+class UnavailableError(PandoError):
+    """A service of the ring is away; the same request may succeed later."""
+
+    code = ErrorCode.UNAVAILABLE
+    retryable = True
+
+
+class ConfigurationError(Exception):
+    """A setting is unknown, malformed or contradicts another; the process must not start."""
+
+
+class RequestFailedError(PandoError):
+    """A failure that another service reported, raised again with its own code."""
+
+    def __init__(self, failure: RequestFailure) -> None:
+        """Take over code, message and hints of `failure`."""
+        super().__init__(failure.message, param=failure.param, retry_after_ms=failure.retry_after_ms)
+        self.code = failure.code
+        self.retryable = failure.retryable
+
+
+GRPC_STATUS: dict[ErrorCode, grpc.StatusCode] = {
+    ErrorCode.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+}
+
+HTTP_STATUS: dict[ErrorCode, int] = {
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.MODEL_NOT_FOUND: 404,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: 400,
+    ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.TIMEOUT: 504,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.PERMISSION_DENIED: 403,
+}

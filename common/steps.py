@@ -1,0 +1,133 @@
+"""The step protocol between scheduler and worker: plans down, results up.
+
+A plan names only what changed. Bookkeeping comes first, in the order closes, opens, grants; then `steps` forward
+passes. The first pass carries the prefill chunks and one token of every decoding row, the others only decode. A row
+decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the same
+order, so what a pass does never depends on when a message arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.types import FinishReason, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
+
+# [pages] int32, ids of physical pages of the device tier.
+PageIds = TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpen:
+    """A request takes a row slot.
+
+    `token_ids` [tokens] int32 is the prompt, then what was generated before a retraction or resume; its first
+    `prompt_tokens` are the prompt. KV of the first `computed_tokens` (< len(token_ids)) is already in `pages`.
+    The row ends with LENGTH once prompt and output together count `max_total_tokens`. `stop_token_ids` (end of
+    sequence included unless ignored) count only from `min_new_tokens` generated tokens on.
+    """
+
+    row: RowSlot
+    request_id: RequestId
+    token_ids: TokenIds
+    prompt_tokens: int
+    computed_tokens: int
+    pages: PageIds
+    sampling: SamplingParams
+    max_total_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Pages to append to a row's page table."""
+
+    row: RowSlot
+    pages: PageIds
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute KV of the row's token_ids[start, start + length); reaching their end samples the next token."""
+
+    row: RowSlot
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One message to every rank. `steps` is the decode lease, at least 1."""
+
+    step_id: StepId
+    epoch: int = 0
+    closes: tuple[RowSlot, ...] = ()
+    opens: tuple[RowOpen, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowStop:
+    """A row that stopped itself (STOP or LENGTH); its last token is in the same result."""
+
+    row: RowSlot
+    reason: FinishReason
+    matched_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one forward pass sampled: `rows[i]` got `token_ids[i]`, both int32 of equal length.
+
+    `last` marks the plan's final result. Ranks other than 0 send empty arrays. `compute_us` is the forward pass with
+    sampling, `host_us` the rank's bookkeeping beside it. `error` means the plan failed as a whole.
+    """
+
+    step_id: StepId
+    substep: int
+    last: bool
+    rows: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    stops: tuple[RowStop, ...] = ()
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    compute_us: int = 0
+    host_us: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a rank is configured with; see `ConfigureRequest` in protos/pando/v1/worker.proto for each field."""
+
+    model: str
+    load_format: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: str = ""
+    page_size: int = 16
+    max_rows: int = 64
+    max_context: int = 0
+    max_step_tokens: int = 2048
+    device_pages: int | None = None
+    memory_fraction: float = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """What a configured rank can hold; see `WorkerCapacity` in protos/pando/v1/worker.proto for each field."""
+
+    device_pages: int
+    page_size: int
+    max_context: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    fingerprint: str
+    device: str
+    layers: int

@@ -1,0 +1,182 @@
+"""Values that cross service borders, as frozen dataclasses; `common/wire.py` converts them from and to protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+RequestId = NewType("RequestId", str)
+SubscriberId = NewType("SubscriberId", str)
+RowSlot = NewType("RowSlot", int)
+PageId = NewType("PageId", int)
+StepId = NewType("StepId", int)
+
+# [tokens] int32. Vocabulary ids of every model fit; the wire carries them as fixed32.
+TokenIds = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who is asking; equal in both parts means the same private view of the cache."""
+
+    tenant: str
+    user: str
+
+    def __str__(self) -> str:
+        """Return `tenant/user`, for logs."""
+        return f"{self.tenant}/{self.user}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn: a pure function of logits, these fields and the token's position."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a choice ends; token conditions are the worker's, text conditions the detokenizer's."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    include_stop_text: bool = False
+
+
+class CacheMode(Enum):
+    """What a request may read from the prefix cache and put into it."""
+
+    DEFAULT = "default"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a client had received of an interrupted choice: its token ids and the length of its text in characters."""
+
+    token_ids: tuple[int, ...]
+    delivered_characters: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """The gateway subscription that a request's text goes to."""
+
+    subscriber_id: SubscriberId
+    detokenizer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """W3C trace context headers of one request."""
+
+    traceparent: str
+    tracestate: str | None = None
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ErrorCode(Enum):
+    """Stable causes of a request's failure; `common/errors.py` maps them to gRPC status and HTTP code."""
+
+    INVALID_REQUEST = "invalid_request"
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    QUEUE_FULL = "queue_full"
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"
+    INTERNAL = "internal"
+    UNAUTHENTICATED = "unauthenticated"
+    PERMISSION_DENIED = "permission_denied"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """One request's terminal error as a value, for streams that many requests share."""
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+    retryable: bool = False
+    retry_after_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The one end of a choice. `error` is set exactly when the reason is ERROR."""
+
+    reason: FinishReason
+    matched_token_id: int | None = None
+    matched_text: str | None = None
+    error: RequestFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a sampled token, and of the most likely ones, best first."""
+
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to one submitted request; accepted unless `rejected` says why not."""
+
+    request_id: RequestId
+    prompt_tokens: int
+    rejected: RequestFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRequest:
+    """An encoded, validated request on its way to the scheduler."""
+
+    request_id: RequestId
+    principal: Principal
+    reply_to: ReplyTo
+    token_ids: TokenIds
+    sampling: SamplingParams
+    stop: StopConditions
+    n: int = 1
+    priority: int = 0
+    cache_mode: CacheMode = CacheMode.DEFAULT
+    skip_special_tokens: bool = True
+    resume: Resume | None = None
+    timeout_ms: int | None = None
+    trace: TraceContext | None = None
