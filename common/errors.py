@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import grpc
-
 from common.types import ErrorCode, RequestFailure
 
 
@@ -90,16 +88,17 @@ class RequestFailedError(PandoError):
         self.retryable = failure.retryable
 
 
-GRPC_STATUS: dict[ErrorCode, grpc.StatusCode] = {
-    ErrorCode.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ErrorCode.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
-    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
-    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    ErrorCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+# Names of `grpc.StatusCode`; `common/rpc/status.py` resolves them, so that pure code need not import gRPC.
+GRPC_STATUS: dict[ErrorCode, str] = {
+    ErrorCode.INVALID_REQUEST: "INVALID_ARGUMENT",
+    ErrorCode.MODEL_NOT_FOUND: "NOT_FOUND",
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: "INVALID_ARGUMENT",
+    ErrorCode.QUEUE_FULL: "RESOURCE_EXHAUSTED",
+    ErrorCode.TIMEOUT: "DEADLINE_EXCEEDED",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.INTERNAL: "INTERNAL",
+    ErrorCode.UNAUTHENTICATED: "UNAUTHENTICATED",
+    ErrorCode.PERMISSION_DENIED: "PERMISSION_DENIED",
 }
 
 HTTP_STATUS: dict[ErrorCode, int] = {
