@@ -1,0 +1,261 @@
+"""The one configuration schema of all services.
+
+Sources, strongest first: command-line flags (`--scheduler.max_rows 32`), environment (`PANDO_SCHEDULER__MAX_ROWS=32`),
+the TOML file named by `--config` or `PANDO_CONFIG`, the defaults below. Unknown keys are errors in each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PREFIX = "PANDO_"
+CONFIG_VARIABLE = "PANDO_CONFIG"
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSettings(Section):
+    """What is served."""
+
+    reference: str = "smollm2-135m-instruct"
+    """A bundled model's name, a directory with config.json, or a GGUF file, as each host sees it."""
+    served_name: str | None = None
+    """The name clients use; by default the reference's last part."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
+    """`dummy`: random weights from config.json. `fake`: no model at all, for tests of the protocol."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Element type of weights and activations; auto: float32 on the CPU, the checkpoint's own on a GPU."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Element type of the KV pool; auto follows dtype."""
+    max_context: int = Field(default=0, ge=0)
+    """Tokens of prompt and output together; 0: the model's own limit."""
+
+    @property
+    def name(self) -> str:
+        """The model name that clients use."""
+        return self.served_name or Path(self.reference).name
+
+
+class LogSettings(Section):
+    """How services log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is written."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """auto: console on a terminal, JSON lines otherwise."""
+
+
+class GatewaySettings(Section):
+    """HTTP front end."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 picks a free one."""
+    tokenizer: str = "127.0.0.1:50051"
+    """Address of the tokenizer."""
+    detokenizer: str = "127.0.0.1:50054"
+    """Address of the detokenizer."""
+
+
+class TokenizerSettings(Section):
+    """Text to ids."""
+
+    address: str = "127.0.0.1:50051"
+    """gRPC address to listen on: host:port or unix:path."""
+    scheduler: str = "127.0.0.1:50052"
+    """Address of the scheduler."""
+    threads: int = Field(default=2, ge=1)
+    """Threads that encode."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; absent: none."""
+
+
+class SchedulerSettings(Section):
+    """Queues, cache, step plans."""
+
+    address: str = "127.0.0.1:50052"
+    """gRPC address to listen on: host:port or unix:path."""
+    workers: tuple[str, ...] = ("127.0.0.1:50053",)
+    """Addresses of the tensor-parallel ranks, rank 0 first."""
+    rendezvous: str = "127.0.0.1:29555"
+    """host:port at which the ranks find each other; used with two or more."""
+    detokenizer: str = "127.0.0.1:50054"
+    """Address of the detokenizer."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; absent: none."""
+    page_size: int = Field(default=16, ge=1, le=256)
+    """Tokens per KV page: the unit of matching, sharing and transfer."""
+    max_rows: int = Field(default=64, ge=1, le=4096)
+    """Requests that run at the same time."""
+    max_step_tokens: int = Field(default=512, ge=16)
+    """Tokens of one step, decode and prefill chunks together; small steps keep decoding smooth, large ones prefill fast."""
+    device_pages: int | None = Field(default=None, ge=1)
+    """KV pages on the device; absent: sized by the worker from free memory."""
+    memory_fraction: float = Field(default=0.85, gt=0, le=1)
+    """Share of free memory that the worker may take for weights and KV."""
+    cache: Literal["isolated", "shared", "chunk"] = "isolated"
+    """Prefix cache: per principal, one for all (fast and leaky: for trusted users only), or none."""
+    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
+    """Order of the waiting queue: arrival, longest cached prefix, or the request's priority."""
+    queue_depth: int = Field(default=2, ge=1, le=16)
+    """Plans in flight: 2 hides the network behind the step before."""
+    lease_ms: float = Field(default=8.0, ge=0)
+    """Aim for a plan's duration when nothing waits: a plan spans so many steps that it lasts about this long."""
+    max_lease_steps: int = Field(default=16, ge=1, le=256)
+    """Upper bound on the steps of one plan."""
+    max_waiting_requests: int = Field(default=4096, ge=1)
+    """Length of the waiting queue; more are refused with a hint when to retry."""
+    waiting_timeout_s: float = Field(default=300.0, gt=0)
+    """A request that has not started by then fails with a timeout."""
+    running_timeout_s: float = Field(default=3600.0, gt=0)
+    """A request that has not finished so long after its start fails with a timeout."""
+    epoch_seconds: float = Field(default=10.0, gt=0)
+    """Length of a cache epoch."""
+    worker_timeout_s: float = Field(default=120.0, gt=0)
+    """Without any result for so long while plans are in flight, the worker group is taken for dead."""
+
+
+class WorkerSettings(Section):
+    """One rank of the model."""
+
+    address: str = "127.0.0.1:50053"
+    """gRPC address to listen on: host:port or unix:path."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if there is one."""
+    device_index: int = Field(default=0, ge=0)
+    """Which GPU of this host."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of the engine; 0: as many as this process has cores."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; absent: none."""
+
+
+class DetokenizerSettings(Section):
+    """Ids to text."""
+
+    address: str = "127.0.0.1:50054"
+    """gRPC address to listen on: host:port or unix:path."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; absent: none."""
+
+
+class Settings(BaseSettings):
+    """Everything that can be configured; each service reads its own section, `model` and `log`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    model: ModelSettings = ModelSettings()
+    log: LogSettings = LogSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    detokenizer: DetokenizerSettings = DetokenizerSettings()
+
+
+def load_settings(
+    program: str, description: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
+    """Read the settings of a process from flags, environment and file; exit with a clear message if they are wrong."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    try:
+        return parse_settings(parser, sys.argv[1:] if argv is None else argv, environ)[0]
+    except ConfigurationError as error:
+        parser.exit(2, f"{program}: {error}\n")
+
+
+def parse_settings(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[Settings, argparse.Namespace]:
+    """Add the schema's flags to `parser`, parse `argv`, and return settings and the parser's own arguments.
+
+    Raises:
+        ConfigurationError: a key is unknown or a value does not fit; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings (or {CONFIG_VARIABLE})")
+    flags: CliSettingsSource[Any] = CliSettingsSource(
+        Settings, root_parser=parser, cli_parse_args=None, cli_hide_none_type=True, cli_avoid_json=True
+    )
+    arguments = parser.parse_args(list(argv))
+    file = arguments.config or environ.get(CONFIG_VARIABLE)
+    check_environment(environ)
+    flags = flags(parsed_args=arguments)
+    return _build(flags, Path(file) if file else None), arguments
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for a variable that looks like a setting (PANDO_SECTION__FIELD) but is none."""
+    known = {
+        f"{PREFIX}{section}__{name}".upper()
+        for section, field in Settings.model_fields.items()
+        for name in getattr(field.annotation, "model_fields", {})
+    }
+    for name in environ:
+        if name.startswith(PREFIX) and "__" in name and name not in known:
+            raise ConfigurationError(f"unknown setting in the environment: {name}")
+
+
+def _build(flags: CliSettingsSource[Any], file: Path | None) -> Settings:
+    if file is not None and not file.is_file():
+        raise ConfigurationError(f"configuration file not found: {file}")
+
+    class Layered(Settings):
+        """Settings with this process's own sources."""
+
+        layers: ClassVar[CliSettingsSource[Any]] = flags
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            """Order the sources, strongest first."""
+            sources: tuple[PydanticBaseSettingsSource, ...] = (cls.layers, env_settings)
+            return (*sources, TomlConfigSettingsSource(settings_cls, file)) if file else sources
+
+    try:
+        return Layered()
+    except ValidationError as error:
+        raise ConfigurationError(explain(error)) from error
+    except ValueError as error:  # a TOML syntax error, or a value that is no JSON
+        raise ConfigurationError(f"{file or 'settings'}: {error}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """Return one line per wrong setting."""
+    lines = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        unknown = detail["type"] == "extra_forbidden"
+        lines.append(f"unknown setting: {name}" if unknown else f"{name}: {detail['msg']} (got {detail['input']!r})")
+    return "; ".join(lines)
