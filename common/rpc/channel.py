@@ -1,0 +1,25 @@
+"""Client side of the ring: channels, health of a peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.rpc.options import CHANNEL_OPTIONS
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Open a channel to a service of the ring at host:port or unix:path."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float = 1.0) -> bool:
+    """Ask the peer's health service whether `service` (full name, or "" for the process) can serve now."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs leave the methods out
+    try:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

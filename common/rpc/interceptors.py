@@ -1,0 +1,116 @@
+"""What happens around every call that a server handles: request id, logging, metrics, errors as rich status."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from common.errors import PandoError
+from common.logs import get_logger
+from common.metrics import RPC_SECONDS, RPC_TOTAL
+from common.rpc.status import to_status
+
+REQUEST_ID_KEY = "x-request-id"
+TRACE_KEYS = ("traceparent", "tracestate")
+QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
+
+# Requests and responses are protobuf messages of whatever method is called, hence Any.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler = Callable[[Any, Context], Any]
+
+
+class ServerInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MethodHandler | None:
+        """Return the method's handler with our bracket around it."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(QUIET_PREFIXES):
+            return handler
+        return _wrapped(handler, method)
+
+
+def _wrapped(handler: Any, method: str) -> MethodHandler:  # noqa: ANN401  (the stubs know only synchronous handlers)
+    decode, encode = handler.request_deserializer, handler.response_serializer
+    match handler.request_streaming, handler.response_streaming:
+        case False, False:
+            bracketed = _bracket_unary(handler.unary_unary, method)
+            return grpc.unary_unary_rpc_method_handler(bracketed, decode, encode)
+        case True, False:
+            bracketed = _bracket_unary(handler.stream_unary, method)
+            return grpc.stream_unary_rpc_method_handler(bracketed, decode, encode)
+        case False, True:
+            return grpc.unary_stream_rpc_method_handler(_bracket_stream(handler.unary_stream, method), decode, encode)
+        case _:
+            return grpc.stream_stream_rpc_method_handler(_bracket_stream(handler.stream_stream, method), decode, encode)
+
+
+def _bracket_unary(call: Handler, method: str) -> Handler:
+    async def handle(request: Any, context: Context) -> Any:  # noqa: ANN401  (see Handler)
+        async with _Bracket(method, context):
+            return await call(request, context)
+
+    return handle
+
+
+def _bracket_stream(call: Handler, method: str) -> Handler:
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
+        async with _Bracket(method, context):
+            # Tells the caller that the stream is accepted, before there is anything to answer (see StreamLink).
+            await context.send_initial_metadata(())
+            responses = call(request, context)
+            if inspect.isawaitable(responses):  # a handler that writes by context.write and returns nothing
+                await responses
+                return
+            async for response in responses:
+                yield response
+
+    return handle
+
+
+class _Bracket:
+    """Around one call: bind its ids to the log, count it, turn our errors into rich status."""
+
+    def __init__(self, method: str, context: Context) -> None:
+        self._method = method
+        self._context = context
+        self._started = time.monotonic()
+        self._log = get_logger("rpc")
+
+    async def __aenter__(self) -> None:
+        metadata = dict(self._context.invocation_metadata() or ())
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(
+            request_id=metadata.get(REQUEST_ID_KEY) or uuid.uuid4().hex,
+            **{key: metadata[key] for key in TRACE_KEYS if key in metadata},
+        )
+        self._log.debug("rpc.started", method=self._method)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        status = "OK"
+        if error is not None:
+            status = "CANCELLED" if not isinstance(error, Exception) else "INTERNAL"
+        if isinstance(error, PandoError):
+            status = error.code.name
+        seconds = time.monotonic() - self._started
+        RPC_SECONDS.labels(self._method, status).observe(seconds)
+        RPC_TOTAL.labels(self._method, status).inc()
+        self._log.debug("rpc.ended", method=self._method, status=status, seconds=round(seconds, 4))
+        if isinstance(error, PandoError):
+            await self._context.abort_with_status(to_status(error))
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError | grpc.RpcError):
+            self._log.error("rpc.failed", method=self._method, exc_info=error)
+            await self._context.abort(grpc.StatusCode.INTERNAL, f"internal error in {self._method}")
+        return False

@@ -1,0 +1,77 @@
+"""A gRPC server as every service of the ring runs it: health, reflection, interceptors, orderly stop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import ConfigurationError
+from common.rpc.interceptors import ServerInterceptor
+from common.rpc.options import SERVER_OPTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+UNIX = "unix:"
+Servicer = TypeVar("Servicer")
+
+
+class RpcServer:
+    """One service on one address.
+
+    Health names: "" says that the process lives, the full service name that it can serve now (`set_serving`).
+    """
+
+    def __init__(self, service: str, address: str) -> None:
+        """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path."""
+        self.service = service
+        self.address = address
+        self.port = 0
+        self._server = grpc.aio.server(interceptors=[ServerInterceptor()], options=SERVER_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (service, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    def add(self, register: Callable[[Servicer, grpc.aio.Server], None], servicer: Servicer) -> None:
+        """Register a servicer with its generated `add_…Servicer_to_server`."""
+        register(servicer, self._server)
+
+    async def start(self) -> None:
+        """Listen. The process is alive from now on; it serves once `set_serving(True)` is called.
+
+        Raises:
+            ConfigurationError: the address is in use or cannot be bound.
+        """
+        if self.address.startswith(UNIX):
+            _remove_stale_socket(Path(self.address.removeprefix(UNIX)))
+        try:
+            self.port = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise ConfigurationError(f"{self.service} cannot listen on {self.address}: {error}") from error
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Say whether a request would be served now."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(self.service, state)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Say NOT_SERVING, let open calls end for `grace_s`, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Unlink what a killed predecessor left; a socket that somebody still listens on is bound again by nobody else."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_socket():
+        os.unlink(path)

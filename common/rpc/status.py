@@ -1,0 +1,78 @@
+"""Errors as gRPC status with `google.rpc` details, and back."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no stubs exist
+from grpc_status import rpc_status
+
+from common.errors import GRPC_STATUS, PandoError, RequestFailedError
+from common.types import ErrorCode, RequestFailure
+
+DOMAIN = "pando"
+
+
+def to_status(error: PandoError) -> grpc.Status:
+    """Return `error` as a rich status: ErrorInfo always, BadRequest with a field, RetryInfo where a retry helps."""
+    failure = error.to_failure()
+    info = error_details_pb2.ErrorInfo(reason=failure.code.name, domain=DOMAIN)
+    info.metadata["retryable"] = str(failure.retryable).lower()
+    details = [_packed(info)]
+    if failure.param is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=failure.param, description=failure.message)
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if failure.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(failure.retry_after_ms)
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    number = code_pb2.Code.Value(GRPC_STATUS[failure.code])
+    status: grpc.Status = rpc_status.to_status(status_pb2.Status(code=number, message=failure.message, details=details))
+    return status
+
+
+def to_error(call_error: grpc.RpcError) -> PandoError:
+    """Return what a peer's status means to us; statuses without our details become UNAVAILABLE or INTERNAL."""
+    code = call_error.code() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None
+    text = (call_error.details() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None) or str(code)
+    rich = _rich_status(call_error)
+    if rich is not None:
+        failure = _failure(rich)
+        if failure is not None:
+            return RequestFailedError(failure)
+    away = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    known = ErrorCode.UNAVAILABLE if away else ErrorCode.INTERNAL
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        known = ErrorCode.INVALID_REQUEST
+    return RequestFailedError(RequestFailure(known, text, retryable=away))
+
+
+def _rich_status(call_error: grpc.RpcError) -> status_pb2.Status | None:
+    if isinstance(call_error, grpc.aio.AioRpcError):
+        for key, value in call_error.trailing_metadata():
+            if key == "grpc-status-details-bin" and isinstance(value, bytes):
+                return status_pb2.Status.FromString(value)
+    return None
+
+
+def _failure(status: status_pb2.Status) -> RequestFailure | None:
+    code, param, retryable, retry_after_ms = None, None, False, None
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        bad = error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            code, retryable = ErrorCode[info.reason], info.metadata.get("retryable") == "true"
+        elif detail.Unpack(bad):
+            param = bad.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return RequestFailure(code, status.message, param, retryable, retry_after_ms) if code else None
+
+
+def _packed(
+    message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

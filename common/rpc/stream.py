@@ -1,0 +1,121 @@
+"""A bidirectional stream that outlives its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import grpc
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+
+class StreamLink(Generic[RequestT, ResponseT]):
+    """Keeps one bidirectional stream to a peer open, and opens it again whenever it breaks.
+
+    `send` never blocks: messages wait in a bounded queue and are written in order; what was sent before a break and
+    not yet answered is the owner's to repeat. The callbacks run on the event loop and must not block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_stream: Callable[[], grpc.aio.StreamStreamCall[RequestT, ResponseT]],
+        on_message: Callable[[ResponseT], None],
+        *,
+        on_connected: Callable[[], None] = lambda: None,
+        on_disconnected: Callable[[str], None] = lambda _reason: None,
+        max_queued: int = 16_384,
+    ) -> None:
+        """Prepare the link `name`; `open_stream` starts the call, e.g. `lambda: stub.Submit()`."""
+        self.name = name
+        self.connected = False
+        self._open_stream = open_stream
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._max_queued = max_queued
+        self._queue: deque[RequestT] = deque()
+        self._queued = asyncio.Event()
+        self._log = get_logger("link")
+
+    def send(self, message: RequestT) -> None:
+        """Queue a message for the peer.
+
+        Raises:
+            UnavailableError: the peer is away, or so slow that the queue is full.
+        """
+        if not self.connected:
+            raise UnavailableError(f"{self.name} is not reachable", retry_after_ms=1000)
+        if len(self._queue) >= self._max_queued:
+            raise UnavailableError(f"{self.name} does not keep up", retry_after_ms=1000)
+        self._queue.append(message)
+        self._queued.set()
+
+    async def run(self) -> None:
+        """Connect and reconnect until cancelled."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            was_connected = await self._run_once()
+            backoff = FIRST_BACKOFF_S if was_connected else min(backoff * 2, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff)
+
+    async def _run_once(self) -> bool:
+        """Open the stream and serve it until it breaks; return whether it had been connected."""
+        call = self._open_stream()
+        reason = "closed here"
+        try:
+            # The peer sends its initial metadata as soon as it has accepted the stream.
+            await call.wait_for_connection()
+            self.connected = True
+            self._log.info("link.connected", link=self.name)
+            self._on_connected()
+            reason = await self._serve(call)
+        except grpc.RpcError as error:
+            reason = _describe(error)
+        finally:
+            was_connected, self.connected = self.connected, False
+            call.cancel()
+            self._queue.clear()
+            if was_connected:
+                self._log.warning("link.broken", link=self.name, reason=reason)
+                self._on_disconnected(reason)
+        return was_connected
+
+    async def _serve(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> str:
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for message in call:
+                self._on_message(message)
+        except grpc.RpcError as error:
+            return _describe(error)
+        finally:
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
+                await writer
+        return "closed by the peer"
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> None:
+        while True:
+            while self._queue:
+                await call.write(self._queue.popleft())
+            self._queued.clear()
+            await self._queued.wait()
+
+
+def _describe(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

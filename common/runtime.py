@@ -1,0 +1,50 @@
+"""How a service process runs: event loop, signals, orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from common.logs import configure_logging, get_logger
+from common.metrics import start_metrics_server
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from common.settings import LogSettings
+
+
+def run_service(
+    name: str, log: LogSettings, main: Callable[[asyncio.Event], Awaitable[None]], metrics_port: int | None = None
+) -> None:
+    """Run `main` until it returns; SIGTERM and SIGINT set the event it is given, so that it can drain.
+
+    A second signal ends the process at once.
+    """
+    configure_logging(name, log)
+    if metrics_port is not None:
+        start_metrics_server(metrics_port)
+    logger = get_logger("runtime")
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(_run(name, main))
+    logger.info("service.stopped")
+
+
+async def _run(name: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        get_logger("runtime").info("service.stopping", signal=number.name)
+        stopping.set()
+        for handled in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(handled)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    get_logger("runtime").info("service.starting", name=name)
+    await main(stopping)

@@ -1,0 +1,294 @@
+"""Protobuf messages that several hops carry, to and from the dataclasses of `common/types.py`.
+
+Each service has a converter of its own for what only it reads; this module holds what they share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.types import (
+    Admission,
+    CacheMode,
+    ErrorCode,
+    Finish,
+    FinishReason,
+    Principal,
+    ReplyTo,
+    RequestFailure,
+    RequestId,
+    Resume,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    SubscriberId,
+    TokenLogprob,
+    TraceContext,
+)
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_REASONS_BACK = {wire: reason for reason, wire in _FINISH_REASONS.items()}
+
+_ERROR_CODES = {code: common_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
+_ERROR_CODES_BACK = {wire: code for code, wire in _ERROR_CODES.items()}
+
+_CACHE_MODES = {CacheMode.DEFAULT: common_pb2.CACHE_MODE_DEFAULT, CacheMode.NONE: common_pb2.CACHE_MODE_NONE}
+
+
+def principal_to_wire(principal: Principal) -> common_pb2.Principal:
+    """Encode who is asking."""
+    return common_pb2.Principal(tenant=principal.tenant, user=principal.user)
+
+
+def principal_from_wire(message: common_pb2.Principal) -> Principal:
+    """Decode who is asking.
+
+    Raises:
+        InvalidRequestError: a part is missing; nobody may be taken for anybody.
+    """
+    if not message.tenant or not message.user:
+        raise InvalidRequestError("principal: tenant and user must both be set", param="principal")
+    return Principal(message.tenant, message.user)
+
+
+def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Encode sampling parameters."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logit_bias=dict(sampling.logit_bias),
+        top_logprobs=sampling.top_logprobs,
+    )
+
+
+def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Decode sampling parameters; top_p and repetition_penalty of 0 (unset) mean 1, which is "off"."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        logit_bias=dict(message.logit_bias),
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+    )
+
+
+def stop_to_wire(stop: StopConditions) -> common_pb2.StopConditions:
+    """Encode stop conditions."""
+    return common_pb2.StopConditions(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=stop.stop_token_ids,
+        stop_strings=stop.stop_strings,
+        ignore_eos=stop.ignore_eos,
+        include_stop_text=stop.include_stop_text,
+    )
+
+
+def stop_from_wire(message: common_pb2.StopConditions) -> StopConditions:
+    """Decode stop conditions."""
+    return StopConditions(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop_strings=tuple(message.stop_strings),
+        ignore_eos=message.ignore_eos,
+        include_stop_text=message.include_stop_text,
+    )
+
+
+def cache_mode_to_wire(mode: CacheMode) -> common_pb2.CacheMode.ValueType:
+    """Encode a cache mode."""
+    return _CACHE_MODES[mode]
+
+
+def cache_mode_from_wire(value: common_pb2.CacheMode.ValueType) -> CacheMode:
+    """Decode a cache mode; unset means the default."""
+    return CacheMode.NONE if value == common_pb2.CACHE_MODE_NONE else CacheMode.DEFAULT
+
+
+def reply_to_wire(reply_to: ReplyTo) -> common_pb2.ReplyTo:
+    """Encode where text goes."""
+    return common_pb2.ReplyTo(subscriber_id=reply_to.subscriber_id, detokenizer=reply_to.detokenizer)
+
+
+def reply_to_from_wire(message: common_pb2.ReplyTo) -> ReplyTo:
+    """Decode where text goes.
+
+    Raises:
+        InvalidRequestError: there is no subscriber.
+    """
+    if not message.subscriber_id:
+        raise InvalidRequestError("reply_to.subscriber_id must be set", param="reply_to")
+    detokenizer = message.detokenizer if message.HasField("detokenizer") else None
+    return ReplyTo(SubscriberId(message.subscriber_id), detokenizer)
+
+
+def trace_to_wire(trace: TraceContext | None) -> common_pb2.TraceContext | None:
+    """Encode a trace context, if there is one."""
+    return common_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate) if trace else None
+
+
+def trace_from_wire(message: common_pb2.TraceContext) -> TraceContext | None:
+    """Decode a trace context; empty means none."""
+    if not message.traceparent:
+        return None
+    return TraceContext(message.traceparent, message.tracestate if message.HasField("tracestate") else None)
+
+
+def resume_to_wire(resume: Resume | None) -> common_pb2.Resume | None:
+    """Encode what a client already has, if anything."""
+    if resume is None:
+        return None
+    return common_pb2.Resume(token_ids=resume.token_ids, delivered_characters=resume.delivered_characters)
+
+
+def resume_from_wire(message: common_pb2.Resume) -> Resume:
+    """Decode what a client already has; ask HasField first."""
+    return Resume(tuple(message.token_ids), message.delivered_characters)
+
+
+def failure_to_wire(failure: RequestFailure) -> common_pb2.RequestError:
+    """Encode a request's terminal error."""
+    return common_pb2.RequestError(
+        code=_ERROR_CODES[failure.code],
+        message=failure.message,
+        param=failure.param,
+        retryable=failure.retryable,
+        retry_after_ms=failure.retry_after_ms,
+    )
+
+
+def failure_from_wire(message: common_pb2.RequestError) -> RequestFailure:
+    """Decode a request's terminal error; codes of a newer peer become INTERNAL."""
+    return RequestFailure(
+        code=_ERROR_CODES_BACK.get(message.code, ErrorCode.INTERNAL),
+        message=message.message,
+        param=message.param if message.HasField("param") else None,
+        retryable=message.retryable,
+        retry_after_ms=message.retry_after_ms if message.HasField("retry_after_ms") else None,
+    )
+
+
+def finish_reason_to_wire(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """Encode a finish reason."""
+    return _FINISH_REASONS[reason]
+
+
+def finish_reason_from_wire(value: common_pb2.FinishReason.ValueType) -> FinishReason:
+    """Decode a finish reason."""
+    return _FINISH_REASONS_BACK[value]
+
+
+def finish_to_wire(finish: Finish) -> common_pb2.Finish:
+    """Encode the end of a choice."""
+    message = common_pb2.Finish(reason=_FINISH_REASONS[finish.reason])
+    if finish.matched_token_id is not None:
+        message.matched_token_id = finish.matched_token_id
+    if finish.matched_text is not None:
+        message.matched_text = finish.matched_text
+    if finish.error is not None:
+        message.error.CopyFrom(failure_to_wire(finish.error))
+    return message
+
+
+def finish_from_wire(message: common_pb2.Finish) -> Finish:
+    """Decode the end of a choice."""
+    matched = message.WhichOneof("matched")
+    return Finish(
+        reason=_FINISH_REASONS_BACK[message.reason],
+        matched_token_id=message.matched_token_id if matched == "matched_token_id" else None,
+        matched_text=message.matched_text if matched == "matched_text" else None,
+        error=failure_from_wire(message.error) if message.HasField("error") else None,
+    )
+
+
+def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Encode a token's log probabilities."""
+    return common_pb2.TokenLogprob(
+        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs
+    )
+
+
+def logprob_from_wire(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Decode a token's log probabilities."""
+    return TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
+
+
+def admission_to_wire(admission: Admission) -> common_pb2.Admission:
+    """Encode an admission answer."""
+    return common_pb2.Admission(
+        request_id=admission.request_id,
+        rejected=failure_to_wire(admission.rejected) if admission.rejected else None,
+        prompt_tokens=admission.prompt_tokens,
+    )
+
+
+def admission_from_wire(message: common_pb2.Admission) -> Admission:
+    """Decode an admission answer."""
+    rejected = failure_from_wire(message.rejected) if message.HasField("rejected") else None
+    return Admission(RequestId(message.request_id), message.prompt_tokens, rejected)
+
+
+def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
+    """Encode a validated request for the scheduler."""
+    message = scheduler_pb2.ScheduleRequest(
+        request_id=request.request_id,
+        principal=principal_to_wire(request.principal),
+        reply_to=reply_to_wire(request.reply_to),
+        sampling=sampling_to_wire(request.sampling),
+        stop=stop_to_wire(request.stop),
+        n=request.n,
+        priority=request.priority,
+        cache_mode=cache_mode_to_wire(request.cache_mode),
+        skip_special_tokens=request.skip_special_tokens,
+        resume=resume_to_wire(request.resume),
+        timeout_ms=request.timeout_ms,
+        trace=trace_to_wire(request.trace),
+    )
+    message.token_ids.extend(request.token_ids.tolist())
+    return message
+
+
+def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> ScheduleRequest:
+    """Decode a request for the scheduler.
+
+    Raises:
+        InvalidRequestError: identity, reply-to, request id or prompt is missing.
+    """
+    if not message.request_id:
+        raise InvalidRequestError("request_id must be set", param="request_id")
+    if not message.token_ids:
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    return ScheduleRequest(
+        request_id=RequestId(message.request_id),
+        principal=principal_from_wire(message.principal),
+        reply_to=reply_to_from_wire(message.reply_to),
+        token_ids=np.array(message.token_ids, dtype=np.int32),
+        sampling=sampling_from_wire(message.sampling),
+        stop=stop_from_wire(message.stop),
+        n=max(message.n, 1),
+        priority=message.priority,
+        cache_mode=cache_mode_from_wire(message.cache_mode),
+        skip_special_tokens=message.skip_special_tokens,
+        resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
+        timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
+        trace=trace_from_wire(message.trace),
+    )
