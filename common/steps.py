@@ -1,8 +1,8 @@
 """The step protocol between scheduler and worker: plans down, results up.
 
-A plan names only what changed. Bookkeeping comes first, in the order closes, opens, grants; then `steps` forward
-passes. The first pass carries the prefill chunks and one token of every decoding row, the others only decode. A row
-decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the same
+A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then `steps`
+forward passes. The first pass carries the prefill chunks and one token of every decoding row, the others only decode.
+A row decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the same
 order, so what a pass does never depends on when a message arrived.
 """
 
@@ -49,6 +49,15 @@ class PageGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class PageReplacement:
+    """Other pages with the same content: the row's page table [first, first + len(pages)) becomes `pages`."""
+
+    row: RowSlot
+    first: int
+    pages: PageIds
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Compute KV of the row's token_ids[start, start + length); reaching their end samples the next token."""
 
@@ -68,6 +77,7 @@ class StepPlan:
     grants: tuple[PageGrant, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
     steps: int = 1
+    replacements: tuple[PageReplacement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

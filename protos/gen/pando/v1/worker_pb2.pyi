@@ -170,7 +170,7 @@ Global___WorkerCapacity: _TypeAlias = WorkerCapacity  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One unit of work: bookkeeping first (closes, opens, grants), then `steps` forward passes.
+    """One unit of work: bookkeeping first (closes, opens, replacements, grants), then `steps` forward passes.
     The first pass carries the prefill chunks and one token of each row that decodes, the others only
     decode. A row decodes once its ids are all computed, until it stops itself or is closed.
     """
@@ -184,6 +184,7 @@ class StepPlan(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     PREFILLS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    REPLACEMENTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -198,6 +199,8 @@ class StepPlan(_message.Message):
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageGrant]: ...
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]: ...
+    @_builtins.property
+    def replacements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageReplacement]: ...
     def __init__(
         self,
         *,
@@ -208,10 +211,11 @@ class StepPlan(_message.Message):
         grants: _abc.Iterable[Global___PageGrant] | None = ...,
         prefills: _abc.Iterable[Global___PrefillChunk] | None = ...,
         steps: _builtins.int = ...,
+        replacements: _abc.Iterable[Global___PageReplacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "opens", b"opens", "prefills", b"prefills", "step_id", b"step_id", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +305,35 @@ class PageGrant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PageGrant: _TypeAlias = PageGrant  # noqa: Y015
+
+@_typing.final
+class PageReplacement(_message.Message):
+    """Other pages with the same content take the place of some of a row's pages: page_table[first, first + n) = pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    first: _builtins.int
+    """Index into the row's page table."""
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        first: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "pages", b"pages", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageReplacement: _TypeAlias = PageReplacement  # noqa: Y015
 
 @_typing.final
 class PrefillChunk(_message.Message):
