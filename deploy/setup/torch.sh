@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs torch into the environment whose pip is named by $1: `torch.sh path/to/pip 2.13.0 cpu|gpu`.
+#
+# The default build on PyPI brings several gigabytes of CUDA packages, which a machine without a GPU never uses. The CPU
+# build lives on PyTorch's own index, so it is looked for first where pip is configured to look, then there.
+set -euo pipefail
+pip=$1 version=$2 flavour=$3
+
+if [[ $flavour == gpu || $(uname -s) != Linux ]]; then
+    exec "$pip" install "torch==$version"
+fi
+if "$pip" install --quiet --retries 1 "torch==$version+cpu" 2>/dev/null; then
+    exit 0
+fi
+if "$pip" install --retries 1 --timeout 15 "torch==$version+cpu" \
+    --extra-index-url https://download.pytorch.org/whl/cpu; then
+    exit 0
+fi
+echo "warning: no CPU build of torch $version to be had; installing the default build (several GB of CUDA packages)" >&2
+exec "$pip" install "torch==$version"
