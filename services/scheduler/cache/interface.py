@@ -1,0 +1,185 @@
+"""What the scheduler asks of a prefix cache; every cache of this folder keeps to it.
+
+References: the page allocator counts one reference per page and holder. A running row holds one for every page in its
+page table: `PageAllocator.try_allocate` hands it out for new pages, `PrefixCache.commit` for matched ones, and
+`PageAllocator.release` takes it back. The cache holds its own, one per page and node. So nothing that a row still
+names can become free, whatever happens to the cache; README.md tells the whole protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NewType, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from common.steps import PageIds
+    from common.types import Principal, TokenIds
+
+LeaseId = NewType("LeaseId", int)
+NodeId = NewType("NodeId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A row's hold on its path in the cache: no node of it is evicted until the lease is released.
+
+    Opaque: the cache knows by `lease_id` where it points and may move it (`pages` is what it covered when made).
+    `pages` is [matched_tokens / page_size] int32, the caller's own copy.
+    """
+
+    lease_id: LeaseId
+    principal: Principal
+    matched_tokens: int
+    pages: PageIds
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """What an insert did.
+
+    `lease` replaces the one passed in. `pages` is the row's page table prefix as the cache knows it: canonical pages
+    where the cache had them already. `duplicates` are the caller's pages that `pages` does not use, each reported
+    once, in the insert that finds it; the row's table differs from `pages` from index `first_duplicate` on. The cache
+    has changed no reference of the row's: either the row keeps its own pages, which is always right and costs memory
+    until it ends, or it is repointed and then `PageAllocator.exchange(duplicates, canonical)` passes its references
+    on; `canonical` are the pages that stand in for `duplicates`, in the same order.
+    """
+
+    lease: Lease
+    pages: PageIds
+    duplicates: PageIds
+    canonical: PageIds
+    first_duplicate: int | None = None
+
+
+class Visibility(Enum):
+    """Whose views a node is in."""
+
+    PRIVATE = "private"
+    PUBLIC = "public"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as it is at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
+
+    `parent_id` is None for children of the root, `owner` for PUBLIC nodes. `pages` is [edge_tokens / page_size] int32
+    and `token_ids` [edge_tokens] int32, both read-only.
+    """
+
+    node_id: NodeId
+    parent_id: NodeId | None
+    edge_tokens: int
+    depth_tokens: int
+    visibility: Visibility
+    owner: Principal | None
+    lock_ref: int
+    last_access: int
+    pages: PageIds
+    token_ids: TokenIds
+
+
+class CacheEventKind(Enum):
+    """What happened to a node.
+
+    INSERTED: it is new, or its edge grew at the end. SPLIT: its edge was cut in two; one event for the new upper
+    half, then one for the lower half, which keeps the id. EVICTED: its edge lost pages at its end; `edge_tokens` 0
+    says that nothing is left of it. FLUSHED: has no node; the EVICTED events of all that went stand before it.
+    """
+
+    INSERTED = "inserted"
+    SPLIT = "split"
+    EVICTED = "evicted"
+    FLUSHED = "flushed"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One change of the tree. `sequence` rises by one per event, also while nobody listens."""
+
+    sequence: int
+    kind: CacheEventKind
+    node: NodeView | None
+
+
+class EventSource(Protocol):
+    """Tells listeners of every change, in order, from within the operation that makes it."""
+
+    @property
+    def sequence(self) -> int:
+        """Number of the latest event; a dump taken now reflects it."""
+
+    def subscribe(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
+        """Call `listener` with every event from now on, until the returned function is called."""
+
+
+class PrefixCache(Protocol):
+    """Finds, keeps and gives up KV pages by the tokens they hold, in each principal's own view.
+
+    Matching is by whole pages, and never covers a prompt wholly, as its last token must be computed. Nothing here
+    reads a clock or chance: the same calls in the same order give the same tree.
+    """
+
+    page_size: int
+    events: EventSource
+
+    @property
+    def evictable_pages(self) -> int:
+        """Device pages that `evict` could make free now. O(1)."""
+
+    @property
+    def protected_pages(self) -> int:
+        """Device pages in nodes that a lease holds. O(1)."""
+
+    @property
+    def soft_free_pages(self) -> int:
+        """Device pages that count as free but still hold content which a commit may revive. O(1)."""
+
+    @property
+    def held_references(self) -> int:
+        """Page references the cache holds, one per page and node. O(1)."""
+
+    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+        """Return how many leading tokens the principal's view covers; pure.
+
+        A multiple of the page size, and at most len(token_ids) - 1.
+        """
+
+    def commit(self, principal: Principal, token_ids: TokenIds, *, repeated: bool = False) -> Lease:
+        """Match, lock and touch the longest prefix in the principal's view; once, when a row is admitted.
+
+        The row gets a reference on each of the lease's pages and gives them back with the rest of its table.
+        `repeated` marks further commits of one request (after a retraction, or another of its choices): they are
+        no new evidence of use.
+        """
+
+    def commit_nothing(self, principal: Principal) -> Lease:
+        """Return a lease for a row that may neither read the cache nor add to it; `insert` through it keeps nothing."""
+
+    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+        """Add the whole pages of `token_ids` below the lease, which it replaces by one that covers them.
+
+        Args:
+            lease: The row's current lease.
+            token_ids: [tokens] int32, the row's ids whose KV is computed or planned, from its first on.
+            pages: [at least tokens // page_size] int32, the row's page table.
+            prompt_tokens: How many of the row's ids are its prompt; generated ones are no evidence of publicness.
+        """
+
+    def release(self, lease: Lease) -> None:
+        """Unlock the lease's path. The row's page references are the row's to release."""
+
+    def evict(self, pages: int) -> int:
+        """Free at least so many pages of unlocked nodes, or all there are; return how many became free."""
+
+    def flush(self) -> int:
+        """Drop everything that no lease holds; return how many pages became free."""
+
+    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+        """Yield the nodes of one principal's view, or all nodes: parents before children.
+
+        To be consumed before the cache changes.
+        """
