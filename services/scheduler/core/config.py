@@ -1,0 +1,62 @@
+"""What the scheduler core needs to know; `resolve` derives it from the settings and the workers' capacity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from common.settings import SchedulerSettings
+    from common.steps import EngineCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Limits of one scheduler. Lengths are in tokens, times in seconds."""
+
+    page_size: int
+    device_pages: int
+    max_rows: int
+    max_step_tokens: int
+    max_context: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    max_waiting: int
+    waiting_timeout_s: float
+    running_timeout_s: float
+    lease_s: float
+    max_lease_steps: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that the device can hold alone."""
+        return self.device_pages * self.page_size
+
+
+def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
+    """Combine settings with what the workers can hold.
+
+    Raises:
+        ConfigurationError: the settings contradict each other.
+    """
+    if settings.max_step_tokens < settings.max_rows:
+        raise ConfigurationError(
+            f"scheduler.max_step_tokens ({settings.max_step_tokens}) must be at least scheduler.max_rows "
+            f"({settings.max_rows}): a step carries one token of every running row"
+        )
+    return CoreConfig(
+        page_size=capacity.page_size,
+        device_pages=capacity.device_pages,
+        max_rows=settings.max_rows,
+        max_step_tokens=settings.max_step_tokens,
+        max_context=capacity.max_context,
+        vocabulary_size=capacity.vocabulary_size,
+        eos_token_ids=capacity.eos_token_ids,
+        max_waiting=settings.max_waiting_requests,
+        waiting_timeout_s=settings.waiting_timeout_s,
+        running_timeout_s=settings.running_timeout_s,
+        lease_s=settings.lease_ms / 1000,
+        max_lease_steps=settings.max_lease_steps,
+    )

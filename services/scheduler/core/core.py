@@ -1,0 +1,213 @@
+"""The scheduler core: pure decisions over queue, rows, pages and cache. It knows neither gRPC nor torch nor a clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from common.errors import ContextLengthError, InvalidRequestError, PandoError, QueueFullError, RequestTimeoutError
+from common.sampling import choice_seed
+from common.types import Admission, Finish, FinishReason
+from services.scheduler.core.memory import KvMemory
+from services.scheduler.core.output import Output, OutputBuffer
+from services.scheduler.core.planner import Planner
+from services.scheduler.core.queue import Policy, WaitingQueue
+from services.scheduler.core.results import ResultHandler
+from services.scheduler.core.rows import RowTable
+from services.scheduler.core.sequence import Phase, Sequence, initial_ids
+from services.scheduler.core.tenancy import Tenancy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.steps import StepPlan, StepResult
+    from common.types import RequestId, ScheduleRequest
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.core.config import CoreConfig
+
+# A hint for refused clients: about the time in which a full queue makes room.
+RETRY_AFTER_MS = 1000
+
+
+class SchedulerCore:
+    """Owns every open request from its submission to its finish.
+
+    Calls come from one thread. Times are seconds of one monotonic clock, passed in.
+    """
+
+    def __init__(self, config: CoreConfig, allocator: PageAllocator, cache: PrefixCache, policy: Policy) -> None:
+        """Start empty, over an allocator and a cache that nobody else changes."""
+        self.config = config
+        self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
+        self.queue = WaitingQueue(policy)
+        self.memory = KvMemory(allocator, cache)
+        self.in_flight = 0
+        self.finished_steps = 0
+        self._tenancy = Tenancy(self.rows, self.memory)
+        self._output = OutputBuffer()
+        self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy)
+        self._results = ResultHandler(self.rows, self._tenancy, self._output)
+        self._by_handle: dict[int, Sequence] = {}
+        self._by_request: dict[RequestId, list[Sequence]] = {}
+        self._next_handle = 1
+
+    @property
+    def planned_steps(self) -> int:
+        """Plans made so far."""
+        return self._planner.next_step - 1
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether waiting sequences stay where they are."""
+        return self._planner.paused
+
+    @property
+    def open_sequences(self) -> Iterable[Sequence]:
+        """All sequences that have not finished, oldest first."""
+        return self._by_handle.values()
+
+    def pause(self, *, paused: bool) -> None:
+        """Stop or go on admitting rows; those that run go on."""
+        self._planner.paused = paused
+
+    def submit(self, request: ScheduleRequest, now: float) -> Admission:
+        """Take a request into the queue, or say why not."""
+        try:
+            self._check(request)
+        except PandoError as error:
+            return Admission(request.request_id, len(request.token_ids), error.to_failure())
+        leader: Sequence | None = None
+        sequences = []
+        for index in range(request.n):
+            sequence = self._new_sequence(request, index, leader, now)
+            leader = leader or sequence
+            sequences.append(sequence)
+            self._by_handle[sequence.handle] = sequence
+            self.queue.add(sequence)
+        self._by_request[request.request_id] = sequences
+        for sequence in sequences[:1]:
+            if len(sequence.token_ids) >= sequence.max_total_tokens:  # resumed where nothing was left to generate
+                self._finish(sequence, Finish(FinishReason.LENGTH))
+        return Admission(request.request_id, len(request.token_ids))
+
+    def _check(self, request: ScheduleRequest) -> None:
+        if request.request_id in self._by_request:
+            raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
+        if len(self.queue) + request.n > self.config.max_waiting:
+            raise QueueFullError(
+                f"{len(self.queue)} requests are waiting, which is the limit; try again later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if request.resume is not None and request.n != 1:
+            raise InvalidRequestError("a resumed request has exactly one choice", param="n")
+        if request.stop.max_tokens == 0:
+            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+        known = len(request.token_ids) + (len(request.resume.token_ids) if request.resume else 0)
+        limit = min(self.config.max_context, self.config.capacity_tokens)
+        if known >= limit:
+            raise ContextLengthError(
+                f"the prompt has {known} tokens, but at most {limit - 1} fit beside one token of output", param="prompt"
+            )
+        ids = request.token_ids
+        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocabulary_size:
+            raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
+
+    def _new_sequence(self, request: ScheduleRequest, index: int, leader: Sequence | None, now: float) -> Sequence:
+        limit = min(self.config.max_context, self.config.capacity_tokens)
+        if request.stop.max_tokens is not None:
+            limit = min(limit, len(request.token_ids) + request.stop.max_tokens)
+        handle = self._next_handle
+        self._next_handle += 1
+        sampling = dataclasses.replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
+        return Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request by its exact id, if it is open; return whether it was."""
+        sequences = self._by_request.get(request_id, ())
+        for sequence in list(sequences):
+            self._finish(sequence, Finish(FinishReason.ABORT))
+        return bool(sequences)
+
+    def end_silently(self, handle: int) -> None:
+        """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more."""
+        sequence = self._by_handle.get(handle)
+        if sequence is not None:
+            self._leave(sequence)
+
+    def fail_all(self, error: PandoError) -> None:
+        """End every open sequence with an error."""
+        for sequence in list(self._by_handle.values()):
+            self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
+
+    def expire(self, now: float) -> None:
+        """End what has waited or run for too long."""
+        for sequence in list(self._by_handle.values()):
+            message = self._overdue(sequence, now)
+            if message:
+                self._finish(sequence, Finish(FinishReason.ERROR, error=RequestTimeoutError(message).to_failure()))
+
+    def _overdue(self, sequence: Sequence, now: float) -> str | None:
+        age = now - sequence.arrived_at
+        timeout_ms = sequence.request.timeout_ms
+        if timeout_ms is not None and age * 1000 > timeout_ms:
+            return f"the request's own limit of {timeout_ms} ms passed"
+        if sequence.started_at is None:
+            limit = self.config.waiting_timeout_s
+            return f"the request waited for longer than {limit:g} s" if age > limit else None
+        limit = self.config.running_timeout_s
+        return f"the request ran for longer than {limit:g} s" if now - sequence.started_at > limit else None
+
+    def plan(self, now: float, epoch: int) -> StepPlan | None:
+        """Return the next plan to send, or None if there is nothing to do now."""
+        plan = self._planner.plan(now, epoch, self._results.decode_step_s, idle=self.in_flight == 0)
+        if plan is not None:
+            self.in_flight += 1
+            self._results.expect(plan)
+            for opened in plan.opens:
+                sequence = self.rows.sequences[opened.row]
+                assert sequence is not None, "the plan has just opened it"
+                self._output.open(sequence)
+        return plan
+
+    def apply(self, result: StepResult) -> None:
+        """Take in what one forward pass brought."""
+        self._results.apply(result, self._finish)
+        if result.last:
+            self.in_flight -= 1
+            self.finished_steps += 1
+
+    def take_output(self) -> Output | None:
+        """Return what the detokenizer has to be told, or None."""
+        return self._output.take()
+
+    def requeue_all(self) -> None:
+        """Start over with every row: the workers and all their KV are gone. Known ids are kept."""
+        for sequence in sorted(self.rows.occupants(), key=lambda sequence: sequence.handle):
+            assert sequence.row is not None, "occupants have a row"
+            sequence.token_ids = self.rows.tokens(sequence.row).copy()
+            sequence.phase = Phase.WAITING
+            self.memory.free(sequence, self.rows)
+            self.rows.close(sequence.row)
+            self.queue.put_back(sequence)
+        self._tenancy.forget_all()
+        self._results.forget_all()
+        self.memory.forget_all()
+        self.in_flight = 0
+
+    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        self._leave(sequence)
+        self._output.finish(sequence, finish)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is; its computed pages stay in the cache."""
+        if sequence.phase is Phase.WAITING:
+            self.queue.remove(sequence)
+        else:
+            self._tenancy.vacate(sequence)
+        sequence.phase = Phase.FINISHED
+        del self._by_handle[sequence.handle]
+        siblings = self._by_request[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._by_request[sequence.request.request_id]

@@ -1,0 +1,127 @@
+"""KV memory of the device as the core uses it: the page allocator and the prefix cache over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import PageReplacement
+from common.types import CacheMode
+from services.scheduler.cache.accounting import Accounting, AuditReport, account, audit, repair
+
+if TYPE_CHECKING:
+    from common.steps import PageIds
+    from services.scheduler.cache.interface import Lease, PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+
+
+class KvMemory:
+    """Hands pages to rows, evicting from the cache as needed, and moves rows' pages into the cache."""
+
+    def __init__(self, allocator: PageAllocator, cache: PrefixCache) -> None:
+        """Work on an allocator and a cache over the same pages."""
+        self.allocator = allocator
+        self.cache = cache
+        self.retractions = 0
+        self.leaked_pages = 0
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that an allocation could get now."""
+        return self.allocator.free_pages + self.cache.soft_free_pages + self.cache.evictable_pages
+
+    def count_retraction(self) -> None:
+        """Note that a row had to give its pages back."""
+        self.retractions += 1
+
+    def match(self, sequence: Sequence) -> int:
+        """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
+        if sequence.request.cache_mode is CacheMode.NONE:
+            return 0
+        return self.cache.peek(sequence.request.principal, sequence.token_ids)
+
+    def try_admit(self, sequence: Sequence, spare_pages: int) -> Lease | None:
+        """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
+        pages = -(-len(sequence.token_ids) // self.cache.page_size)
+        if pages - self.match(sequence) // self.cache.page_size + spare_pages > self.available_pages:
+            return None
+        lease = self._commit(sequence)
+        # Only now is it known how much of the prefix was counted as evictable before.
+        if pages - len(lease.pages) + spare_pages > self.available_pages:
+            self.cache.release(lease)
+            self.allocator.release(lease.pages)
+            return None
+        sequence.lease = lease
+        return lease
+
+    def _commit(self, sequence: Sequence) -> Lease:
+        principal = sequence.request.principal
+        if sequence.request.cache_mode is CacheMode.NONE:
+            return self.cache.commit_nothing(principal)
+        repeated = sequence.was_committed
+        sequence.was_committed = True
+        return self.cache.commit(principal, sequence.token_ids, repeated=repeated)
+
+    def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:
+        """Take `count` pages, evicting what the cache can spare; None if even that is not enough."""
+        if count > self.allocator.free_pages:
+            self.cache.evict(count - self.allocator.free_pages)
+        return self.allocator.try_allocate(count, owner)
+
+    def keep(self, sequence: Sequence, rows: RowTable) -> list[PageReplacement]:
+        """Put the row's confirmed whole pages into the cache.
+
+        Where the cache had the same tokens already, the row goes on with the cache's pages and its own are freed; the
+        returned replacements tell the workers.
+        """
+        row, lease = sequence.row, sequence.lease
+        assert row is not None
+        assert lease is not None
+        computed = int(rows.computed[row])
+        table = rows.page_table(row)
+        insertion = self.cache.insert(lease, rows.tokens(row, computed), table, sequence.prompt_tokens)
+        sequence.lease = insertion.lease
+        if insertion.first_duplicate is None:
+            return []
+        first = insertion.first_duplicate
+        changed = insertion.pages[first:].copy()
+        table[first : first + len(changed)] = changed
+        self.allocator.exchange(insertion.duplicates, insertion.canonical)
+        return [PageReplacement(row, first, changed)]
+
+    def free(self, sequence: Sequence, rows: RowTable) -> None:
+        """Give back the row's hold on its pages and on its path in the cache."""
+        row, lease = sequence.row, sequence.lease
+        assert row is not None
+        assert lease is not None
+        self.cache.release(lease)
+        self.allocator.release(rows.page_table(row))
+        rows.page_count[row] = 0
+        sequence.lease = None
+
+    def account(self, rows: RowTable) -> Accounting:
+        """Take the accounts in O(rows)."""
+        return account(self.allocator, self.cache, int(rows.page_count.sum()))
+
+    def audit(self, rows: RowTable) -> AuditReport:
+        """Count every page's holders anew."""
+        tables = {
+            f"{sequence.request.request_id}/{sequence.choice_index}": rows.page_table(sequence.row)
+            for sequence in rows.occupants()
+            if sequence.row is not None
+        }
+        return audit(self.allocator, self.cache, tables)
+
+    def repair(self) -> int:
+        """Free leaked pages; only while no row runs."""
+        freed = repair(self.allocator, self.cache)
+        self.leaked_pages += max(freed, 0)
+        return freed
+
+    def forget_all(self) -> None:
+        """Drop the whole cache: the device memory behind it is gone. No row may run."""
+        self.cache.flush()
+        assert not np.any(self.allocator.counts), "the cache holds pages after a flush"

@@ -1,0 +1,69 @@
+"""What the core has to tell the detokenizer, gathered between two pushes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from common.types import Finish, TokenIds, TokenLogprob
+    from services.scheduler.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One push: choices that begin, `handles[i]` got `token_ids[i]` (int32 each), log probabilities, ends."""
+
+    opens: tuple[Sequence, ...]
+    handles: TokenIds
+    token_ids: TokenIds
+    logprobs: tuple[tuple[int, TokenLogprob], ...]
+    finishes: tuple[tuple[int, Finish], ...]
+
+
+@dataclass(slots=True)
+class OutputBuffer:
+    """Collects output in order; `take` empties it."""
+
+    _opens: list[Sequence] = field(default_factory=list)
+    _handles: list[TokenIds] = field(default_factory=list)
+    _token_ids: list[TokenIds] = field(default_factory=list)
+    _logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)
+    _finishes: list[tuple[int, Finish]] = field(default_factory=list)
+    _tokens: int = 0
+
+    def open(self, sequence: Sequence) -> None:
+        """Announce a choice, once; its prompt usage is known now."""
+        if not sequence.announced:
+            sequence.announced = True
+            self._opens.append(sequence)
+
+    def tokens(self, handles: TokenIds, token_ids: TokenIds, logprobs: list[tuple[int, TokenLogprob]]) -> None:
+        """Add what one forward pass sampled; `logprobs` index into these arrays."""
+        self._logprobs.extend((self._tokens + index, logprob) for index, logprob in logprobs)
+        self._handles.append(handles)
+        self._token_ids.append(token_ids)
+        self._tokens += len(token_ids)
+
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """End a choice."""
+        self.open(sequence)
+        self._finishes.append((sequence.handle, finish))
+
+    def take(self) -> Output | None:
+        """Return what has gathered, or None if nothing has."""
+        if not (self._opens or self._tokens or self._finishes):
+            return None
+        empty = np.empty(0, np.int32)
+        output = Output(
+            opens=tuple(self._opens),
+            handles=np.concatenate(self._handles) if self._handles else empty,
+            token_ids=np.concatenate(self._token_ids) if self._token_ids else empty,
+            logprobs=tuple(self._logprobs),
+            finishes=tuple(self._finishes),
+        )
+        self._opens, self._handles, self._token_ids = [], [], []
+        self._logprobs, self._finishes, self._tokens = [], [], 0
+        return output

@@ -1,0 +1,214 @@
+"""Builds step plans: who decodes, who prefills how much, who starts, who has to give its pages back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import PageGrant, PrefillChunk, RowOpen, StepPlan
+from common.types import RowSlot, StepId
+from services.scheduler.core.sequence import Phase
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from services.scheduler.cache.interface import Lease
+    from services.scheduler.core.config import CoreConfig
+    from services.scheduler.core.memory import KvMemory
+    from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.tenancy import Tenancy
+
+
+class Planner:
+    """Decides what the next step does.
+
+    One token budget holds decode and prefill together: every decoding row takes one token, rows in the middle of
+    their prompt come next, then new ones as long as a row, pages and budget are left. A new row needs pages for its
+    known tokens and one spare page for each running row, never for its max_tokens; if memory runs out later, the
+    youngest row of the lowest priority gives its pages back and waits in front of the queue.
+    """
+
+    def __init__(
+        self, config: CoreConfig, rows: RowTable, queue: WaitingQueue, memory: KvMemory, tenancy: Tenancy
+    ) -> None:
+        """Plan over state that the core owns."""
+        self._config = config
+        self._rows = rows
+        self._queue = queue
+        self._memory = memory
+        self._tenancy = tenancy
+        self._next_step = 1
+        self._is_blocked_by_memory = False
+        self.paused = False
+
+    @property
+    def next_step(self) -> StepId:
+        """The id that the next plan will carry."""
+        return StepId(self._next_step)
+
+    def plan(self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool) -> StepPlan | None:
+        """Return the next plan, or None if there is nothing to do.
+
+        `decode_step_s` is the measured duration of a decode step, if known. `idle`: no plan is in flight, so that
+        bookkeeping alone is worth a message.
+        """
+        prefilling = self._prefilling()
+        steps = 1 if prefilling or self._could_start() else self._lease_steps(decode_step_s)
+        decoding, grants, steps = self._plan_decode(steps)
+        budget = self._config.max_step_tokens - len(decoding)
+        prefills: list[PrefillChunk] = []
+        for sequence in prefilling:
+            budget -= self._plan_chunk(sequence, budget, prefills, grants)
+        opens = self._admit(budget, now, prefills, grants)
+        if not (len(decoding) or prefills):
+            if self._unstick(prefilling):
+                return self.plan(now, epoch, decode_step_s, idle=idle)
+            if not (idle and self._tenancy.has_changes):
+                return None
+        closes, replacements = self._tenancy.take_changes()
+        step_id = self.next_step
+        self._next_step += 1
+        return StepPlan(
+            step_id=step_id,
+            epoch=epoch,
+            closes=closes,
+            opens=tuple(opens),
+            replacements=replacements,
+            grants=tuple(grants),
+            prefills=tuple(prefills),
+            steps=steps,
+        )
+
+    def _prefilling(self) -> list[Sequence]:
+        """Return rows whose prompt is not planned to its end, oldest first."""
+        rows = np.flatnonzero(self._rows.occupied & ~self._rows.decoding)
+        sequences = [sequence for row in rows if (sequence := self._rows.sequences[row]) is not None]
+        return sorted(sequences, key=lambda sequence: sequence.handle)
+
+    def _could_start(self) -> bool:
+        has_room = self._rows.free_slots > 0 and not self._is_blocked_by_memory and not self.paused
+        return has_room and len(self._queue) > 0
+
+    def _lease_steps(self, decode_step_s: float | None) -> int:
+        """Return how many steps fill the lease time; an unmeasured step is taken for a long one."""
+        if not decode_step_s:
+            return 1
+        return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
+
+    def _plan_decode(self, steps: int) -> tuple[NDArray[np.int64], list[PageGrant], int]:
+        """Give each decoding row the pages for `steps` more tokens; return rows, grants, and the steps that fit."""
+        while True:
+            live = self._rows.live()
+            target = np.minimum(self._rows.planned[live] + steps, self._rows.limit[live])
+            missing = -(-target // self._config.page_size) - self._rows.page_count[live]
+            needed = int(missing[missing > 0].sum())
+            pages = self._memory.try_allocate(needed)
+            if pages is not None:
+                break
+            if steps > 1:
+                steps = 1
+            else:
+                self._retract(self._victim())
+        grants, start = [], 0
+        for index in np.flatnonzero(missing > 0):
+            row, count = RowSlot(int(live[index])), int(missing[index])
+            grants.append(self._grant(row, pages[start : start + count]))
+            start += count
+        self._rows.planned[live] = target
+        # A lease longer than any row has tokens left would only be ended early.
+        longest = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0)) + steps
+        return live, grants, min(steps, longest)
+
+    def _victim(self) -> Sequence:
+        """Return who gives its pages back: the lowest priority, then the youngest."""
+        return min(self._rows.occupants(), key=lambda sequence: (sequence.request.priority, -sequence.handle))
+
+    def _retract(self, sequence: Sequence) -> None:
+        row = sequence.row
+        assert row is not None, "only running sequences are retracted"
+        sequence.token_ids = self._rows.tokens(row).copy()
+        sequence.phase = Phase.WAITING
+        sequence.retractions += 1
+        self._tenancy.vacate(sequence)
+        self._queue.put_back(sequence)
+        self._memory.count_retraction()
+
+    def _plan_chunk(
+        self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: list[PageGrant]
+    ) -> int:
+        """Plan as much of a row's prompt as budget and pages allow; return the tokens taken."""
+        row = sequence.row
+        if budget <= 0 or row is None:
+            return 0
+        start, end = int(self._rows.planned[row]), int(self._rows.length[row])
+        length = min(end - start, budget)
+        missing = self._rows.pages_missing(row, start + length)
+        if missing:
+            pages = self._memory.try_allocate(min(missing, self._memory.available_pages))
+            assert pages is not None, "what is available can be allocated"
+            if len(pages):
+                grants.append(self._grant(row, pages))
+            length = min(length, int(self._rows.page_count[row]) * self._config.page_size - start)
+        if length <= 0:
+            return 0
+        prefills.append(PrefillChunk(row, start, length))
+        self._rows.planned[row] = start + length
+        self._rows.decoding[row] = start + length == end
+        return length
+
+    def _grant(self, row: RowSlot, pages: NDArray[np.int32]) -> PageGrant:
+        self._rows.append_pages(row, pages)
+        return PageGrant(row, pages)
+
+    def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
+        """Start waiting sequences while there is room; return what the workers must open."""
+        opens: list[RowOpen] = []
+        self._is_blocked_by_memory = False
+        if self.paused or budget <= 0 or not self._rows.free_slots or not len(self._queue):
+            return opens
+        for sequence in self._queue.candidates(self._memory.match):
+            if budget <= 0 or not self._rows.free_slots:
+                break
+            lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
+            if lease is None:
+                self._is_blocked_by_memory = True
+                break
+            opens.append(self._open(sequence, lease, now))
+            budget -= self._plan_chunk(sequence, budget, prefills, grants)
+        return opens
+
+    def _open(self, sequence: Sequence, lease: Lease, now: float) -> RowOpen:
+        self._queue.remove(sequence)
+        row = self._rows.open(sequence, self.next_step, lease.pages, lease.matched_tokens)
+        sequence.phase = Phase.PREFILL
+        if sequence.started_at is None:
+            sequence.started_at = now
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(lease.matched_tokens, sequence.prompt_tokens)
+        request = sequence.request
+        stop_ids = request.stop.stop_token_ids
+        if not request.stop.ignore_eos:
+            stop_ids = (*stop_ids, *self._config.eos_token_ids)
+        return RowOpen(
+            row=row,
+            request_id=request.request_id,
+            token_ids=sequence.token_ids,
+            prompt_tokens=sequence.prompt_tokens,
+            computed_tokens=lease.matched_tokens,
+            pages=lease.pages,
+            sampling=sequence.sampling,
+            max_total_tokens=sequence.max_total_tokens,
+            stop_token_ids=stop_ids,
+            min_new_tokens=request.stop.min_tokens,
+        )
+
+    def _unstick(self, prefilling: list[Sequence]) -> bool:
+        """If half-prefilled rows hold all pages so that none gets on, retract the youngest; tell whether one was."""
+        stuck = [sequence for sequence in prefilling if sequence.row is not None]
+        if len(stuck) < 2 or self._memory.available_pages:
+            return False
+        self._retract(stuck[-1])
+        return True

@@ -1,0 +1,109 @@
+"""Applies what the workers report: new tokens, rows that stopped, prompts that are computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import Finish, RowSlot
+from services.scheduler.core.sequence import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from common.steps import PrefillChunk, RowStop, StepPlan, StepResult
+    from common.types import StepId
+    from services.scheduler.core.output import OutputBuffer
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.tenancy import Tenancy
+
+# Weight of the newest sample in the running mean of the decode step's duration.
+STEP_TIME_WEIGHT = 0.1
+
+
+class ResultHandler:
+    """Brings results back to the rows that asked for them.
+
+    A result names rows by slot; what belongs to a slot's previous tenant (the plan was sent before the row was
+    closed) is recognised by its step id and dropped.
+    """
+
+    def __init__(self, rows: RowTable, tenancy: Tenancy, output: OutputBuffer) -> None:
+        """Apply results to state that the core owns."""
+        self._rows = rows
+        self._tenancy = tenancy
+        self._output = output
+        self._chunks: dict[StepId, tuple[PrefillChunk, ...]] = {}
+        self.decode_step_s: float | None = None
+
+    def expect(self, plan: StepPlan) -> None:
+        """Note the prefill chunks of a plan that is being sent."""
+        self._chunks[plan.step_id] = plan.prefills
+
+    def forget_all(self) -> None:
+        """Drop what was expected: the workers that had the plans are gone."""
+        self._chunks.clear()
+
+    def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
+        """Store tokens, hand them to the output, end rows that stopped."""
+        chunks = self._chunks.get(result.step_id, ()) if result.substep == 0 else ()
+        if result.last:
+            self._chunks.pop(result.step_id, None)
+        self._confirm_chunks(result.step_id, chunks)
+        rows, token_ids = self._current(result)
+        if len(rows):
+            self._store(rows, token_ids, result)
+        for stop in result.stops:
+            if self._is_current(stop.row, result.step_id):
+                self._finish_stopped(stop, finish)
+        if not chunks and len(result.rows):
+            self._measure(result.compute_us / 1e6)
+
+    def _current(self, result: StepResult) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        rows = result.rows
+        current = self._rows.occupied[rows] & (self._rows.opened_step[rows] <= result.step_id)
+        if current.all():
+            return rows, result.token_ids
+        return rows[current], result.token_ids[current]
+
+    def _is_current(self, row: RowSlot, step_id: StepId) -> bool:
+        return bool(self._rows.occupied[row] and self._rows.opened_step[row] <= step_id)
+
+    def _store(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], result: StepResult) -> None:
+        table = self._rows
+        length = table.length[rows]
+        table.ids[rows, length] = token_ids
+        table.computed[rows] = length
+        table.length[rows] = length + 1
+        positions = {int(row): index for index, row in enumerate(rows)} if result.logprobs else {}
+        logprobs = [(positions[row], logprob) for row, logprob in result.logprobs if row in positions]
+        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
+
+    def _confirm_chunks(self, step_id: StepId, chunks: tuple[PrefillChunk, ...]) -> None:
+        """Put computed prompt pages into the cache, so that the next request can use them."""
+        for chunk in chunks:
+            sequence = self._rows.sequences[chunk.row]
+            if sequence is None or not self._is_current(chunk.row, step_id):
+                continue
+            end = chunk.start + chunk.length
+            self._rows.computed[chunk.row] = end
+            self._tenancy.keep_computed(sequence)
+            if end >= len(sequence.token_ids):
+                sequence.is_prefilled = True
+                sequence.phase = Phase.DECODE
+
+    def _finish_stopped(self, stop: RowStop, finish: Callable[[Sequence, Finish], None]) -> None:
+        sequence = self._rows.sequences[stop.row]
+        assert sequence is not None, "checked by _is_current"
+        # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
+        asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
+        finish(sequence, Finish(stop.reason, matched_token_id=asked))
+
+    def _measure(self, seconds: float) -> None:
+        if self.decode_step_s is None:
+            self.decode_step_s = seconds
+        self.decode_step_s += STEP_TIME_WEIGHT * (seconds - self.decode_step_s)

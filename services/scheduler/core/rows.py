@@ -1,0 +1,108 @@
+"""Row slots and their token ids and page tables as arrays, so that a step of many rows is a few numpy calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import RowSlot, StepId, TokenIds
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import PageIds
+    from services.scheduler.core.sequence import Sequence
+
+
+class RowTable:
+    """Owns the row slots: which sequence runs in each, its tokens, its pages, and how far it is planned.
+
+    Per row, all counted in tokens: `length` is known ids; `planned` the KV that is computed once all plans sent so
+    far have run; `computed` the KV that results have confirmed; `limit` the most the row may ever need
+    (max_total_tokens - 1, as the last token's KV is never read).
+    """
+
+    def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
+        """Allocate for `max_rows` rows of up to `max_context` tokens (memory is touched only as rows grow)."""
+        self.max_rows = max_rows
+        self.page_size = page_size
+        max_pages = -(-max_context // page_size)
+        self.sequences: list[Sequence | None] = [None] * max_rows
+        self.ids: NDArray[np.int32] = np.zeros((max_rows, max_context), np.int32)
+        self.pages: NDArray[np.int32] = np.zeros((max_rows, max_pages), np.int32)
+        self.page_count: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.length: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.planned: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.computed: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.limit: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.handle: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        # Results of earlier steps than this belong to the slot's previous tenant.
+        self.opened_step: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.occupied: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        self.decoding: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def free_slots(self) -> int:
+        """Rows that nobody occupies."""
+        return len(self._free)
+
+    @property
+    def running(self) -> int:
+        """Rows that somebody occupies."""
+        return self.max_rows - len(self._free)
+
+    def open(self, sequence: Sequence, step_id: StepId, pages: PageIds, computed_tokens: int) -> RowSlot:
+        """Give `sequence` a slot from plan `step_id` on; KV of its first `computed_tokens` is in `pages`."""
+        row = RowSlot(self._free.pop())
+        count = len(sequence.token_ids)
+        self.sequences[row] = sequence
+        self.ids[row, :count] = sequence.token_ids
+        self.length[row] = count
+        self.planned[row] = self.computed[row] = computed_tokens
+        self.limit[row] = sequence.max_total_tokens - 1
+        self.handle[row] = sequence.handle
+        self.opened_step[row] = step_id
+        self.occupied[row] = True
+        self.decoding[row] = False
+        self.page_count[row] = 0
+        self.append_pages(row, pages)
+        sequence.row = row
+        return row
+
+    def close(self, row: RowSlot) -> None:
+        """Free a slot; the caller has taken care of its pages."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is free"
+        sequence.row = None
+        self.sequences[row] = None
+        self.occupied[row] = False
+        self.decoding[row] = False
+        self._free.append(row)
+
+    def append_pages(self, row: RowSlot, pages: PageIds) -> None:
+        """Add pages at the end of a row's page table."""
+        first = int(self.page_count[row])
+        self.pages[row, first : first + len(pages)] = pages
+        self.page_count[row] = first + len(pages)
+
+    def page_table(self, row: RowSlot) -> PageIds:
+        """Return a view of the row's pages, [pages] int32."""
+        return self.pages[row, : self.page_count[row]]
+
+    def tokens(self, row: RowSlot, count: int | None = None) -> TokenIds:
+        """Return a view of the row's first `count` known ids (all by default), [tokens] int32."""
+        return self.ids[row, : self.length[row] if count is None else count]
+
+    def pages_missing(self, row: RowSlot, tokens: int) -> int:
+        """Return how many pages the row lacks to hold KV of `tokens` tokens."""
+        return max(-(-tokens // self.page_size) - int(self.page_count[row]), 0)
+
+    def live(self) -> NDArray[np.int64]:
+        """Return the rows that decode and have not been planned to their limit, ascending."""
+        return np.flatnonzero(self.decoding & (self.planned < self.limit))
+
+    def occupants(self) -> list[Sequence]:
+        """Return the running sequences by slot."""
+        return [sequence for sequence in self.sequences if sequence is not None]

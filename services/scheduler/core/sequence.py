@@ -1,0 +1,80 @@
+"""One choice of a request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
+    from services.scheduler.cache.interface import Lease
+
+
+class Phase(Enum):
+    """Where a sequence stands; the order of a life is WAITING, PREFILL, DECODE, FINISHED.
+
+    Retraction leads from PREFILL or DECODE back to WAITING.
+    """
+
+    WAITING = "WAITING"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+    FINISHED = "FINISHED"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one choice. The queue owns it while it waits, the row table's arrays hold its tokens while it runs.
+
+    `token_ids` [tokens] int32 is what the next prefill computes: the prompt, then what was generated before a
+    retraction or a resume. `max_total_tokens` bounds prompt and output together. Times are seconds of the
+    scheduler's monotonic clock.
+    """
+
+    request: ScheduleRequest
+    choice_index: int
+    handle: int
+    sampling: SamplingParams
+    token_ids: TokenIds
+    max_total_tokens: int
+    arrived_at: float
+    # The sequence whose prefill this one waits for, to share it (n > 1).
+    leader: Sequence | None = None
+    phase: Phase = Phase.WAITING
+    row: RowSlot | None = None
+    lease: Lease | None = None
+    # The first admission's prefix hit: what the requester is told and billed; a retraction does not change it.
+    cached_tokens: int | None = None
+    started_at: float | None = None
+    retractions: int = 0
+    # Whether the cache has counted this request's use of its prefix.
+    was_committed: bool = False
+    # Whether its first token has come, that is, whether its prompt is in the cache for others.
+    is_prefilled: bool = False
+    # Whether the detokenizer has been told of it.
+    announced: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.token_ids)
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Generated tokens that the client had before this submission."""
+        return len(self.request.resume.token_ids) if self.request.resume else 0
+
+    @property
+    def may_start(self) -> bool:
+        """Whether the sequence it wants to share a prefill with is past it."""
+        return self.leader is None or self.leader.is_prefilled or self.leader.phase is Phase.FINISHED
+
+
+def initial_ids(request: ScheduleRequest) -> TokenIds:
+    """Return prompt and resumed tokens, [tokens] int32."""
+    if request.resume is None:
+        return request.token_ids
+    return np.concatenate([request.token_ids, np.array(request.resume.token_ids, dtype=np.int32)])
