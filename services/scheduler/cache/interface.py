@@ -27,7 +27,7 @@ class Lease:
     """A row's hold on its path in the cache: no node of it is evicted until the lease is released.
 
     Opaque: the cache knows by `lease_id` where it points and may move it (`pages` is what it covered when made).
-    `pages` is [matched_tokens / page_size] int32, the caller's own copy.
+    `pages` is [matched_tokens / page_size] int32, read-only.
     """
 
     lease_id: LeaseId
@@ -123,8 +123,13 @@ class PrefixCache(Protocol):
     reads a clock or chance: the same calls in the same order give the same tree.
     """
 
-    page_size: int
-    events: EventSource
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def events(self) -> EventSource:
+        """Where changes of the tree are told."""
 
     @property
     def evictable_pages(self) -> int:

@@ -1,0 +1,151 @@
+"""Checks that every page reference has a holder, cheaply and often, or wholly and seldom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from common.steps import PageIds
+    from services.scheduler.cache.interface import NodeId, PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """One tier at one moment, in pages; free + soft_free + evictable + protected = capacity.
+
+    `protected` pages are named by running rows or locked nodes. `unaccounted_references` is how many references the
+    allocator counts beyond those of the rows and the cache: above 0 pages leak, below 0 a page may be freed in use.
+    """
+
+    capacity: int
+    free: int
+    soft_free: int
+    evictable: int
+    protected: int
+    unaccounted_references: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every reference has a holder and no pages are locked that are not in use."""
+        return self.unaccounted_references == 0 and self.protected >= 0
+
+
+def account(allocator: PageAllocator, cache: PrefixCache, row_references: int) -> Accounting:
+    """Take the accounts of a tier in O(1).
+
+    Args:
+        allocator: The tier's allocator.
+        cache: The cache over it.
+        row_references: Sum of the page tables' lengths of all running rows.
+    """
+    free, soft_free, evictable = allocator.free_pages, cache.soft_free_pages, cache.evictable_pages
+    return Accounting(
+        capacity=allocator.capacity,
+        free=free,
+        soft_free=soft_free,
+        evictable=evictable,
+        protected=allocator.capacity - free - soft_free - evictable,
+        unaccounted_references=allocator.references - cache.held_references - row_references,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageFault:
+    """A page whose reference count is not the number of its holders: above it the page leaks, below it is in danger.
+
+    `owner` is the tag of its last allocation.
+    """
+
+    page: int
+    references: int
+    rows: tuple[str, ...]
+    nodes: tuple[NodeId, ...]
+    owner: int
+
+    @property
+    def holders(self) -> int:
+        """Rows and nodes that name the page."""
+        return len(self.rows) + len(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What a full audit found."""
+
+    leaked: tuple[PageFault, ...]
+    dangling: tuple[PageFault, ...]
+    is_allocator_consistent: bool
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.leaked and not self.dangling and self.is_allocator_consistent
+
+
+def audit(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageIds]) -> AuditReport:
+    """Count every page's holders anew and compare. O(capacity + pages in use).
+
+    Args:
+        allocator: The tier's allocator.
+        cache: The cache over it.
+        rows: Page table of each running row by a name that a reader of the log understands.
+    """
+    expected = _count_holders(allocator, cache, rows)
+    wrong = np.flatnonzero(allocator.counts != expected).tolist()
+    faults = _describe(wrong, allocator, cache, rows) if wrong else []
+    return AuditReport(
+        leaked=tuple(fault for fault in faults if fault.references > fault.holders),
+        dangling=tuple(fault for fault in faults if fault.references < fault.holders),
+        is_allocator_consistent=allocator.is_consistent(),
+    )
+
+
+def repair(allocator: PageAllocator, cache: PrefixCache) -> int:
+    """Make the allocator agree with the cache while no row runs; return how many pages became free.
+
+    A cache that named pages which counted as free is flushed, as others may have written to them.
+    """
+    report = audit(allocator, cache, {})
+    free_before = allocator.free_pages
+    if not report.is_clean:
+        allocator.restore(_count_holders(allocator, cache, {}))
+    if report.dangling:
+        cache.flush()
+    return allocator.free_pages - free_before
+
+
+def _count_holders(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageIds]) -> NDArray[np.int32]:
+    tables = [*rows.values(), *(node.pages for node in cache.dump())]
+    named = np.concatenate(tables) if tables else np.empty(0, np.int32)
+    return np.bincount(named, minlength=allocator.capacity).astype(np.int32)
+
+
+def _describe(
+    pages: list[int], allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageIds]
+) -> list[PageFault]:
+    naming_rows: dict[int, list[str]] = {page: [] for page in pages}
+    naming_nodes: dict[int, list[NodeId]] = {page: [] for page in pages}
+    for name, table in rows.items():
+        for page in naming_rows.keys() & set(table.tolist()):
+            naming_rows[page].append(name)
+    for node in cache.dump():
+        for page in naming_nodes.keys() & set(node.pages.tolist()):
+            naming_nodes[page].append(node.node_id)
+    return [
+        PageFault(
+            page=page,
+            references=int(allocator.counts[page]),
+            rows=tuple(naming_rows[page]),
+            nodes=tuple(naming_nodes[page]),
+            owner=allocator.last_owner(page),
+        )
+        for page in pages
+    ]

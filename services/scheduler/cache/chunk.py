@@ -1,0 +1,75 @@
+"""The cache that keeps nothing: rows own all their pages and no prefix is ever found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.cache.events import CacheEvents
+from services.scheduler.cache.interface import CacheEventKind, Insertion, Lease, LeaseId, NodeView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from common.steps import PageIds
+    from common.types import Principal, TokenIds
+
+_NO_PAGES: PageIds = np.empty(0, np.int32)
+_NO_PAGES.flags.writeable = False
+
+
+class ChunkCache:
+    """Serves chunked prefill without reuse, as a baseline and for models whose KV cannot be shared."""
+
+    evictable_pages = 0
+    protected_pages = 0
+    soft_free_pages = 0
+    held_references = 0
+
+    def __init__(self, page_size: int) -> None:
+        """Start without leases."""
+        self.page_size = page_size
+        self.events = CacheEvents()
+        self._next_lease = 0
+        self._leases: set[LeaseId] = set()
+
+    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+        """Return 0."""
+        return 0
+
+    def commit(self, principal: Principal, token_ids: TokenIds, *, repeated: bool = False) -> Lease:
+        """Return a lease on nothing."""
+        return self.commit_nothing(principal)
+
+    def commit_nothing(self, principal: Principal) -> Lease:
+        """Return a lease on nothing."""
+        lease = Lease(LeaseId(self._next_lease), principal, 0, _NO_PAGES)
+        self._next_lease += 1
+        self._leases.add(lease.lease_id)
+        return lease
+
+    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+        """Keep nothing: the row's pages remain its own."""
+        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released before"
+        whole = len(token_ids) // self.page_size
+        assert len(pages) >= whole, "a row's page table covers its tokens"
+        return Insertion(lease, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease."""
+        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released before"
+        self._leases.remove(lease.lease_id)
+
+    def evict(self, pages: int) -> int:
+        """Return 0: there is nothing to free."""
+        return 0
+
+    def flush(self) -> int:
+        """Return 0: there is nothing to drop."""
+        self.events.emit(CacheEventKind.FLUSHED)
+        return 0
+
+    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+        """Yield nothing."""
+        return iter(())

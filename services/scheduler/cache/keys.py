@@ -1,0 +1,46 @@
+"""Token ids as bytes, cut into pages, so that comparing them is memcmp and a page can key a dict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from common.types import TokenIds
+
+TOKEN_BYTES = 4
+
+
+class PagedKey:
+    """The whole pages of a token sequence; bytes are made only of the parts that are looked at.
+
+    A tree edge is such bytes too: 4 per token, little-endian int32, a whole number of pages.
+    """
+
+    __slots__ = ("_page_bytes", "_page_size", "_view", "pages")
+
+    def __init__(self, token_ids: TokenIds, page_size: int) -> None:
+        """Look at `token_ids`, [tokens] int32, without copying them."""
+        self.pages = len(token_ids) // page_size
+        self._page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._view = np.ascontiguousarray(token_ids, dtype="<i4").view(np.uint8).data
+
+    def page(self, index: int) -> bytes:
+        """Return one page's tokens."""
+        start = index * self._page_bytes
+        return bytes(self._view[start : start + self._page_bytes])
+
+    def slice(self, first: int, end: int) -> bytes:
+        """Return the tokens of pages [first, end)."""
+        return bytes(self._view[first * self._page_bytes : end * self._page_bytes])
+
+    def common_pages(self, edge: bytes, first: int, end: int) -> int:
+        """Return how many whole pages `edge` and the pages [first, end) have in common from their starts."""
+        ours = self.slice(first, min(end, first + len(edge) // self._page_bytes))
+        if edge.startswith(ours):
+            return len(ours) // self._page_bytes
+        lhs = np.frombuffer(ours, np.int32)
+        rhs = np.frombuffer(edge, np.int32, count=len(lhs))
+        return int((lhs != rhs).argmax()) // self._page_size

@@ -1,0 +1,131 @@
+"""The page allocator of one tier: reference-counted page ids in numpy arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import PageIds
+
+NO_OWNER = -1
+
+
+class PageAllocator:
+    """Owns the pages [0, capacity): how many references each has, and which are free.
+
+    A page is free exactly when its count is 0. Every call takes and returns [pages] int32; the pages of one call are
+    distinct. Equal calls in equal order hand out equal pages, the ones freed last first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Start with `capacity` free pages."""
+        assert capacity >= 0
+        self.capacity = capacity
+        self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
+        # A stack: [0, free_pages) are the free pages, the last is handed out first.
+        self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._free_pages = capacity
+        self._references = 0
+        # Scratch memory of the check that the pages of one call are distinct.
+        self._position: NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self._ordinals: NDArray[np.int32] = np.arange(capacity, dtype=np.int32)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages without a reference."""
+        return self._free_pages
+
+    @property
+    def references(self) -> int:
+        """Sum of all pages' reference counts."""
+        return self._references
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """Reference count by page, [capacity] int32; a read-only view."""
+        view = self._counts.view()
+        view.flags.writeable = False
+        return view
+
+    def last_owner(self, page: int) -> int:
+        """Return the tag that the page was last allocated with."""
+        return int(self._owners[page])
+
+    def try_allocate(self, count: int, owner: int | NDArray[np.int64] = NO_OWNER) -> PageIds | None:
+        """Take `count` free pages, one reference each, or nothing when there are fewer.
+
+        Args:
+            count: How many pages.
+            owner: A tag that an audit shows with a leaked page; one for all, or [count] int64.
+        """
+        if count > self._free_pages:
+            return None
+        assert count >= 0, "cannot allocate a negative number of pages"
+        self._free_pages -= count
+        pages = self._free[self._free_pages : self._free_pages + count][::-1].copy()
+        self._counts[pages] = 1
+        self._owners[pages] = owner
+        self._references += count
+        return pages
+
+    def retain(self, pages: PageIds) -> None:
+        """Add one reference to each of `pages`, none of which may be free."""
+        counts = self._counts[pages]
+        assert counts.all(), f"retained free pages {pages[counts == 0]}"
+        assert self._are_distinct(pages)
+        self._counts[pages] = counts + 1
+        self._references += len(pages)
+
+    def release(self, pages: PageIds) -> int:
+        """Take one reference from each of `pages`; return how many became free by that."""
+        counts = self._counts[pages]
+        assert counts.all(), f"released free pages {pages[counts == 0]}"
+        assert self._are_distinct(pages)
+        counts -= 1
+        self._counts[pages] = counts
+        self._references -= len(pages)
+        freed = pages[counts == 0]
+        self._free[self._free_pages : self._free_pages + len(freed)] = freed
+        self._free_pages += len(freed)
+        return len(freed)
+
+    def exchange(self, old: PageIds, new: PageIds) -> int:
+        """Pass a holder's references on from `old` to `new`; return how many pages became free.
+
+        To be called after the holder's page table names `new`.
+        """
+        assert len(old) == len(new)
+        # In this order, a page that is in both never passes through 0.
+        self.retain(new)
+        return self.release(old)
+
+    def restore(self, counts: NDArray[np.int32]) -> None:
+        """Take over audited reference counts, [capacity] int32, and make exactly the pages without one free."""
+        assert counts.shape == (self.capacity,)
+        assert (counts >= 0).all()
+        self._counts[:] = counts
+        free = np.flatnonzero(counts == 0)[::-1]
+        self._free[: len(free)] = free
+        self._free_pages = len(free)
+        self._references = int(counts.sum())
+
+    def is_consistent(self) -> bool:
+        """Whether free list, counts and totals agree. O(capacity), for audits."""
+        listed = np.zeros(self.capacity, np.bool_)
+        listed[self._free[: self._free_pages]] = True
+        return (
+            bool((listed == (self._counts == 0)).all())
+            and int(listed.sum()) == self._free_pages
+            and int(self._counts.sum()) == self._references
+        )
+
+    def _are_distinct(self, pages: PageIds) -> bool:
+        """Whether no page is named twice: only then does each read back the position it wrote."""
+        ordinals = self._ordinals[: len(pages)]
+        self._position[pages] = ordinals
+        return len(pages) <= self.capacity and bool((self._position[pages] == ordinals).all())
