@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -136,6 +136,10 @@ class SchedulerSettings(Section):
     """Length of a cache epoch."""
     worker_timeout_s: float = Field(default=120.0, gt=0)
     """Without any result for so long while plans are in flight, the worker group is taken for dead."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """After SIGTERM, open requests get this long to finish."""
+    admin_token: SecretStr | None = None
+    """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps; absent: nobody does."""
 
 
 class WorkerSettings(Section):

@@ -1,0 +1,109 @@
+"""Run the scheduler: `python -m services.scheduler --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from common.rpc.stream import StreamLink
+from common.runtime import run_service
+from common.settings import Settings, load_settings
+from common.steps import EngineSpec
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
+from services.scheduler.group import WorkerGroup
+from services.scheduler.loop import SchedulerLoop
+from services.scheduler.service import SchedulerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "pando.v1.Scheduler"
+HEALTH_INTERVAL_S = 0.1
+
+
+def main() -> None:
+    """Read the settings and serve until a signal comes."""
+    settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
+    run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler.metrics_port)
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    """Run the scheduler until `stopping` is set; exit with status 1 if the configuration cannot work."""
+    loop = SchedulerLoop(settings.scheduler)
+    group = WorkerGroup(settings.scheduler.workers, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
+    channel = open_channel(settings.scheduler.detokenizer)
+    stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
+    outlet = StreamLink(
+        "detokenizer",
+        lambda: stub.Push(),
+        loop.on_push_response,
+        on_connected=loop.wake,
+        on_disconnected=loop.on_outlet_broken,
+    )
+    loop.connect(group, outlet)
+    server = RpcServer(NAME, settings.scheduler.address)
+    server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, SchedulerService(loop, settings.scheduler))
+    await server.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(work)
+                for work in (group.run(), outlet.run(), loop.run(), report_health(server, lambda: loop.can_serve))
+            ]
+            await stopping.wait()
+            running.pop().cancel()
+            await server.set_serving(False)
+            await drained(loop, settings.scheduler.drain_s)
+            for task in running:
+                task.cancel()
+    except* ConfigurationError as errors:
+        get_logger("scheduler").error("service.misconfigured", reason=str(errors.exceptions[0]))
+        sys.exit(1)
+    finally:
+        await server.stop(grace_s=0.2)
+        await channel.close()
+
+
+async def drained(loop: SchedulerLoop, timeout_s: float) -> None:
+    """Wait until the open requests have finished, for at most `timeout_s`; new ones are refused meanwhile."""
+    loop.refuse_new()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while loop.core is not None and any(loop.core.open_sequences):
+                await asyncio.sleep(0.05)
+
+
+async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:
+    """Keep the health service in step with reality."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            await server.set_serving(can_serve())
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def engine_spec(settings: Settings) -> EngineSpec:
+    """Return what every rank is configured with; rank and world size are the group's to fill in."""
+    model, scheduler = settings.model, settings.scheduler
+    return EngineSpec(
+        model=model.reference,
+        load_format=model.load_format,
+        dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+        rendezvous=scheduler.rendezvous,
+        page_size=scheduler.page_size,
+        max_rows=scheduler.max_rows,
+        max_context=model.max_context,
+        max_step_tokens=scheduler.max_step_tokens,
+        device_pages=scheduler.device_pages,
+        memory_fraction=scheduler.memory_fraction,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Wire messages of the scheduler, to and from dataclasses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import EngineCapacity, RowStop, StepResult
+from common.types import RowSlot, StepId
+from common.wire import (
+    finish_reason_from_wire,
+    finish_to_wire,
+    logprob_from_wire,
+    logprob_to_wire,
+    principal_to_wire,
+    resume_to_wire,
+    sampling_to_wire,
+)
+from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2, worker_pb2
+from services.scheduler.cache.interface import CacheEventKind, Visibility
+
+if TYPE_CHECKING:
+    from common.steps import EngineSpec, RowOpen, StepPlan
+    from common.types import StopConditions
+    from services.scheduler.cache.interface import CacheEvent, NodeView
+    from services.scheduler.core.output import Output
+    from services.scheduler.core.sequence import Sequence
+
+_VISIBILITIES = {
+    Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
+    Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
+}
+_EVENT_KINDS = {
+    CacheEventKind.INSERTED: scheduler_pb2.CACHE_EVENT_KIND_INSERTED,
+    CacheEventKind.SPLIT: scheduler_pb2.CACHE_EVENT_KIND_SPLIT,
+    CacheEventKind.EVICTED: scheduler_pb2.CACHE_EVENT_KIND_EVICTED,
+    CacheEventKind.FLUSHED: scheduler_pb2.CACHE_EVENT_KIND_FLUSHED,
+}
+
+
+def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
+    """Encode what a rank is configured with."""
+    return worker_pb2.ConfigureRequest(
+        model=spec.model,
+        load_format=spec.load_format,
+        dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        rendezvous=spec.rendezvous,
+        page_size_tokens=spec.page_size,
+        max_rows=spec.max_rows,
+        max_context_tokens=spec.max_context,
+        max_step_tokens=spec.max_step_tokens,
+        device_pages=spec.device_pages,
+        memory_fraction=spec.memory_fraction,
+    )
+
+
+def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
+    """Decode what a configured rank can hold."""
+    return EngineCapacity(
+        device_pages=message.device_pages,
+        page_size=message.page_size_tokens,
+        max_context=message.max_context_tokens,
+        vocabulary_size=message.vocabulary_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        fingerprint=message.fingerprint,
+        device=message.device,
+        layers=message.layers,
+    )
+
+
+def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
+    """Encode a plan; every rank is sent the same message."""
+    message = worker_pb2.StepPlan(step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps)
+    message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
+    for grant in plan.grants:
+        message.grants.add(row=grant.row, pages=grant.pages.tolist())
+    for chunk in plan.prefills:
+        message.prefills.add(row=chunk.row, start=chunk.start, length=chunk.length)
+    for replacement in plan.replacements:
+        message.replacements.add(row=replacement.row, first=replacement.first, pages=replacement.pages.tolist())
+    return message
+
+
+def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
+    return worker_pb2.RowOpen(
+        row=opened.row,
+        request_id=opened.request_id,
+        token_ids=opened.token_ids.tolist(),
+        prompt_tokens=opened.prompt_tokens,
+        computed_tokens=opened.computed_tokens,
+        pages=opened.pages.tolist(),
+        sampling=sampling_to_wire(opened.sampling),
+        max_total_tokens=opened.max_total_tokens,
+        stop_token_ids=opened.stop_token_ids,
+        min_new_tokens=opened.min_new_tokens,
+    )
+
+
+def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
+    """Decode what one forward pass brought."""
+    return StepResult(
+        step_id=StepId(message.step_id),
+        substep=message.substep,
+        last=message.last,
+        rows=np.array(message.rows, dtype=np.int32),
+        token_ids=np.array(message.token_ids, dtype=np.int32),
+        stops=tuple(
+            RowStop(
+                RowSlot(stop.row),
+                finish_reason_from_wire(stop.reason),
+                stop.matched_token_id if stop.HasField("matched_token_id") else None,
+            )
+            for stop in message.stops
+        ),
+        logprobs=tuple((RowSlot(entry.row), logprob_from_wire(entry.logprob)) for entry in message.logprobs),
+        compute_us=message.compute_us,
+        host_us=message.host_us,
+        error=message.error if message.HasField("error") else None,
+    )
+
+
+def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
+    """Encode one push to the detokenizer."""
+    message = detokenizer_pb2.PushRequest(
+        opens=[_choice_to_wire(sequence) for sequence in output.opens],
+        handles=output.handles.tolist(),
+        token_ids=output.token_ids.tolist(),
+    )
+    for index, logprob in output.logprobs:
+        message.logprobs.add(index=index, logprob=logprob_to_wire(logprob))
+    for handle, finish in output.finishes:
+        message.finishes.add(handle=handle, finish=finish_to_wire(finish))
+    return message
+
+
+def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
+    request = sequence.request
+    stop: StopConditions = request.stop
+    return detokenizer_pb2.ChoiceOpen(
+        handle=sequence.handle,
+        request_id=request.request_id,
+        choice_index=sequence.choice_index,
+        subscriber_id=request.reply_to.subscriber_id,
+        stop_strings=stop.stop_strings,
+        include_stop_text=stop.include_stop_text,
+        skip_special_tokens=request.skip_special_tokens,
+        min_tokens=stop.min_tokens,
+        prompt_tokens=sequence.prompt_tokens,
+        cached_tokens=sequence.cached_tokens or 0,
+        resume=resume_to_wire(request.resume),
+    )
+
+
+def node_to_wire(node: NodeView, *, is_admin: bool, with_ids: bool) -> scheduler_pb2.TreeNode:
+    """Encode a node; owner and ids only for an admin."""
+    message = scheduler_pb2.TreeNode(
+        node_id=node.node_id,
+        parent_id=node.parent_id,
+        edge_tokens=node.edge_tokens,
+        depth_tokens=node.depth_tokens,
+        visibility=_VISIBILITIES[node.visibility],
+        lock_ref=node.lock_ref,
+        last_access=node.last_access,
+        device_pages=node.pages.tolist(),
+    )
+    if is_admin and node.owner is not None:
+        message.owner.CopyFrom(principal_to_wire(node.owner))
+    if is_admin and with_ids:
+        message.token_ids.extend(node.token_ids.tolist())
+    return message
+
+
+def event_to_wire(event: CacheEvent, *, is_admin: bool) -> scheduler_pb2.WatchCacheEventsResponse:
+    """Encode a change of the tree."""
+    node = node_to_wire(event.node, is_admin=is_admin, with_ids=False) if event.node else None
+    return scheduler_pb2.WatchCacheEventsResponse(sequence=event.sequence, kind=_EVENT_KINDS[event.kind], node=node)
+
+
+def sequence_to_wire(
+    sequence: Sequence, computed_tokens: int, generated_tokens: int, pages: int, age_s: float
+) -> scheduler_pb2.RequestState:
+    """Encode an open choice, without its principal."""
+    return scheduler_pb2.RequestState(
+        request_id=sequence.request.request_id,
+        choice_index=sequence.choice_index,
+        phase=sequence.phase.value,
+        prompt_tokens=sequence.prompt_tokens,
+        cached_tokens=sequence.cached_tokens or 0,
+        computed_tokens=computed_tokens,
+        generated_tokens=generated_tokens,
+        pages=pages,
+        age_ms=int(age_s * 1000),
+    )

@@ -1,0 +1,195 @@
+"""The worker group: all tensor-parallel ranks, configured together and fed the same plans."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import grpc
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+from common.rpc.channel import open_channel
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+
+RECONNECT_S = 0.2
+CONFIGURE_TIMEOUT_S = 3600.0
+WATCH_INTERVAL_S = 1.0
+
+
+class GroupState(Enum):
+    """Life of a group; FAILED lasts until the ranks answer again."""
+
+    CONNECTING = "CONNECTING"
+    CONFIGURING = "CONFIGURING"
+    READY = "READY"
+    FAILED = "FAILED"
+
+
+class GroupLostError(Exception):
+    """A rank failed, went away or hangs; the whole group has to be configured again."""
+
+
+class GroupListener(Protocol):
+    """Who is told what becomes of the group. The calls run on the event loop."""
+
+    def on_ready(self, capacity: EngineCapacity) -> None:
+        """All ranks wait for plans; their rows and KV are empty."""
+
+    def on_result(self, result: StepResult) -> None:
+        """Rank 0 reports a forward pass."""
+
+    def on_lost(self) -> None:
+        """The group is gone, with all rows and all KV."""
+
+
+class WorkerGroup:
+    """Keeps the ranks configured and their Execute streams open; starts over when any of them breaks."""
+
+    def __init__(self, addresses: tuple[str, ...], spec: EngineSpec, listener: GroupListener, timeout_s: float) -> None:
+        """Prepare a group of ranks at `addresses`, each configured with `spec` and its own rank number."""
+        self.state = GroupState.CONNECTING
+        self._addresses = addresses
+        self._spec = spec
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
+        self._plans_in_flight = 0
+        self._last_sign = time.monotonic()
+        self._log = get_logger("group")
+
+    def send(self, plan: StepPlan) -> None:
+        """Queue a plan for every rank."""
+        assert self.state is GroupState.READY, "plans need a group that is ready"
+        message = plan_to_wire(plan)
+        if not self._plans_in_flight:
+            self._last_sign = time.monotonic()
+        self._plans_in_flight += 1
+        for queue in self._queues:
+            queue.put_nowait(message)
+
+    async def run(self) -> NoReturn:
+        """Configure and serve the group for ever.
+
+        Raises:
+            ConfigurationError: a rank refuses its configuration; trying again would not help.
+        """
+        while True:
+            channels = [open_channel(address) for address in self._addresses]
+            try:
+                await self._run_once([worker_pb2_grpc.WorkerStub(channel) for channel in channels])
+            except (GroupLostError, grpc.aio.AioRpcError) as error:
+                self._lose(error)
+            finally:
+                for channel in channels:
+                    await channel.close()
+            await asyncio.sleep(RECONNECT_S)
+
+    def _lose(self, error: Exception) -> None:
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        if self.state in (GroupState.CONFIGURING, GroupState.READY):
+            self._log.warning("group.lost", reason=reason)
+        if self.state is GroupState.READY:
+            self.state = GroupState.FAILED
+            self._listener.on_lost()
+        elif self.state is GroupState.CONFIGURING:
+            self.state = GroupState.CONNECTING
+
+    async def _run_once(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> None:
+        """Configure all ranks, then serve them until one fails."""
+        await asyncio.gather(
+            *(rank.GetState(worker_pb2.GetWorkerStateRequest(), timeout=5, wait_for_ready=True) for rank in ranks)
+        )
+        if self.state is not GroupState.FAILED:
+            self.state = GroupState.CONFIGURING
+        capacity = await self._configure(ranks)
+        self._queues = [asyncio.Queue() for _ in ranks]
+        self._plans_in_flight = 0
+        calls = [rank.Execute(_drain(queue)) for rank, queue in zip(ranks, self._queues, strict=True)]
+        try:
+            await asyncio.gather(*(call.wait_for_connection() for call in calls))
+            self.state = GroupState.READY
+            self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
+            self._listener.on_ready(capacity)
+            await self._serve(calls)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _configure(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> EngineCapacity:
+        """Configure all ranks at the same time, as they have to meet; return the capacity they agreed on."""
+        tasks = [
+            asyncio.create_task(self._configure_rank(rank, replace(self._spec, rank=number, world_size=len(ranks))))
+            for number, rank in enumerate(ranks)
+        ]
+        try:
+            capacities = await asyncio.gather(*tasks)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ConfigurationError(f"worker: {error.details()}") from error
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+        # Pages must be as many again after a restart: what waits was admitted by this capacity.
+        self._spec = replace(self._spec, device_pages=capacities[0].device_pages)
+        return capacities[0]
+
+    async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:
+        call = rank.Configure(spec_to_wire(spec), timeout=CONFIGURE_TIMEOUT_S)
+        stage = ""
+        async for message in call:
+            if message.HasField("capacity"):
+                return capacity_from_wire(message.capacity)
+            if message.stage != stage:
+                stage = message.stage
+                self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=int(message.progress * 100))
+        raise GroupLostError(f"rank {spec.rank} ended Configure without a capacity")
+
+    async def _serve(self, calls: list[grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]]) -> None:
+        """Read all ranks' results until one of them fails."""
+        readers = [asyncio.create_task(self._read(call, rank)) for rank, call in enumerate(calls)]
+        watch = asyncio.create_task(self._watch())
+        try:
+            done, _ = await asyncio.wait([*readers, watch], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*readers, watch):
+                task.cancel()
+            await asyncio.gather(*readers, watch, return_exceptions=True)
+
+    async def _read(
+        self, call: grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult], rank: int
+    ) -> None:
+        async for message in call:
+            result = result_from_wire(message)
+            if result.error is not None:
+                raise GroupLostError(f"rank {rank}: {result.error}")
+            if rank == 0:
+                self._last_sign = time.monotonic()
+                self._plans_in_flight -= result.last
+                self._listener.on_result(result)
+        raise GroupLostError(f"rank {rank} closed its stream")
+
+    async def _watch(self) -> None:
+        """Take the group for dead when plans are in flight and nothing comes back."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            silence = time.monotonic() - self._last_sign
+            if self._plans_in_flight and silence > self._timeout_s:
+                raise GroupLostError(f"no result for {silence:.0f} s")
+
+
+async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:
+    while True:
+        yield await queue.get()

@@ -1,0 +1,240 @@
+"""Drives the core: plans go to the workers, results come back, text goes to the detokenizer, time passes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+from common.types import Admission, RequestId
+from services.scheduler import metrics
+from services.scheduler.cache.factory import make_cache
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.convert import output_to_wire
+from services.scheduler.core.config import resolve
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.group import GroupState
+from services.scheduler.policy.factory import make_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.rpc.stream import StreamLink
+    from common.settings import SchedulerSettings
+    from common.steps import EngineCapacity, StepResult
+    from common.types import ScheduleRequest
+    from protos.gen.pando.v1 import detokenizer_pb2
+    from services.scheduler.group import WorkerGroup
+
+HOUSEKEEPING_INTERVAL_S = 0.25
+
+
+class SchedulerLoop:
+    """Owns the core and connects it to its neighbours. Everything runs on one event loop, in one thread."""
+
+    def __init__(self, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without a core: it is made when the workers have told their capacity."""
+        self.core: SchedulerCore | None = None
+        self._settings = settings
+        self._clock = clock
+        self._capacity: EngineCapacity | None = None
+        self._group: WorkerGroup | None = None
+        self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
+        self._wake = asyncio.Event()
+        self._step_cpu_s = 0.0
+        self._is_draining = False
+        self._log = get_logger("loop")
+
+    def connect(
+        self,
+        group: WorkerGroup,
+        outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse],
+    ) -> None:
+        """Take the neighbours, which in turn call the `on_…` methods."""
+        self._group, self._outlet = group, outlet
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request submitted now would run."""
+        return self._is_group_ready and self._is_outlet_connected
+
+    @property
+    def group_state(self) -> GroupState:
+        """State of the worker group."""
+        return self._group.state if self._group else GroupState.CONNECTING
+
+    @property
+    def now(self) -> float:
+        """Seconds of the loop's clock."""
+        return self._clock()
+
+    @property
+    def epoch(self) -> int:
+        """The cache's epoch: one integer that every plan carries."""
+        return int(self._clock() / self._settings.epoch_seconds)
+
+    def submit(self, request: ScheduleRequest) -> Admission:
+        """Take a request in, or say why not."""
+        if self.core is None or not self._is_outlet_connected or self._is_draining:
+            error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
+            admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
+        else:
+            admission = self.core.submit(request, self.now)
+        metrics.ADMISSIONS_TOTAL.labels(admission.rejected.code.value if admission.rejected else "accepted").inc()
+        self._wake.set()
+        return admission
+
+    def refuse_new(self) -> None:
+        """Take no more requests; those that are open go on."""
+        self._is_draining = True
+
+    def _why_unavailable(self) -> str:
+        if self._is_draining:
+            return "the scheduler is shutting down"
+        return f"the scheduler waits for its {'workers' if self.core is None else 'detokenizer'}"
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request by its exact id; unknown ids are ignored."""
+        if self.core is not None and self.core.abort(request_id):
+            self._log.info("request.aborted", request_id=request_id)
+            self._wake.set()
+
+    def wake(self) -> None:
+        """Look for work again: something outside has changed."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Plan whenever something has changed, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._housekeep())
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                self._turn()
+
+    # --- called by the neighbours ---
+
+    def on_ready(self, capacity: EngineCapacity) -> None:
+        """Begin, or go on with everything that was open when the workers were lost."""
+        if self.core is not None and capacity != self._capacity:
+            self.core.fail_all(UnavailableError("the workers came back with another capacity", retry_after_ms=1000))
+            self._push()
+            self.core = None
+        if self.core is None:
+            config = resolve(self._settings, capacity)
+            allocator = PageAllocator(config.device_pages)
+            cache = make_cache(self._settings.cache, allocator, config.page_size)
+            self.core = SchedulerCore(config, allocator, cache, make_policy(self._settings.policy))
+        self._capacity = capacity
+        metrics.GROUP_READY.set(1)
+        self._wake.set()
+
+    def on_result(self, result: StepResult) -> None:
+        """Take in one forward pass and plan on at once."""
+        assert self.core is not None, "results follow plans, which the core made"
+        started = time.perf_counter()
+        self.core.apply(result)
+        self._push()
+        self._step_cpu_s += time.perf_counter() - started
+        metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
+        metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
+        if result.last:
+            metrics.STEPS_TOTAL.inc()
+        self._turn()
+
+    def on_lost(self) -> None:
+        """Keep every row's ids and wait for the workers."""
+        metrics.GROUP_READY.set(0)
+        if self.core is not None:
+            self.core.requeue_all()
+
+    def on_push_response(self, response: detokenizer_pb2.PushResponse) -> None:
+        """End what the detokenizer has ended."""
+        if self.core is None:
+            return
+        for hit in response.stop_hits:
+            self.core.end_silently(hit.handle)
+        for handle in response.gone_handles:
+            self.core.end_silently(handle)
+        self._wake.set()
+
+    def on_outlet_broken(self, _reason: str) -> None:
+        """End what the detokenizer knew: it has told the gateways, who ask again for what their clients still lack."""
+        if self.core is None:
+            return
+        for sequence in [sequence for sequence in self.core.open_sequences if sequence.announced]:
+            self.core.end_silently(sequence.handle)
+        self.core.take_output()
+
+    # --- one turn ---
+
+    @property
+    def _is_group_ready(self) -> bool:
+        return self.core is not None and self.group_state is GroupState.READY
+
+    @property
+    def _is_outlet_connected(self) -> bool:
+        return self._outlet is not None and self._outlet.connected
+
+    def _turn(self) -> None:
+        """Send plans until enough are in flight or nothing is left to do."""
+        if self.core is None or self._group is None:
+            return
+        while self.can_serve and self.core.in_flight < self._settings.queue_depth:
+            started = time.perf_counter()
+            plan = self.core.plan(self.now, self.epoch)
+            if plan is None:
+                break
+            self._group.send(plan)
+            for opened in plan.opens:
+                self._count_start(self.core, int(opened.row))
+            self._step_cpu_s += time.perf_counter() - started
+            metrics.STEP_CPU_SECONDS.observe(self._step_cpu_s)
+            self._step_cpu_s = 0.0
+        self._push()
+
+    def _count_start(self, core: SchedulerCore, row: int) -> None:
+        sequence = core.rows.sequences[row]
+        if sequence is None or sequence.retractions or sequence.started_at is None:
+            return
+        metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
+        metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
+        metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at)
+
+    def _push(self) -> None:
+        """Hand what has gathered to the detokenizer; while it is away, nothing of it is owed to anybody."""
+        output = self.core.take_output() if self.core else None
+        if output is not None and self._outlet is not None:
+            with contextlib.suppress(UnavailableError):
+                self._outlet.send(output_to_wire(output))
+
+    async def _housekeep(self) -> None:
+        """Every so often: time limits, accounts, gauges."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            if self.core is None:
+                continue
+            self.core.expire(self.now)
+            self._push()
+            self._check_accounts(self.core)
+            self._wake.set()
+
+    def _check_accounts(self, core: SchedulerCore) -> None:
+        accounts = core.memory.account(core.rows)
+        for state in ("free", "soft_free", "evictable", "protected"):
+            metrics.PAGES.labels("device", state).set(getattr(accounts, state))
+        metrics.WAITING_REQUESTS.set(len(core.queue))
+        metrics.RUNNING_ROWS.set(core.rows.running)
+        metrics.RETRACTIONS.set(core.memory.retractions)
+        metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
+        if accounts.is_exact:
+            return
+        report = core.memory.audit(core.rows)
+        self._log.error(
+            "memory.leak", leaked=[str(fault) for fault in report.leaked], dangling=[str(f) for f in report.dangling]
+        )
+        if not core.rows.running:
+            self._log.warning("memory.repaired", freed_pages=core.memory.repair())

@@ -1,0 +1,30 @@
+"""What the scheduler exports to Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_FINE_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 600e-6, 1e-3, 2e-3, 5e-3, 20e-3, 0.1)
+
+STEP_CPU_SECONDS = Histogram(
+    "pando_scheduler_step_cpu_seconds",
+    "Time of the scheduler for one step: planning, encoding, taking in the results, pushing text.",
+    buckets=_FINE_SECONDS,
+)
+STEP_COMPUTE_SECONDS = Histogram(
+    "pando_scheduler_step_compute_seconds", "Time of one forward pass with sampling, as rank 0 measured it."
+)
+STEPS_TOTAL = Counter("pando_scheduler_steps_total", "Plans that were carried out.")
+WAITING_REQUESTS = Gauge("pando_scheduler_waiting_requests", "Choices that wait for a row.")
+RUNNING_ROWS = Gauge("pando_scheduler_running_rows", "Rows in prefill or decode.")
+PAGES = Gauge(
+    "pando_scheduler_pages", "KV pages by tier and state; the states add up to the capacity.", ["tier", "state"]
+)
+PROMPT_TOKENS_TOTAL = Counter("pando_scheduler_prompt_tokens_total", "Prompt tokens of started requests.")
+CACHED_TOKENS_TOTAL = Counter("pando_scheduler_cached_tokens_total", "Prompt tokens that the cache held.")
+GENERATED_TOKENS_TOTAL = Counter("pando_scheduler_generated_tokens_total", "Sampled tokens.")
+QUEUE_SECONDS = Histogram("pando_scheduler_queue_seconds", "Time from arrival to the first prefill.")
+RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their pages back, since start.")
+LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
+ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
+GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")
