@@ -1,0 +1,113 @@
+"""Reads a model directory in the layout of `transformers`: tokenizer.json and the JSON files beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from tokenizers import AddedToken, Tokenizer
+
+from common.errors import ConfigurationError
+from common.tokenization.parts import TextParts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+# A JSON object of somebody else's making; what is read from it is checked where it is read.
+JsonObject = dict[str, Any]
+
+_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+def read_directory(path: Path) -> TextParts:
+    """Read vocabulary, templates and limits from `path`.
+
+    Raises:
+        ConfigurationError: tokenizer.json is missing, or a file is damaged.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigurationError(f"{path}: no tokenizer.json (convert other tokenizers with transformers first)")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise ConfigurationError(f"{file}: {error}") from error
+    settings = read_json(path / "tokenizer_config.json")
+    # Files of before 2024 keep the special tokens' names here.
+    named = _named_tokens(read_json(path / "special_tokens_map.json") | settings)
+    _add_missing(tokenizer, settings, named.values())
+    config = read_json(path / "config.json")
+    return TextParts(tokenizer, _templates(path, settings), named, context_length(config), vocabulary_size(config))
+
+
+def read_json(path: Path) -> JsonObject:
+    """Return the object in the JSON file at `path`, or an empty one if there is no such file.
+
+    Raises:
+        ConfigurationError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path}: a JSON object is expected")
+    return value
+
+
+def context_length(config: JsonObject) -> int | None:
+    """Return the context length that a config.json states, if it states one."""
+    for source in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            if isinstance(source.get(key), int):
+                return int(source[key])
+    return None
+
+
+def vocabulary_size(config: JsonObject) -> int:
+    """Return the number of embedding rows that a config.json states, 0 if none."""
+    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
+
+
+def _named_tokens(settings: JsonObject) -> dict[str, str]:
+    """Return bos_token, eos_token and their like; a token is written as a string or as an object."""
+    named = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            named[name] = text
+    return named
+
+
+def _add_missing(tokenizer: Tokenizer, settings: JsonObject, named: Iterable[str]) -> None:
+    """Add the tokens that only tokenizer_config.json knows, in the order of their ids; named ones are special."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    entries = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
+    tokenizer.add_tokens([_added_token(entry) for _, entry in entries if entry["content"] not in known])
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    wanted = [AddedToken(token, normalized=False, special=True) for token in named if token not in special]
+    tokenizer.add_special_tokens(wanted)
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
+    return AddedToken(entry["content"], normalized=bool(entry.get("normalized", not flags["special"])), **flags)
+
+
+def _templates(path: Path, settings: JsonObject) -> dict[str, str]:
+    """Return the chat templates by name; a file wins over an entry in tokenizer_config.json."""
+    stated = settings.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(stated, str):
+        templates["default"] = stated
+    elif isinstance(stated, list):
+        templates |= {str(entry["name"]): str(entry["template"]) for entry in stated}
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[extra.stem] = extra.read_text(encoding="utf-8")
+    return templates

@@ -1,0 +1,144 @@
+"""Builds a tokenizer from the vocabulary in a GGUF file.
+
+GGUF carries tokens, merges or scores, token types and a name for the way text is cut; normalizer, pre-tokenizer and
+decoder follow from those by convention, and are rebuilt here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from common.errors import ConfigurationError
+from common.tokenization.post_processing import set_framing
+from common.tokenization.splits import SplitRule, find_split_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from common.tokenization.gguf_header import Metadata
+
+# `tokenizer.ggml.token_type`, as llama.cpp numbers it.
+_UNKNOWN: Final = 2
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+
+SPECIAL_TOKEN_KEYS: Final = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+def build_tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
+    """Return the tokenizer that the GGUF file at `path` describes.
+
+    Raises:
+        ConfigurationError: the vocabulary is absent or of a kind that cannot be rebuilt exactly.
+    """
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    if not tokens:
+        raise ConfigurationError(f"{path}: the file carries no vocabulary")
+    kind = metadata.get("tokenizer.ggml.model")
+    match kind:
+        case "gpt2":
+            rule = find_split_rule(str(metadata.get("tokenizer.ggml.pre", "gpt-2")))
+            tokenizer = _byte_level(tokens, _types(metadata), _strings(metadata, "tokenizer.ggml.merges"), rule)
+            add_bos = rule.add_bos
+        case "llama":
+            tokenizer = _sentence_piece(path, tokens, metadata)
+            add_bos = True
+        case _:
+            raise ConfigurationError(
+                f"{path}: vocabularies of kind {kind!r} are not supported in GGUF files (known: gpt2, llama). "
+                "Serve the model from a directory with tokenizer.json instead"
+            )
+    _add_whole_tokens(tokenizer, tokens, _types(metadata))
+    special = special_tokens(metadata)
+    set_framing(
+        tokenizer,
+        special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+        special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return tokenizer
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """Return the file's special tokens by the names that chat templates know them by."""
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    ids = {name: metadata.get(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
+    return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return the printable character that byte-level vocabularies write for each byte (the table of GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Iterable[str], rule: SplitRule) -> Tokenizer:
+    alphabet = byte_alphabet()
+    letters = frozenset(alphabet.values())
+    whole = {_CONTROL, _USER_DEFINED}
+    vocabulary = {
+        # Some converters write ordinary tokens in clear text; whole tokens are matched as they stand.
+        token if types[i] in whole or letters.issuperset(token) else "".join(alphabet[b] for b in token.encode()): i
+        for i, token in enumerate(tokens)
+    }
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=rule.ignore_merges))
+    tokenizer.pre_tokenizer = rule.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(path: Path, tokens: Sequence[str], metadata: Metadata) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, tuple) or len(scores) != len(tokens):
+        raise ConfigurationError(f"{path}: the vocabulary has no scores to order its merges by")
+    if str(metadata.get("general.architecture")).startswith("gemma"):
+        raise ConfigurationError(f"{path}: Gemma's vocabulary is not supported in GGUF files")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = _merges_by_score(vocabulary, [float(score) for score in scores])
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if has_prefix else "never", split=False)
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*decoding, decoders.Strip(" ", 1, 0)] if has_prefix else decoding)
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every way to make a token of two others, best token first; that is the order sentencepiece merges in."""
+    ranked = []
+    for token, i in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-scores[i], -len(left), -len(right), vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Have control and user-defined tokens found in text before anything is cut."""
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+    user_defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+
+
+def _strings(metadata: Metadata, key: str) -> tuple[str, ...]:
+    value = metadata.get(key, ())
+    return tuple(map(str, value)) if isinstance(value, tuple) else ()
+
+
+def _types(metadata: Metadata) -> list[int]:
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    value = metadata.get("tokenizer.ggml.token_type", ())
+    types = [int(kind) for kind in value] if isinstance(value, tuple) else []
+    return types if len(types) == len(tokens) else [1] * len(tokens)

@@ -1,0 +1,88 @@
+"""One model's text side: tokenizer, chat templates, special tokens and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.models import ModelFiles, ModelKind
+from common.tokenization.directory import read_directory
+from common.tokenization.gguf_header import Metadata, read_metadata
+from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
+from common.tokenization.parts import TextParts
+from common.tokenization.placeholder import read_placeholder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What turns text into ids and back, and the limits that requests are held to."""
+
+    tokenizer: Tokenizer
+    # Jinja source by name: `default`, and `tool_use` where a model has another one for requests with tools.
+    chat_templates: Mapping[str, str]
+    # bos_token, eos_token, …: the variables of these names in chat templates.
+    special_tokens: Mapping[str, str]
+    # Prompt and output together.
+    max_context_tokens: int
+    # Ids are in [0, vocabulary_size), the rows of the embedding; a few of them may stand for no text.
+    vocabulary_size: int
+
+
+def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:
+    """Load the text side of a model.
+
+    Args:
+        files: where the model is.
+        max_context: a lower limit than the model's own, in tokens; 0 for none.
+        placeholder: make up a vocabulary if the directory has none (for models with random weights).
+
+    Raises:
+        ConfigurationError: a file is missing, damaged, or of a kind that is not supported.
+    """
+    match files.kind:
+        case ModelKind.GGUF:
+            parts = _read_gguf(files.path)
+        case ModelKind.DIRECTORY if placeholder and not (files.path / "tokenizer.json").is_file():
+            parts = read_placeholder(files.path)
+        case ModelKind.DIRECTORY:
+            parts = read_directory(files.path)
+    parts.tokenizer.no_truncation()
+    parts.tokenizer.no_padding()
+    own = parts.max_context_tokens
+    if own is None and not max_context:
+        raise ConfigurationError(f"{files.path}: the model states no context length; set model.max_context")
+    return TextModel(
+        tokenizer=parts.tokenizer,
+        chat_templates=parts.chat_templates,
+        special_tokens=parts.special_tokens,
+        max_context_tokens=min(limit for limit in (own, max_context) if limit),
+        vocabulary_size=parts.vocabulary_size or parts.tokenizer.get_vocab_size(),
+    )
+
+
+def _read_gguf(path: Path) -> TextParts:
+    metadata = read_metadata(path)
+    templates = {
+        key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": str(source)
+        for key, source in metadata.items()
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+    }
+    return TextParts(
+        tokenizer=build_tokenizer(path, metadata),
+        chat_templates=templates,
+        special_tokens=special_tokens(metadata),
+        max_context_tokens=_architecture_number(metadata, "context_length"),
+        vocabulary_size=_architecture_number(metadata, "vocab_size") or 0,
+    )
+
+
+def _architecture_number(metadata: Metadata, name: str) -> int | None:
+    value = metadata.get(f"{metadata.get('general.architecture')}.{name}")
+    return value if isinstance(value, int) else None
