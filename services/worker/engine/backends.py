@@ -1,0 +1,114 @@
+"""The choice of device, number types and kernels: every "auto" of the engine is resolved here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.host import available_cores
+from services.worker.engine.kernels.torch_attention import TorchAttention
+from services.worker.engine.kernels.torch_kernels import TorchKernels
+
+if TYPE_CHECKING:
+    from common.steps import EngineSpec
+    from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
+    from services.worker.engine.model_config import ModelConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BACKENDS = ("auto", "torch", "compiled")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What a host's operator sets, unlike the `EngineSpec` that the scheduler sends."""
+
+    device: str = "auto"
+    """auto, cpu or cuda; auto takes the GPU if there is one."""
+    device_index: int = 0
+    threads: int = 0
+    """CPU threads; 0: the cores this process may use, shared out among ranks that meet on this host."""
+    backend: str = "auto"
+    """auto, torch or compiled; auto compiles operators for CPUs and uses torch on GPUs."""
+
+
+class Backend(Protocol):
+    """A family of kernels that fit together."""
+
+    name: str
+    kernels: Kernels
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return the attention for one model shape; `rotary` is `rotary_table`'s."""
+        ...
+
+
+class TorchBackend:
+    """Plain torch, on any device."""
+
+    name = "torch"
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute in `dtype` on `device`."""
+        self.kernels: Kernels = TorchKernels(dtype, device)
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return the reference attention."""
+        return TorchAttention(shape, rotary)
+
+
+def select_device(options: RunnerOptions) -> torch.device:
+    """Return the device to run on.
+
+    Raises:
+        ConfigurationError: CUDA was asked for and is not there, or the name is unknown.
+    """
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise ConfigurationError("device=cuda, but torch sees no CUDA device; install a CUDA build of torch or use cpu")
+    match options.device:
+        case "cpu":
+            return torch.device("cpu")
+        case "auto" | "cuda":
+            return torch.device("cuda", options.device_index) if has_cuda else torch.device("cpu")
+        case other:
+            raise ConfigurationError(f"device {other!r} is not one of auto, cpu, cuda")
+
+
+def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Return the type of the weights: float32 on CPUs unless asked otherwise, the checkpoint's own on GPUs."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype
+    if name not in _DTYPES:
+        raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def select_kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:
+    """Return the type of the KV pool: that of the activations unless asked otherwise."""
+    if name != "auto" and name not in _DTYPES:
+        raise ConfigurationError(f"kv_dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return activations if name == "auto" else _DTYPES[name]
+
+
+def count_threads(options: RunnerOptions, spec: EngineSpec) -> int:
+    """Return the CPU threads of this rank. Ranks that meet over the loopback share this host's cores."""
+    if options.threads:
+        return options.threads
+    return max(1, available_cores() // ranks_on_host(spec))
+
+
+def ranks_on_host(spec: EngineSpec) -> int:
+    """Return how many ranks run here, as far as the rendezvous address tells."""
+    host = spec.rendezvous.rpartition(":")[0].strip("[]")
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    return spec.world_size if is_local else 1
+
+
+def select_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> Backend:
+    """Return the kernels to use."""
+    if options.backend not in BACKENDS:
+        raise ConfigurationError(f"backend {options.backend!r} is not one of {', '.join(BACKENDS)}")
+    return TorchBackend(dtype, device)

@@ -1,0 +1,30 @@
+"""Where weights come from: one interface over every file format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.model_config import ModelConfig
+
+
+class Checkpoint(Protocol):
+    """Random access to a model's tensors under the names that `transformers` gives them.
+
+    A reader holds at most what one call returns: files are mapped, not loaded, so that a tensor-parallel rank reads its
+    share only.
+    """
+
+    config: ModelConfig
+    identity: str
+    """Changes when the weights do, without reading them all."""
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Return a tensor, or a block of a matrix, on the CPU in the file's own (or a wider) float type.
+
+        Raises:
+            ConfigurationError: the checkpoint has no such tensor.
+        """
+        ...

@@ -1,0 +1,35 @@
+"""From a model reference to its checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.models import ModelKind, resolve
+from services.worker.engine.checkpoints.dummy import DummyCheckpoint
+from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint, read_config
+
+if TYPE_CHECKING:
+    from services.worker.engine.checkpoints.interface import Checkpoint
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+def open_checkpoint(reference: str, load_format: str) -> Checkpoint:
+    """Open the model that `reference` names.
+
+    Raises:
+        ConfigurationError: there is no such model, or not in this format.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    files = resolve(reference)
+    if load_format == "dummy":
+        is_gguf = files.kind is ModelKind.GGUF
+        return DummyCheckpoint(GgufCheckpoint(files.path).config if is_gguf else read_config(files.path))
+    if files.kind is ModelKind.GGUF and load_format in ("auto", "gguf"):
+        return GgufCheckpoint(files.path)
+    if files.kind is ModelKind.DIRECTORY and load_format in ("auto", "safetensors"):
+        return SafetensorsCheckpoint(files.path)
+    raise ConfigurationError(f"model {reference!r} is a {files.kind.value}, not what load_format={load_format} reads")

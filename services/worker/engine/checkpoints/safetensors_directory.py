@@ -1,0 +1,95 @@
+"""Directories as `save_pretrained` writes them: config.json and one or more safetensors files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from common.errors import ConfigurationError
+from services.worker.engine.model_config import ModelConfig, config_from_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsCheckpoint:
+    """Reads single tensors out of the shards; one shard is mapped at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read config and index of `directory`, no weights yet."""
+        self.config = read_config(directory)
+        self._directory = directory
+        self._files = _files_by_tensor(directory)
+        self.identity = _identity(directory, self._files)
+        self._open_name = ""
+        self._open_file: Any = None  # safe_open's type comes from a compiled module without annotations
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
+        if name not in self._files:
+            raise ConfigurationError(f"{self._directory}: no tensor {name!r} in the safetensors files")
+        file = self._file(self._files[name])
+        if rows is None and columns is None:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+        part = file.get_slice(name)
+        block: torch.Tensor = part[rows or slice(None)] if columns is None else part[rows or slice(None), columns]
+        return block
+
+    def _file(self, name: str) -> Any:  # see _open_file
+        if name != self._open_name:
+            self._open_file = safe_open(self._directory / name, framework="pt", device="cpu")
+            self._open_name = name
+        return self._open_file
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json."""
+    generation = directory / "generation_config.json"
+    return config_from_json(
+        _read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else None
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path}: not a JSON object")
+    return content
+
+
+def _files_by_tensor(directory: Path) -> dict[str, str]:
+    if (directory / INDEX).is_file():
+        mapping: dict[str, str] = _read_json(directory / INDEX)["weight_map"]
+        missing = [name for name in sorted(set(mapping.values())) if not (directory / name).is_file()]
+        if missing:
+            raise ConfigurationError(f"{directory}: {INDEX} names files that are not there: {', '.join(missing)}")
+        return mapping
+    if not (directory / WHOLE).is_file():
+        raise ConfigurationError(f"{directory}: neither {WHOLE} nor {INDEX}; use load_format=dummy for random weights")
+    with safe_open(directory / WHOLE, framework="pt", device="cpu") as file:
+        return dict.fromkeys(file.keys(), WHOLE)
+
+
+def _identity(directory: Path, files: dict[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(set(files.values())):
+        status = (directory / name).stat()
+        digest.update(f"{name} {status.st_size} ".encode())
+        with (directory / name).open("rb") as file:
+            digest.update(file.read(4096))
+            # The end of the data tells a fine-tuned model from its base, whose header is the same.
+            file.seek(max(0, status.st_size - 4096))
+            digest.update(file.read())
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""The compute interfaces of the engine: matrix products, norms, and attention over paged KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.batch import ForwardBatch
+
+
+class KvLayout(Enum):
+    """How a page of one layer lies in memory; pages are the outermost dimension in each."""
+
+    TOKEN_MAJOR = "token_major"
+    """keys and values [pages, page_size, kv_heads, head_dim]."""
+    LANES = "lanes"
+    """keys [pages, kv_heads, head_dim, page_size], values [pages, kv_heads, page_size, head_dim]: a vector register
+    holds one component of successive keys, so that scores need no sum across lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """One layer's part of the KV pool, on this rank."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of single query and key heads before rotation (Qwen3): weights [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What does not change between calls of an attention back end."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the queries of one token."""
+        return self.query_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of the keys, or of the values, of one token."""
+        return self.kv_heads * self.head_dim
+
+
+class Linear(Protocol):
+    """A matrix product with weights that were laid out for it."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return inputs [tokens, in] times the weights, [tokens, out]."""
+        ...
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product [tokens, out] to `sums` in place."""
+        ...
+
+
+class GatedLinear(Protocol):
+    """The first half of a SwiGLU feed-forward layer."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return silu(inputs @ gate.T) * (inputs @ up.T), [tokens, intermediate]."""
+        ...
+
+
+class Kernels(Protocol):
+    """Everything in a layer but attention."""
+
+    activation_dtype: torch.dtype
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Lay out a matrix [out, in] and its bias [out]; `weight` may be dropped afterwards."""
+        ...
+
+    def gated_linear(
+        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> GatedLinear:
+        """Lay out the matrices [intermediate, in] of a SwiGLU layer and their biases [intermediate]."""
+        ...
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return inputs [tokens, hidden] / sqrt(mean of squares + epsilon) * weight."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of new tokens over the KV in their rows' pages."""
+
+    layout: KvLayout
+
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+        """Rotate queries and keys to their positions, store keys and values, return the queries.
+
+        `qkv` [tokens, (query_heads + 2 kv_heads) * head_dim] may be overwritten, and the queries [tokens, query_heads *
+        head_dim] may be a view of it. KV of token i goes to slot `batch.write_slots[i]`.
+        """
+        ...
+
+    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        """Return the attention output [tokens, query_heads * head_dim] of all of `batch`'s tokens."""
+        ...

@@ -1,0 +1,187 @@
+"""A loaded model: the face of this half of the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.steps import EngineCapacity
+from services.worker.engine.assembly import Assembler
+from services.worker.engine.backends import (
+    Backend,
+    RunnerOptions,
+    count_threads,
+    ranks_on_host,
+    select_backend,
+    select_device,
+    select_dtype,
+    select_kv_dtype,
+)
+from services.worker.engine.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
+from services.worker.engine.checkpoints.opening import open_checkpoint
+from services.worker.engine.host import available_memory
+from services.worker.engine.kernels.interface import AttentionShape
+from services.worker.engine.kv_pool import KvPool, allocate_pool, bytes_per_token
+from services.worker.engine.parallel.group import RankGroup, join_group
+from services.worker.engine.parallel.shards import ModelShard, shard_model
+from services.worker.engine.rotary import rotary_table
+from services.worker.engine.transformer import Transformer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineSpec
+    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.checkpoints.interface import Checkpoint
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """One rank's weights, KV pool and forward pass.
+
+    All methods belong to one thread. With several ranks, each must make the same calls in the same order.
+    """
+
+    def __init__(
+        self, model: Transformer, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device
+    ) -> None:
+        """Put together what `load` made."""
+        self.capacity = capacity
+        self.device = device
+        self._model = model
+        self._pool = pool
+        self._group = group
+
+    @classmethod
+    def load(
+        cls, spec: EngineSpec, report: Callable[[float, str], None], options: RunnerOptions | None = None
+    ) -> ModelRunner:
+        """Load the model and allocate its KV pool; blocks, also until all ranks have joined.
+
+        `report` gets the progress in [0, 1] and what is being done.
+
+        Raises:
+            ConfigurationError: the model cannot be found or run as asked, or no memory is left for KV.
+        """
+        return _Loader(spec, options or RunnerOptions(), report).load()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one pass: store KV of all tokens, return logits of the sampled ones.
+
+        Returns:
+            [samples, vocabulary] float32 on rank 0, in the order of `batch.sample_indices`; [0, vocabulary] elsewhere.
+        """
+        return self._model.forward(batch, self._pool)
+
+    @torch.inference_mode()
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `token_ids` on every rank.
+
+        The other ranks pass a tensor of the same shape and type, on `device`; its content is replaced.
+        """
+        return self._group.broadcast(token_ids)
+
+    def close(self) -> None:
+        """Leave the group and drop weights and pool."""
+        self._group.close()
+        del self._model, self._pool
+
+
+class _Loader:
+    """The steps of `ModelRunner.load`, with what they share."""
+
+    def __init__(self, spec: EngineSpec, options: RunnerOptions, report: Callable[[float, str], None]) -> None:
+        self._spec = spec
+        self._report = report
+        self._device = select_device(options)
+        report(0.0, "reading the model's configuration")
+        self._checkpoint: Checkpoint = open_checkpoint(spec.model, spec.load_format)
+        self._config = self._checkpoint.config
+        self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
+        self._dtype = select_dtype(spec.dtype, self._config, self._device)
+        if self._device.type == "cpu":
+            torch.set_num_threads(count_threads(options, spec))
+        report(0.0, "preparing kernels")
+        self._backend: Backend = select_backend(options, self._dtype, self._device)
+        self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
+        self._shape = AttentionShape(
+            len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size
+        )
+
+    @torch.inference_mode()
+    def load(self) -> ModelRunner:
+        spec, config = self._spec, self._config
+        if spec.world_size > 1:
+            self._report(0.0, "waiting for the other ranks")
+        group = join_group(spec.rank, spec.world_size, spec.rendezvous, self._device)
+        free_before = self._free_memory()
+        weights = Assembler(self._checkpoint, self._shard, self._backend.kernels, self._dtype, self._device).weights(
+            lambda share: self._report(0.98 * share, "loading weights")
+        )
+        self._report(0.98, "allocating the KV pool")
+        context = longest_context(spec, config)
+        attention = self._backend.attention(self._shape, rotary_table(config, context, self._device))
+        pages = group.minimum(self._count_pages(context, free_before))
+        pool = allocate_pool(
+            self._shape, config.layers, pages, attention.layout, dtype=self._kv_dtype, device=self._device
+        )
+        model = Transformer(
+            weights,
+            config.norm_epsilon,
+            tuple(shard_model(config, rank, spec.world_size).vocabulary for rank in range(spec.world_size)),
+            kernels=self._backend.kernels,
+            attention=attention,
+            group=group,
+        )
+        capacity = self._capacity(pool, min(context, pages * spec.page_size), attention.layout.value)
+        log.info(
+            "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
+            spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        self._report(1.0, "ready")
+        return ModelRunner(model, pool, capacity, group, self._device)
+
+    def _free_memory(self) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return available_memory()
+
+    def _count_pages(self, context: int, free_before: int) -> int:
+        is_host = self._device.type == "cpu"
+        memory = MemoryMeasure(
+            free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
+        )
+        element_bytes = self._backend.kernels.activation_dtype.itemsize
+        return count_pages(
+            self._spec,
+            context,
+            bytes_per_token(self._shape, self._config.layers, self._kv_dtype),
+            activation_reserve(self._spec, self._config, element_bytes),
+            memory,
+        )
+
+    def _capacity(self, pool: KvPool, context: int, layout: str) -> EngineCapacity:
+        spec, shard = self._spec, self._shard
+        parts = (
+            self._checkpoint.identity, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
+            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
+        )  # fmt: skip
+        return EngineCapacity(
+            device_pages=pool.pages,
+            page_size=spec.page_size,
+            max_context=context,
+            vocabulary_size=self._config.vocabulary_size,
+            eos_token_ids=self._config.eos_token_ids,
+            kv_bytes_per_token=pool.bytes_per_token,
+            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32],
+            device=str(self._device),
+            layers=self._config.layers,
+        )

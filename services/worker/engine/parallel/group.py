@@ -1,0 +1,133 @@
+"""What tensor-parallel ranks exchange."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from services.worker.engine.parallel.shards import Span
+
+# Long enough for the slowest rank to load a large model, short enough to notice that one never came.
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+
+
+class RankGroup(Protocol):
+    """The ranks that hold one model together. Every rank makes the same calls in the same order."""
+
+    rank: int
+    world_size: int
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` over all ranks, in place where that is possible; return the sum."""
+        ...
+
+    def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+        """Join parts [rows, len(spans[rank])] to [rows, all] on rank 0; other ranks get [0, all]."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `tensor`; the others pass one of the same shape and type, whose content is replaced."""
+        ...
+
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; nothing may be called after this."""
+        ...
+
+
+class SingleRank:
+    """The group of a model that one rank holds alone."""
+
+    rank = 0
+    world_size = 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+        """Return `part`."""
+        assert len(spans) == 1
+        return part
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`."""
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """Return `value`."""
+        return value
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class DistributedGroup:
+    """Ranks in processes of their own, over `torch.distributed`: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
+        """Meet the other ranks at `rendezvous` (host:port, served by rank 0); blocks until all are there.
+
+        Raises:
+            ConfigurationError: no rendezvous address was given.
+        """
+        if not rendezvous:
+            raise ConfigurationError(f"world_size {world_size} needs the rendezvous address of rank 0")
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=_RENDEZVOUS_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` in place over all ranks."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+        """Join column parts on rank 0. Collectives want equal shapes, so narrower parts travel padded."""
+        widest = max(len(span) for span in spans)
+        padded = part if part.shape[1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[1]))
+        if self.rank != 0:
+            dist.gather(padded.contiguous(), dst=0)
+            return part.new_empty(0, spans[-1].stop)
+        parts = [torch.empty_like(padded) for _ in spans]
+        dist.gather(padded.contiguous(), parts, dst=0)
+        return torch.cat([received[:, : len(span)] for received, span in zip(parts, spans, strict=True)], dim=1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite `tensor` with rank 0's."""
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """Reduce `value` over all ranks."""
+        holder = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(holder, op=dist.ReduceOp.MIN)
+        return int(holder.item())
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        dist.destroy_process_group()
+
+
+def join_group(rank: int, world_size: int, rendezvous: str, device: torch.device) -> RankGroup:
+    """Return the group of `world_size` ranks, once all have joined."""
+    if world_size == 1:
+        return SingleRank()
+    return DistributedGroup(rank, world_size, rendezvous, device)

@@ -1,0 +1,91 @@
+"""Which part of a model each tensor-parallel rank holds. Parts may differ in size; nothing is padded."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from services.worker.engine.model_config import ModelConfig
+
+# Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those.
+_FEED_FORWARD_UNIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open range [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        """Return how much it covers."""
+        return self.stop - self.start
+
+    def scaled(self, factor: int) -> slice:
+        """Return the range as a slice, in units `factor` times smaller."""
+        return slice(self.start * factor, self.stop * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """One rank's part: attention heads, feed-forward columns and vocabulary rows."""
+
+    rank: int
+    world_size: int
+    query_heads: Span
+    kv_heads: Span
+    intermediate: Span
+    vocabulary: Span
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds what must be added only once, such as biases of summed outputs."""
+        return self.rank == 0
+
+
+def split_evenly(total: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
+    """Cut [0, total) into `parts` spans whose sizes in `unit`s differ by at most one; earlier ones are larger."""
+    units = -(-total // unit)
+    borders = [0]
+    for part in range(parts):
+        borders.append(min(total, borders[-1] + unit * (units // parts + (part < units % parts))))
+    return tuple(Span(start, stop) for start, stop in itertools.pairwise(borders))
+
+
+def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
+    """Cut `config`'s model into `world_size` parts and return that of `rank`.
+
+    With at most as many ranks as KV heads, a rank holds whole groups (a KV head and the query heads that share it).
+    With more, several ranks hold the same KV head and share its query heads.
+
+    Raises:
+        ConfigurationError: there are more ranks than query heads or than feed-forward or vocabulary units.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank {rank} is not below world_size {world_size}")
+    intermediate = split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
+    vocabulary = split_evenly(config.vocabulary_size, world_size)[rank]
+    queries, keys = _split_heads(config, rank, world_size)
+    if not (len(intermediate) and len(vocabulary) and len(queries)):
+        raise ConfigurationError(
+            f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
+            f"query heads and {config.intermediate_size} feed-forward columns"
+        )
+    return ModelShard(rank, world_size, queries, keys, intermediate, vocabulary)
+
+
+def _split_heads(config: ModelConfig, rank: int, world_size: int) -> tuple[Span, Span]:
+    group = config.queries_per_kv
+    if world_size <= config.kv_heads:
+        keys = split_evenly(config.kv_heads, world_size)[rank]
+        return Span(keys.start * group, keys.stop * group), keys
+    ranks_by_head = split_evenly(world_size, config.kv_heads)
+    head = next(i for i, ranks in enumerate(ranks_by_head) if rank < ranks.stop)
+    sharing = ranks_by_head[head]
+    within = split_evenly(group, len(sharing))[rank - sharing.start]
+    return Span(head * group + within.start, head * group + within.stop), Span(head, head + 1)
