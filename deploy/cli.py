@@ -1,0 +1,80 @@
+"""The `pando` command: finds the subcommand and hands over to it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class CommandModule(Protocol):
+    """What the module of a subcommand offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's arguments to `parser`."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run with parsed arguments; return the exit status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand; its module is imported only when it is called, so that `pando --help` is quick."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("up", "deploy.supervisor.command", "start all services on this machine"),
+    Command("chat", "deploy.chat.command", "chat in the terminal"),
+    Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or this one's parts"),
+    Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),
+    Command("cache", "deploy.inspection.cache", "look into the prefix cache, or empty it"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `pando` command; return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="pando", description="Serve large language models to many users at once.")
+    parser.add_argument("--version", action="version", version=f"pando {importlib.metadata.version('pando')}")
+    commands = "\n".join(f"  {command.name:<8}{command.help}" for command in COMMANDS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"commands (each has --help):\n{commands}"
+    parser.add_argument("command", choices=[command.name for command in COMMANDS], metavar="command")
+    # Only what comes before the subcommand is parsed here: `up` has flags that the settings schema defines.
+    chosen = parser.parse_args(arguments[:1]).command
+    command = next(command for command in COMMANDS if command.name == chosen)
+    try:
+        return run_command(command, arguments[1:])
+    except ConfigurationError as error:
+        sys.stderr.write(f"pando {command.name}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run_command(command: Command, argv: Sequence[str]) -> int:
+    """Run one subcommand with the arguments behind its name."""
+    if command.name == "up":
+        from deploy.supervisor import command as up
+
+        return up.main(argv)
+    module: CommandModule = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(prog=f"pando {command.name}", description=command.help)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(list(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

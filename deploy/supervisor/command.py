@@ -1,0 +1,94 @@
+"""`pando up`: all services on this machine, from one command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import models
+from common.errors import ConfigurationError
+from common.settings import parse_settings
+from deploy.supervisor.console import ConsoleReporter, JsonReporter
+from deploy.supervisor.deployment import lay_out
+from deploy.supervisor.probes import Probes
+from deploy.supervisor.supervisor import ServiceFailedError, Supervisor, Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.settings import Settings
+    from deploy.supervisor.layout import Layout
+
+# What is typed most often, and the settings it stands for.
+SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
+DESCRIPTION = (
+    "Start gateway, tokenizer, scheduler, worker and detokenizer on this machine and keep them running. "
+    + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
+    + ". Every setting may also be given in the environment (PANDO_SCHEDULER__MAX_ROWS=32) or in a file (--config)."
+)
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `pando up` with the arguments behind its name; return the process's exit status."""
+    try:
+        settings, arguments = read_arguments(argv)
+        # Found here in words, rather than in the log of the first service that looks for it.
+        if settings.model.load_format != "fake":
+            models.resolve(settings.model.reference)
+        layout, directory = lay_out(settings, arguments.tp, arguments.run_directory)
+    except ConfigurationError as error:
+        sys.stderr.write(f"pando up: {error}\n")
+        return EXIT_CONFIGURATION
+    reporter = JsonReporter() if settings.log.format == "json" else ConsoleReporter([s.name for s in layout.services])
+    return asyncio.run(_run(layout, directory, reporter, Timing(drain_s=arguments.drain_s)))
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    """Return the settings and the supervisor's own arguments.
+
+    Raises:
+        ConfigurationError: a setting is unknown or wrong.
+    """
+    parser = argparse.ArgumentParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
+    parser.add_argument("--drain-s", type=float, default=15.0, help="seconds open requests get to finish (default 15)")
+    parser.add_argument("--run-directory", type=Path, help="where sockets and state go, in a folder named by the port")
+    return parse_settings(parser, [_long_form(argument) for argument in argv])
+
+
+def _long_form(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return SHORTCUTS.get(name, name) + equals + value
+
+
+async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | JsonReporter, timing: Timing) -> int:
+    stopping = asyncio.Event()
+    supervisor = Supervisor(layout, directory, reporter, Probes(), timing)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if stopping.is_set():
+            supervisor.abort()
+        else:
+            reporter.end()
+            reporter.note("stopping; once more to kill everything at once")
+            stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    reporter.begin()
+    try:
+        await supervisor.run(stopping)
+    except ServiceFailedError as error:
+        reporter.failed(error)
+        return EXIT_FAILED
+    finally:
+        reporter.end()
+    reporter.note("stopped")
+    return 0

@@ -1,0 +1,163 @@
+"""What a person sees of `pando up`: services' logs with prefixes, progress while the model loads, a banner."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from deploy.supervisor.events import LogEvent, format_event, parse_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deploy.supervisor.layout import Layout
+    from deploy.supervisor.supervisor import ServiceFailedError
+
+OWN_NAME = "pando"
+NAME_WIDTH = 11
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
+LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
+
+
+class ConsoleReporter:
+    """Renders events for a terminal, or as plain text where there is none, to standard error."""
+
+    def __init__(self, names: Sequence[str], console: Console | None = None) -> None:
+        """Prepare for the services `names`; each keeps one colour."""
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._styles = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+        self._styles[OWN_NAME] = "bold white"
+        self._alive: set[str] = set()
+        self._expected = len(names)
+        self._progress: Progress | None = None
+        self._starting: TaskID | None = None
+        self._loading: dict[str, TaskID] = {}
+
+    def begin(self) -> None:
+        """Show on a terminal how the start goes on, until `ready` or `end`."""
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._starting = self._progress.add_task("starting services", total=self._expected + 1)
+        self._progress.start()
+
+    def end(self) -> None:
+        """Take the progress display away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._loading.clear()
+
+    def line(self, service: str, text: str) -> None:
+        """Show one line of a service; events that tell progress only move the bar on a terminal."""
+        event = parse_line(text)
+        if event.progress is not None and self._progress is not None:
+            self._show_progress(self._progress, service, event)
+            return
+        self._print(service, event)
+
+    def note(self, text: str) -> None:
+        """Show a remark of the supervisor's own."""
+        self._print(OWN_NAME, LogEvent(text))
+
+    def alive(self, service: str) -> None:
+        """Move the bar of the start on."""
+        self._alive.add(service)
+        if self._progress is not None and self._starting is not None:
+            names = ", ".join(name for name in self._styles if name not in self._alive and name != OWN_NAME)
+            description = f"starting {names}" if names else "waiting until the model serves"
+            self._progress.update(self._starting, completed=len(self._alive), description=description)
+
+    def ready(self, layout: Layout) -> None:
+        """Show where the deployment serves, and a request to try."""
+        self.end()
+        self._console.print()
+        self._console.print(Text(banner(layout), style="bold" if self._console.is_terminal else ""))
+        self._console.print()
+
+    def failed(self, error: ServiceFailedError) -> None:
+        """Show why the deployment ends, and the last lines of the service at fault."""
+        self.end()
+        self._console.print()
+        self._console.print(Text(f"{error}; the end of its log:", style="bold red"))
+        for text in error.last_lines:
+            self._print(error.name, parse_line(text))
+
+    def _print(self, service: str, event: LogEvent) -> None:
+        if not self._console.is_terminal:
+            self._console.print(Text(format_event(service, event)))
+            return
+        prefix = Text(f"{service:>{NAME_WIDTH}} │ ", style=self._styles.get(service, "white"))
+        style = LEVEL_STYLES.get(event.level, "")
+        parts = [(event.time, "dim"), (event.text, style), (event.details, "dim")]
+        body = Text(" ").join(Text(text, style=part_style) for text, part_style in parts if text)
+        self._console.print(prefix + body)
+        for text in event.traceback.splitlines():
+            self._console.print(prefix + Text(text, style="red"))
+
+    def _show_progress(self, progress: Progress, service: str, event: LogEvent) -> None:
+        assert event.progress is not None
+        done, total = event.progress
+        key = f"{service} {event.text}"
+        if key not in self._loading:
+            self._loading[key] = progress.add_task(key, total=total)
+        progress.update(self._loading[key], completed=done, total=total, visible=done < total)
+
+
+class JsonReporter:
+    """Passes services' JSON lines on as they are, for log collectors."""
+
+    def begin(self) -> None:
+        """Nothing is shown but lines."""
+
+    def end(self) -> None:
+        """Nothing is shown but lines."""
+
+    def line(self, service: str, text: str) -> None:
+        """Write a line; what is no JSON becomes an event of its service."""
+        self._write(text if text.startswith("{") else json.dumps({"event": text, "level": "info", "service": service}))
+
+    def note(self, text: str, level: str = "info", **fields: object) -> None:
+        """Write a remark of the supervisor's own as an event."""
+        self._write(json.dumps({"event": text, "level": level, "service": OWN_NAME, **fields}))
+
+    def alive(self, service: str) -> None:
+        """Services log their start themselves."""
+
+    def ready(self, layout: Layout) -> None:
+        """Write where the deployment serves."""
+        self.note("deployment.ready", url=layout.url, model=layout.model)
+
+    def failed(self, error: ServiceFailedError) -> None:
+        """Write why the deployment ends; the service's lines have been written before."""
+        self.note("deployment.failed", level="error", failed_service=error.name, cause=error.cause)
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def banner(layout: Layout) -> str:
+    """Return what a first user needs next."""
+    body = json.dumps({"model": layout.model, "messages": [{"role": "user", "content": "Name three primary colors."}]})
+    return (
+        f"Pando serves {layout.model} at {layout.url}/v1\n\n"
+        f"  curl {layout.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{body}'\n\n"
+        f"  pando chat --url {layout.url}\n\n"
+        "Ctrl-C ends it: open requests finish first, a second Ctrl-C does not wait for them."
+    )

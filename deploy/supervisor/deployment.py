@@ -1,0 +1,168 @@
+"""A whole deployment as one object, for programs that need a running Pando: end-to-end tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Self
+
+from common.errors import ConfigurationError
+from deploy.supervisor.events import format_event, parse_line
+from deploy.supervisor.layout import Layout, check_port, free_port, plan_layout
+from deploy.supervisor.probes import Probes
+from deploy.supervisor.state import run_root
+from deploy.supervisor.supervisor import Supervisor, Timing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from common.settings import Settings
+    from deploy.supervisor.supervisor import Reporter
+
+
+class PlainReporter:
+    """Writes everything to standard error as plain text, each line with its service's name."""
+
+    def line(self, service: str, text: str) -> None:
+        """Write a service's line."""
+        sys.stderr.write(format_event(service, parse_line(text)) + "\n")
+
+    def note(self, text: str) -> None:
+        """Write a remark of the supervisor's."""
+        self.line("pando", text)
+
+    def alive(self, service: str) -> None:
+        """Services log their start themselves."""
+
+    def ready(self, layout: Layout) -> None:
+        """Write where the deployment serves."""
+        self.note(f"serving {layout.model} at {layout.url}")
+
+
+def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[Layout, Path]:
+    """Return the processes of a deployment and its run directory, with a port that is free now.
+
+    Raises:
+        ConfigurationError: the port is taken, or the directory cannot hold sockets.
+    """
+    gateway = settings.gateway
+    if gateway.port:
+        check_port(gateway.host, gateway.port)
+    else:
+        gateway = gateway.model_copy(update={"port": free_port(gateway.host)})
+    directory = (run_root() if root is None else root) / str(gateway.port)
+    # Services write JSON; what a person sees of it is the reporter's to choose.
+    log = settings.log.model_copy(update={"format": "json"})
+    return plan_layout(settings.model_copy(update={"gateway": gateway, "log": log}), directory, ranks), directory
+
+
+class Deployment:
+    """All services of one configuration as child processes, supervised by a thread of this process.
+
+    Usable as a context manager: entering waits until requests are served, leaving ends every process.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: int = 1,
+        *,
+        root: Path | None = None,
+        reporter: Reporter | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        """Prepare a deployment of `settings` with `ranks` tensor-parallel workers; port 0 takes a free one."""
+        self.layout, self.run_directory = lay_out(settings, ranks, root)
+        self._reporter = reporter or PlainReporter()
+        self._timing = timing or Timing(drain_s=2.0, stop_s=2.0)
+        self._thread = threading.Thread(target=self._run, name="pando-supervisor", daemon=True)
+        self._settled = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._supervisor: Supervisor | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL of the gateway, without a path."""
+        return self.layout.url
+
+    def address_of(self, name: str) -> str:
+        """Return the gRPC address of a service."""
+        return self.layout.find(name).address
+
+    def start(self, timeout_s: float = 300.0) -> None:
+        """Start all services and wait until a request would be served.
+
+        Raises:
+            ServiceFailedError: a service cannot be kept running.
+            TimeoutError: the deployment serves nothing within `timeout_s`; it has been stopped.
+        """
+        self._thread.start()
+        settled = self._settled.wait(timeout_s)
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+        if not settled:
+            self.stop()
+            raise TimeoutError(f"no request would be served {timeout_s:g} s after the start")
+
+    def stop(self) -> None:
+        """End all services in order, and wait for it; a deployment that has ended already stays so."""
+        if self._loop is not None and self._stopping is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def pid_of(self, name: str) -> int | None:
+        """Return the process id of a service, None while it restarts."""
+        return self._running.pid_of(name)
+
+    def restarts_of(self, name: str) -> int:
+        """Return how often a service has been started again."""
+        return self._running.restarts_of(name)
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a service's processes; the supervisor starts it again if it dies."""
+        self._running.kill(name, number)
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    @property
+    def _running(self) -> Supervisor:
+        if self._supervisor is None:
+            raise ConfigurationError("the deployment has not been started")
+        return self._supervisor
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._supervise())
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits in `start`)
+            self._failure = error
+        finally:
+            self._settled.set()
+
+    async def _supervise(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._supervisor = Supervisor(self.layout, self.run_directory, self._reporter, Probes(), self._timing)
+        announcing = asyncio.create_task(self._announce(self._supervisor))
+        try:
+            await self._supervisor.run(self._stopping)
+        finally:
+            announcing.cancel()
+
+    async def _announce(self, supervisor: Supervisor) -> None:
+        await supervisor.ready.wait()
+        self._settled.set()

@@ -1,0 +1,188 @@
+"""Which processes one machine runs, at which addresses, started in which order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from common.settings import Settings
+
+# A unix socket's path must fit `sockaddr_un.sun_path`: 108 bytes on Linux, 104 on macOS, with the final zero.
+MAX_SOCKET_PATH = 103
+
+
+class Stage(Enum):
+    """Services of one stage start together; a stage starts once all of the one before are alive."""
+
+    COMPUTE = 0
+    CONTROL = 1
+    EDGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process: its name in logs, the module it runs, where it listens, and its own settings."""
+
+    name: str
+    module: str
+    address: str
+    stage: Stage
+    settings: Settings
+    # Services of one group die together: a rank that lost a peer may hang in a collective for ever.
+    group: str
+
+    @property
+    def is_http(self) -> bool:
+        """Whether the address is an HTTP base URL rather than a gRPC target."""
+        return self.address.startswith("http://")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All processes of one deployment, in the order in which they start."""
+
+    services: tuple[ServiceSpec, ...]
+    url: str
+    model: str
+
+    def find(self, name: str) -> ServiceSpec:
+        """Return the service called `name`; a single worker may be called `worker`."""
+        for service in self.services:
+            if service.name == name:
+                return service
+        raise KeyError(f"no service {name!r}; there are {', '.join(service.name for service in self.services)}")
+
+
+def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layout:
+    """Place the five services, with `ranks` workers, on unix sockets in `run_directory`.
+
+    Everything but addresses, rank-specific values and an "auto" that depends on `ranks` stays as configured.
+
+    Raises:
+        ConfigurationError: the directory's path is too long for sockets, or there are fewer than 1 ranks.
+    """
+    if ranks < 1:
+        raise ConfigurationError(f"tensor parallelism needs at least 1 rank, not {ranks}")
+    names = [f"worker-{rank}" for rank in range(ranks)] if ranks > 1 else ["worker"]
+    sockets = {name: _socket(run_directory, name) for name in ("detokenizer", "scheduler", "tokenizer", *names)}
+    port = settings.gateway.port or free_port(settings.gateway.host)
+    shared = settings.model_copy(
+        update={
+            "gateway": settings.gateway.model_copy(
+                update={"port": port, "tokenizer": sockets["tokenizer"], "detokenizer": sockets["detokenizer"]}
+            ),
+            "tokenizer": settings.tokenizer.model_copy(
+                update={"address": sockets["tokenizer"], "scheduler": sockets["scheduler"]}
+            ),
+            "scheduler": settings.scheduler.model_copy(
+                update={
+                    "address": sockets["scheduler"],
+                    "workers": tuple(sockets[name] for name in names),
+                    "detokenizer": sockets["detokenizer"],
+                    "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
+                }
+            ),
+            "detokenizer": settings.detokenizer.model_copy(update={"address": sockets["detokenizer"]}),
+        }
+    )
+    url = f"http://{_reachable(settings.gateway.host)}:{port}"
+    workers = [
+        ServiceSpec(
+            name,
+            "services.worker",
+            sockets[name],
+            Stage.COMPUTE,
+            _for_rank(shared, sockets[name], rank, ranks),
+            "worker",
+        )
+        for rank, name in enumerate(names)
+    ]
+    services = (
+        *workers,
+        _service("detokenizer", Stage.COMPUTE, sockets, shared),
+        _service("scheduler", Stage.CONTROL, sockets, shared),
+        _service("tokenizer", Stage.CONTROL, sockets, shared),
+        ServiceSpec("gateway", "gateway", url, Stage.EDGE, shared, "gateway"),
+    )
+    return Layout(services, url, settings.model.name)
+
+
+def _service(name: str, stage: Stage, sockets: Mapping[str, str], settings: Settings) -> ServiceSpec:
+    return ServiceSpec(name, f"services.{name}", sockets[name], stage, settings, name)
+
+
+def _for_rank(settings: Settings, address: str, rank: int, ranks: int) -> Settings:
+    threads = settings.worker.threads
+    if ranks > 1 and threads == 0:
+        threads = max(1, available_cores() // ranks)
+    worker = settings.worker.model_copy(
+        update={"address": address, "device_index": settings.worker.device_index + rank, "threads": threads}
+    )
+    return settings.model_copy(update={"worker": worker})
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _socket(run_directory: Path, name: str) -> str:
+    path = str(run_directory / f"{name}.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigurationError(
+            f"the run directory's path is too long for unix sockets: {path} has {len(os.fsencode(path))} bytes, "
+            f"at most {MAX_SOCKET_PATH} are possible; name a shorter one with --run-directory"
+        )
+    return f"unix:{path}"
+
+
+def _reachable(host: str) -> str:
+    """Return a host that a client on this machine can connect to."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    return f"[{'::1' if host == '::' else host}]" if ":" in host else host
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port that nobody listens on at `host` now."""
+    with _listen(host, 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigurationError if `host`:`port` cannot be listened on."""
+    try:
+        _listen(host, port).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another port with --port "
+            "(make serve PORT=…); 0 takes a free one"
+        ) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # As servers do: a port whose last connections linger in TIME_WAIT is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def command_of(service: ServiceSpec, python: str, config: Path, parent_pid: int) -> Sequence[str]:
+    """Return the command line that runs `service` with the settings in `config`, and dies with `parent_pid`."""
+    return (python, "-m", "deploy.supervisor.child", str(parent_pid), service.module, "--config", str(config))

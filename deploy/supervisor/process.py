@@ -1,0 +1,125 @@
+"""One supervised service over all its lives: start, log lines, signals, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from common.settings import CONFIG_VARIABLE, PREFIX, Settings
+from deploy.supervisor.layout import command_of
+from deploy.supervisor.toml import dump_settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
+
+    from deploy.supervisor.layout import ServiceSpec
+
+KEPT_LINES = 200
+READ_BYTES = 1 << 16
+
+
+class ServiceProcess:
+    """Runs the process of one service; each `start` is a new life of it."""
+
+    def __init__(self, spec: ServiceSpec, run_directory: Path, on_line: Callable[[str, str], None]) -> None:
+        """Prepare the service; `on_line(name, line)` is called for each line that it writes."""
+        self.spec = spec
+        self.restarts = 0
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._config = run_directory / f"{spec.name}.toml"
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._started_at = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds since the last start."""
+        return time.monotonic() - self._started_at
+
+    async def start(self) -> None:
+        """Start the process in a process group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+        self._config.touch(mode=0o600)
+        self._config.write_text(dump_settings(self.spec.settings))
+        self._started_at = time.monotonic()
+        self._process = await asyncio.create_subprocess_exec(
+            *command_of(self.spec, sys.executable, self._config, os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(os.environ),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._pump = asyncio.create_task(self._forward(self._process.stdout))
+
+    async def wait(self) -> int:
+        """Wait for the process and the last of its log; return its exit status, negative for a signal."""
+        assert self._process is not None
+        assert self._pump is not None
+        status = await self._process.wait()
+        # A grandchild may hold the pipe open longer than the service lived.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._pump, timeout=1.0)
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the service's whole process group; nothing happens if it is gone."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask the service to end, and kill it when it has not within `grace_s`."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), timeout=grace_s)
+        except TimeoutError:
+            self._on_line(self.spec.name, f"did not end within {grace_s:g} s: killed")
+            self.signal(signal.SIGKILL)
+            await process.wait()
+
+    async def _forward(self, stream: asyncio.StreamReader) -> None:
+        async for line in lines_of(stream):
+            self.last_lines.append(line)
+            self._on_line(self.spec.name, line)
+
+
+async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Yield the lines of `stream`, however long; a carriage return ends one, as progress bars use it."""
+    rest = b""
+    while chunk := await stream.read(READ_BYTES):
+        *complete, rest = (rest + chunk.replace(b"\r", b"\n")).split(b"\n")
+        for line in complete:
+            if line.strip():
+                yield line.decode(errors="replace")
+    if rest.strip():
+        yield rest.decode(errors="replace")
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without settings: they are in the service's file, with the addresses of this deployment."""
+    sections = {name.upper() for name in Settings.model_fields}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name != CONFIG_VARIABLE
+        and not (name.startswith(PREFIX) and name.removeprefix(PREFIX).split("__")[0].upper() in sections)
+    }
+    return kept | {"PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,115 @@
+"""What a running deployment tells other commands: where its services listen, as a file at a well-known place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """One supervised process; `pid` is absent while it restarts."""
+
+    address: str
+    pid: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """One `pando up`: its own process, the URL clients use, and the services by name."""
+
+    pid: int
+    url: str
+    model: str
+    services: Mapping[str, ServiceState] = field(default_factory=dict)
+
+    def address_of(self, name: str) -> str:
+        """Return the gRPC address of a service.
+
+        Raises:
+            ConfigurationError: this deployment has no such service.
+        """
+        if name not in self.services:
+            raise ConfigurationError(f"the deployment at {self.url} runs no {name}")
+        return self.services[name].address
+
+
+def run_root(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the directory below which every deployment of this user has its own: short, and private to the user."""
+    environ = os.environ if environ is None else environ
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
+        return Path(runtime) / "pando"
+    return Path(tempfile.gettempdir()) / f"pando-{os.getuid()}"
+
+
+def make_private(directory: Path) -> None:
+    """Create `directory` so that only this user can enter it.
+
+    Raises:
+        ConfigurationError: somebody else made it before.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.lstat()
+    if directory.is_symlink() or status.st_uid != os.getuid():
+        raise ConfigurationError(f"{directory} belongs to somebody else; name another with --run-directory")
+    directory.chmod(0o700)
+
+
+def write_state(directory: Path, state: DeploymentState) -> None:
+    """Replace the state file in `directory` in one step, so that readers never see half of it."""
+    fresh = directory / f"{STATE_FILE}.{os.getpid()}"
+    fresh.write_text(json.dumps(asdict(state), indent=2) + "\n")
+    fresh.replace(directory / STATE_FILE)
+
+
+def read_state(directory: Path) -> DeploymentState | None:
+    """Return the state in `directory`, or None if no living deployment keeps one there."""
+    try:
+        content = json.loads((directory / STATE_FILE).read_text())
+        services = {name: ServiceState(**service) for name, service in content.pop("services").items()}
+        state = DeploymentState(**content, services=services)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return state if _is_alive(state.pid) else None
+
+
+def find_state(root: Path | None = None, port: int | None = None) -> DeploymentState:
+    """Return the one deployment that runs here, or the one at HTTP `port`.
+
+    Raises:
+        ConfigurationError: there is none, or several and no port says which.
+    """
+    root = run_root() if root is None else root
+    found = [state for state in (read_state(folder) for folder in sorted(root.glob("*"))) if state is not None]
+    if port is not None:
+        found = [state for state in found if state.url.endswith(f":{port}")]
+    if not found:
+        at_port = f" at port {port}" if port is not None else ""
+        raise ConfigurationError(f"no deployment runs here{at_port}: start one with `pando up` (or make serve)")
+    if len(found) > 1:
+        urls = ", ".join(state.url for state in found)
+        raise ConfigurationError(f"several deployments run here ({urls}): choose one with --port")
+    return found[0]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

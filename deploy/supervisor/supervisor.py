@@ -1,0 +1,252 @@
+"""Keeps all services of one deployment running, from the first start to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from deploy.supervisor.process import ServiceProcess
+from deploy.supervisor.restarts import RestartHistory, RestartPolicy
+from deploy.supervisor.state import DeploymentState, ServiceState, make_private, write_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deploy.supervisor.layout import Layout, ServiceSpec, Stage
+
+# What `common.settings` exits with when a setting is wrong: the next start would end the same way.
+CONFIGURATION_EXIT = 2
+SHOWN_LINES = 20
+
+
+class ServiceFailedError(Exception):
+    """A service cannot be kept running; the deployment ends."""
+
+    def __init__(self, name: str, cause: str, last_lines: tuple[str, ...]) -> None:
+        """Keep the service's name, what happened, and the end of its log."""
+        super().__init__(f"{name} {cause}")
+        self.name = name
+        self.cause = cause
+        self.last_lines = last_lines
+
+
+class Reporter(Protocol):
+    """Where the supervisor tells what happens."""
+
+    def line(self, service: str, text: str) -> None:
+        """Take one line that a service has written."""
+
+    def note(self, text: str) -> None:
+        """Take a remark of the supervisor's own."""
+
+    def alive(self, service: str) -> None:
+        """Learn that a service has answered for the first time in this life of it."""
+
+    def ready(self, layout: Layout) -> None:
+        """Learn that the deployment serves, for the first time."""
+
+
+class HealthProbes(Protocol):
+    """How the supervisor asks for health; `Probes` asks the real services."""
+
+    async def is_alive(self, address: str) -> bool:
+        """Return whether the process at `address` answers."""
+
+    async def is_ready(self, url: str) -> bool:
+        """Return whether a request to the gateway at `url` would be served now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How often the supervisor looks, and how long it waits."""
+
+    probe_interval_s: float = 0.1
+    start_timeout_s: float = 300.0
+    liveness_interval_s: float = 5.0
+    # A process that answers no probe for so long is stuck; far above any pause that work can cause.
+    hang_after_s: float = 60.0
+    # The gateway lets open requests finish for so long; the others have nothing left to do by then.
+    drain_s: float = 15.0
+    stop_s: float = 5.0
+
+
+class Supervisor:
+    """Starts the services stage by stage, restarts what dies, and ends them in reverse order."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        run_directory: Path,
+        reporter: Reporter,
+        probes: HealthProbes,
+        timing: Timing | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        """Prepare a deployment; nothing happens before `run`."""
+        self.layout = layout
+        self.ready = asyncio.Event()
+        self._directory = run_directory
+        self._reporter = reporter
+        self._probes = probes
+        self._timing = timing or Timing()
+        self._policy = policy or RestartPolicy()
+        self._processes = {spec.name: ServiceProcess(spec, run_directory, reporter.line) for spec in layout.services}
+        self._alive = {spec.name: asyncio.Event() for spec in layout.services}
+        self._killed_with_group: set[str] = set()
+        self._disturbed = asyncio.Event()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Run the deployment until `stopping` is set.
+
+        Raises:
+            ServiceFailedError: a service cannot be kept running; all others have been stopped.
+        """
+        make_private(self._directory.parent)
+        make_private(self._directory)
+        keepers = [asyncio.create_task(self._keep(process)) for process in self._processes.values()]
+        others = [asyncio.create_task(self._follow_readiness()), asyncio.create_task(stopping.wait())]
+        try:
+            done, _ = await asyncio.wait({*keepers, *others}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*keepers, *others):
+                task.cancel()
+            await asyncio.gather(*keepers, *others, return_exceptions=True)
+            await self._stop_all()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        for task in done:
+            task.result()
+
+    def pid_of(self, name: str) -> int | None:
+        """Return the process id of a service, None while it restarts."""
+        return self._processes[name].pid
+
+    def restarts_of(self, name: str) -> int:
+        """Return how often a service has been started again."""
+        return self._processes[name].restarts
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a service; it will be started again if it dies."""
+        self._processes[name].signal(number)
+
+    def abort(self) -> None:
+        """Kill everything at once; `run` then ends soon if it is stopping."""
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)
+
+    async def _keep(self, process: ServiceProcess) -> None:
+        history = RestartHistory(self._policy)
+        name = process.spec.name
+        await self._stage_reached(process.spec.stage)
+        while True:
+            await process.start()
+            self._publish()
+            status = await self._watch(process)
+            self._disturbed.set()
+            self._alive[name].clear()
+            self._publish()
+            delay = self._delay_after(process, status, history)
+            await asyncio.sleep(delay)
+            process.restarts += 1
+
+    def _delay_after(self, process: ServiceProcess, status: int, history: RestartHistory) -> float:
+        """Decide about a death: return the pause before the next start, or raise ServiceFailedError."""
+        name, lived = process.spec.name, process.lived_s
+        if name in self._killed_with_group:
+            self._killed_with_group.discard(name)
+            return self._policy.first_delay_s
+        how = describe_exit(status)
+        if status == CONFIGURATION_EXIT:
+            raise ServiceFailedError(name, f"refused to start ({how})", tuple(process.last_lines)[-SHOWN_LINES:])
+        delay = history.delay_after(lived)
+        if delay is None:
+            cause = f"died {self._policy.give_up_after} times in a row, the last time with {how} after {lived:.1f} s"
+            raise ServiceFailedError(name, cause, tuple(process.last_lines)[-SHOWN_LINES:])
+        self._reporter.note(f"{name} died ({how}) after {lived:.1f} s; starting it again in {delay:g} s")
+        self._kill_group_of(process.spec)
+        return delay
+
+    def _kill_group_of(self, spec: ServiceSpec) -> None:
+        for peer in self._processes.values():
+            if peer.spec.group == spec.group and peer.spec.name != spec.name and peer.pid is not None:
+                self._reporter.note(f"{peer.spec.name} is started again with it")
+                self._killed_with_group.add(peer.spec.name)
+                peer.signal(signal.SIGKILL)
+
+    async def _watch(self, process: ServiceProcess) -> int:
+        """Wait for the end of `process`; meanwhile note that it is alive, and kill it if it hangs."""
+        probing = asyncio.create_task(self._probe(process))
+        try:
+            return await process.wait()
+        finally:
+            probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probing
+
+    async def _probe(self, process: ServiceProcess) -> None:
+        timing, clock = self._timing, asyncio.get_running_loop().time
+        name = process.spec.name
+        last_answer, patience = clock(), timing.start_timeout_s
+        while clock() - last_answer < patience:
+            if await self._probes.is_alive(process.spec.address):
+                last_answer, patience = clock(), timing.hang_after_s
+                if not self._alive[name].is_set():
+                    self._alive[name].set()
+                    self._reporter.alive(name)
+            await asyncio.sleep(timing.liveness_interval_s if self._alive[name].is_set() else timing.probe_interval_s)
+        self._reporter.note(f"{name} has not answered for {patience:g} s: killing it")
+        process.signal(signal.SIGKILL)
+
+    async def _stage_reached(self, stage: Stage) -> None:
+        for spec in self.layout.services:
+            if spec.stage.value < stage.value:
+                await self._alive[spec.name].wait()
+
+    async def _follow_readiness(self) -> None:
+        """Announce the first time that the deployment serves, and each time that it does so again after a death."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            since = clock()
+            self._disturbed.clear()
+            await self._until_ready()
+            if self.ready.is_set():
+                self._reporter.note(f"serving again after {clock() - since:.1f} s")
+            else:
+                self.ready.set()
+                self._reporter.ready(self.layout)
+            await self._disturbed.wait()
+
+    async def _until_ready(self) -> None:
+        while True:
+            if all(event.is_set() for event in self._alive.values()) and await self._probes.is_ready(self.layout.url):
+                return
+            await asyncio.sleep(self._timing.probe_interval_s)
+
+    async def _stop_all(self) -> None:
+        """Drain the gateway first, so that open requests still have everything behind it; then the rest in reverse."""
+        stages: dict[Stage, list[ServiceProcess]] = {}
+        for process in self._processes.values():
+            stages.setdefault(process.spec.stage, []).append(process)
+        for stage in sorted(stages, key=lambda stage: -stage.value):
+            grace = self._timing.drain_s if stage is max(stages, key=lambda stage: stage.value) else self._timing.stop_s
+            await asyncio.gather(*(process.stop(grace) for process in stages[stage]))
+
+    def _publish(self) -> None:
+        services = {
+            name: ServiceState(process.spec.address, process.pid, process.restarts)
+            for name, process in self._processes.items()
+        }
+        write_state(self._directory, DeploymentState(os.getpid(), self.layout.url, self.layout.model, services))
+
+
+def describe_exit(status: int) -> str:
+    """Return a process's exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.settings import Settings
+from deploy.supervisor import layout as layout_module
+from deploy.supervisor.layout import Stage, check_port, free_port, plan_layout
+
+RUN = Path("/run/pando/8000")
+
+
+def settings_with(**sections: dict[str, object]) -> Settings:
+    settings = Settings()
+    update = {name: getattr(settings, name).model_copy(update=values) for name, values in sections.items()}
+    return settings.model_copy(update=update)
+
+
+def test_every_service_is_told_where_its_peers_listen() -> None:
+    layout = plan_layout(Settings(), RUN)
+    gateway = layout.find("gateway").settings
+    scheduler = layout.find("scheduler")
+    assert gateway.gateway.tokenizer == layout.find("tokenizer").address == f"unix:{RUN}/tokenizer.sock"
+    assert gateway.gateway.detokenizer == scheduler.settings.scheduler.detokenizer == layout.find("detokenizer").address
+    assert layout.find("tokenizer").settings.tokenizer.scheduler == scheduler.address
+    assert scheduler.settings.scheduler.workers == (layout.find("worker").address,)
+    for name in ("tokenizer", "scheduler", "worker", "detokenizer"):
+        spec = layout.find(name)
+        assert getattr(spec.settings, name).address == spec.address
+
+
+def test_other_settings_reach_every_service_unchanged() -> None:
+    layout = plan_layout(settings_with(scheduler={"max_rows": 7}, worker={"threads": 3}), RUN)
+    assert {spec.settings.scheduler.max_rows for spec in layout.services} == {7}
+    assert layout.find("worker").settings.worker.threads == 3
+
+
+def test_ranks_have_their_own_sockets_devices_and_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "available_cores", lambda: 8)
+    layout = plan_layout(settings_with(worker={"device_index": 2}), RUN, ranks=2)
+    workers = [layout.find(f"worker-{rank}") for rank in range(2)]
+    assert layout.find("scheduler").settings.scheduler.workers == tuple(worker.address for worker in workers)
+    assert [worker.settings.worker.device_index for worker in workers] == [2, 3]
+    assert [worker.settings.worker.threads for worker in workers] == [4, 4]
+    assert {worker.group for worker in workers} == {"worker"}
+
+
+def test_the_worker_starts_first_and_the_gateway_last() -> None:
+    services = plan_layout(Settings(), RUN).services
+    assert services[0].name == "worker"
+    assert services[-1].name == "gateway"
+    assert [spec.stage.value for spec in services] == sorted(spec.stage.value for spec in services)
+    assert services[-1].stage is Stage.EDGE
+
+
+def test_no_ranks_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="at least 1 rank"):
+        plan_layout(Settings(), RUN, ranks=0)
+
+
+def test_a_path_too_long_for_a_socket_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match="--run-directory"):
+        plan_layout(Settings(), Path("/tmp") / ("x" * 100))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:8123"), ("::", "http://[::1]:8123"), ("10.0.0.5", "http://10.0.0.5:8123")],
+)
+def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
+    assert plan_layout(settings_with(gateway={"host": host, "port": 8123}), RUN).url == url
+
+
+def test_a_taken_port_is_reported_with_a_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigurationError, match="--port"):
+            check_port("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    check_port("127.0.0.1", free_port("127.0.0.1"))
+
+
+def test_an_unknown_service_is_reported_with_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="tokenizer"):
+        plan_layout(Settings(), RUN).find("worker-7")

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from deploy.supervisor.process import child_environment, lines_of
+
+
+async def lines(*chunks: bytes) -> list[str]:
+    stream = asyncio.StreamReader()
+    for chunk in chunks:
+        stream.feed_data(chunk)
+    stream.feed_eof()
+    return [line async for line in lines_of(stream)]
+
+
+async def test_lines_are_whole_whatever_the_pieces_they_come_in() -> None:
+    text = "erste Zeile\n第二行\n\nletzte".encode()
+    for size in range(1, len(text)):
+        assert await lines(*(text[i : i + size] for i in range(0, len(text), size))) == [
+            "erste Zeile",
+            "第二行",
+            "letzte",
+        ]
+
+
+async def test_a_progress_bar_s_carriage_returns_end_lines() -> None:
+    assert await lines(b"10 %\r20 %\r\n") == ["10 %", "20 %"]
+
+
+async def test_bytes_that_are_no_text_do_not_stop_the_log() -> None:
+    assert await lines(b"\xff\xfe\nnext\n") == ["��", "next"]
+
+
+async def test_a_line_longer_than_any_buffer_passes() -> None:
+    assert [len(line) for line in await lines(b"x" * 1_000_000, b"\n")] == [1_000_000]
+
+
+def test_settings_in_the_environment_do_not_reach_services_past_their_file() -> None:
+    environ = {
+        "PANDO_SCHEDULER__ADDRESS": "elsewhere:1",
+        "PANDO_MODEL": "{}",
+        "PANDO_CONFIG": "other.toml",
+        "PANDO_TEST_FLAG": "1",
+        "PATH": "/bin",
+    }
+    assert child_environment(environ) == {"PATH": "/bin", "PANDO_TEST_FLAG": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def test_a_service_dies_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text(f'[worker]\naddress = "{tmp_path / "worker.alive"}"\n')
+    program = "tests.deploy.supervisor.programs.stubborn"
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'deploy.supervisor.child', str(os.getpid()), {program!r}, "
+        f"'--config', {str(config)!r}], stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_until(lambda: (tmp_path / "worker.alive").exists())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(child))
+
+
+def wait_until(condition: object, timeout_s: float = 20.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        # An orphan that nobody has waited for yet is dead all the same.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
