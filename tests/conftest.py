@@ -1,0 +1,32 @@
+"""What holds for every test: no settings from the developer's environment, no GPU tests without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from common.settings import PREFIX
+
+# Times mean nothing on a shared machine: a slow example is no failure.
+settings.register_profile("pando", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pando")
+
+for name in [name for name in os.environ if name.startswith(PREFIX)]:
+    del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is none."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+def _has_gpu() -> bool:
+    # Only now: without GPU tests nothing here needs torch, and importing it takes seconds.
+    import torch
+
+    return torch.cuda.is_available()
