@@ -6,8 +6,6 @@ import asyncio
 import hmac
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import grpc
-
 from common.errors import PandoError, UnavailableError
 from common.types import Admission, RequestId
 from common.wire import admission_to_wire, principal_from_wire, principal_to_wire, schedule_request_from_wire
@@ -16,6 +14,8 @@ from services.scheduler.convert import event_to_wire, node_to_wire, sequence_to_
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import grpc
 
     from common.settings import SchedulerSettings
     from services.scheduler.cache.interface import CacheEvent

@@ -39,6 +39,7 @@ class _Row:
     ids: list[int]
     pages: list[int]
     computed: int
+    decoding: bool = False
     stopped: bool = False
 
 
@@ -60,9 +61,7 @@ class SimulatedWorker:
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
             for number, row in self.rows.items():
-                if number in sampled or row.stopped or row.computed < len(row.ids) - 1:
-                    continue
-                if row.computed == len(row.ids) - 1 and not self._in_prefill(plan, number, substep):
+                if row.decoding and not row.stopped and number not in sampled:
                     sampled[number] = self._compute(row, row.computed, len(row.ids))
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
             results.append(
@@ -105,12 +104,9 @@ class SimulatedWorker:
             end = chunk.start + chunk.length
             token = self._compute(row, chunk.start, end)
             if end == len(row.ids):
+                row.decoding = True
                 sampled[int(chunk.row)] = token
         return sampled
-
-    @staticmethod
-    def _in_prefill(plan: StepPlan, number: int, substep: int) -> bool:
-        return substep == 0 and any(chunk.row == number for chunk in plan.prefills)
 
     def _compute(self, row: _Row, start: int, end: int) -> int:
         """Write KV of [start, end), then read all of [0, end)."""

@@ -124,8 +124,8 @@ class SchedulerCore:
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request by its exact id, if it is open; return whether it was."""
-        sequences = self._by_request.get(request_id, ())
-        for sequence in list(sequences):
+        sequences = list(self._by_request.get(request_id, ()))
+        for sequence in sequences:
             self._finish(sequence, Finish(FinishReason.ABORT))
         return bool(sequences)
 

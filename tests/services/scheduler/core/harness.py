@@ -1,0 +1,171 @@
+"""Runs the scheduler core against the simulated worker, with plans in flight as in the real loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import (
+    CacheMode,
+    Finish,
+    Principal,
+    ReplyTo,
+    RequestId,
+    Resume,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    SubscriberId,
+)
+from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.core.config import CoreConfig
+from services.scheduler.core.core import SchedulerCore
+from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from common.steps import StepPlan, StepResult
+    from services.scheduler.core.sequence import Sequence
+
+STOP_ID = 7
+
+
+class Arrival:
+    """First come, first served."""
+
+    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
+        return list(waiting)
+
+
+def make_request(
+    request_id: str,
+    prompt: list[int],
+    *,
+    user: str = "alice",
+    max_tokens: int | None = 8,
+    n: int = 1,
+    priority: int = 0,
+    cache_mode: CacheMode = CacheMode.DEFAULT,
+    resume: Resume | None = None,
+    timeout_ms: int | None = None,
+) -> ScheduleRequest:
+    return ScheduleRequest(
+        request_id=RequestId(request_id),
+        principal=Principal("tenant", user),
+        reply_to=ReplyTo(SubscriberId("gateway")),
+        token_ids=np.array(prompt, np.int32),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopConditions(max_tokens=max_tokens),
+        n=n,
+        priority=priority,
+        cache_mode=cache_mode,
+        resume=resume,
+        timeout_ms=timeout_ms,
+    )
+
+
+class Harness:
+    """Core and worker side by side; `step` sends plans and `result` brings back the oldest pass."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        max_rows: int = 4,
+        max_step_tokens: int = 16,
+        max_context: int = 128,
+        max_waiting: int = 100,
+        depth: int = 2,
+        lease_s: float = 0.0,
+        cache: CacheName = "isolated",
+    ) -> None:
+        self.config = CoreConfig(
+            page_size=page_size,
+            device_pages=pages,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_context=max_context,
+            vocabulary_size=VOCABULARY,
+            eos_token_ids=(STOP_ID,),
+            max_waiting=max_waiting,
+            waiting_timeout_s=10.0,
+            running_timeout_s=100.0,
+            lease_s=lease_s,
+            max_lease_steps=8,
+        )
+        allocator = PageAllocator(pages)
+        self.core = SchedulerCore(self.config, allocator, make_cache(cache, allocator, page_size), Arrival())
+        self.worker = SimulatedWorker(pages, page_size)
+        self.depth = depth
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+        self.results: deque[StepResult] = deque()
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.finishes: dict[tuple[str, int], Finish] = {}
+        self.cached: dict[tuple[str, int], int] = {}
+        self._names: dict[int, tuple[str, int]] = {}
+
+    def plan(self) -> None:
+        """Send plans until enough are in flight; the worker runs them at once, the results wait."""
+        while self.core.in_flight < self.depth:
+            plan = self.core.plan(self.now, epoch=0)
+            if plan is None:
+                break
+            self.plans.append(plan)
+            self.results.extend(self.worker.run(plan))
+        self.collect()
+
+    def result(self) -> bool:
+        """Bring back the oldest pass; return whether there was one."""
+        if not self.results:
+            return False
+        self.core.apply(self.results.popleft())
+        self.collect()
+        return True
+
+    def collect(self) -> None:
+        output = self.core.take_output()
+        if output is None:
+            return
+        for sequence in output.opens:
+            name = (sequence.request.request_id, sequence.choice_index)
+            assert sequence.handle not in self._names, "opened twice"
+            self._names[sequence.handle] = name
+            self.cached[name] = sequence.cached_tokens or 0
+            self.outputs[name] = list(sequence.request.resume.token_ids) if sequence.request.resume else []
+        for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
+            name = self._names[handle]
+            assert name not in self.finishes, "a token after the finish"
+            self.outputs[name].append(token)
+        for handle, finish in output.finishes:
+            name = self._names[handle]
+            assert name not in self.finishes, "finished twice"
+            self.finishes[name] = finish
+
+    def run(self, limit: int = 10_000) -> None:
+        """Go on until nothing is left to do."""
+        for _ in range(limit):
+            self.plan()
+            self.check_accounts()
+            if not self.result():
+                return
+        raise AssertionError("the core does not come to rest")
+
+    def check_accounts(self) -> None:
+        accounts = self.core.memory.account(self.core.rows)
+        assert accounts.is_exact, accounts
+        total = accounts.free + accounts.soft_free + accounts.evictable + accounts.protected
+        assert total == accounts.capacity
+
+    def audit(self) -> None:
+        assert self.core.memory.audit(self.core.rows).is_clean
+
+    def lose_workers(self) -> None:
+        self.results.clear()
+        self.core.requeue_all()
+        self.worker = SimulatedWorker(self.config.device_pages, self.config.page_size, last_step=self.worker.last_step)

@@ -1,0 +1,109 @@
+"""Random lives of many requests: whatever happens, tokens are right, memory adds up, everybody gets one answer."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.types import CacheMode, FinishReason, RequestId
+from tests.fakes.simulated_worker import expected_output
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+
+# Few distinct prompts that share prefixes, so that the cache is hit, split and contended.
+PROMPTS = st.builds(
+    lambda stem, length, tail: [(13 * i + stem) % 900 + 10 for i in range(length)] + tail,
+    st.integers(0, 1),
+    st.integers(1, 30),
+    st.lists(st.integers(10, 12), max_size=3),
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, tuple[list[int], int, int]] = {}
+        self.aborted: set[str] = set()
+
+    @initialize(
+        pages=st.integers(14, 40),
+        depth=st.integers(1, 3),
+        lease=st.sampled_from([0.0, 0.004]),
+        cache=st.sampled_from(["isolated", "shared", "chunk"]),
+    )
+    def start(self, pages: int, depth: int, lease: float, cache: str) -> None:
+        self.harness = Harness(
+            pages=pages,
+            depth=depth,
+            lease_s=lease,
+            max_rows=4,
+            max_step_tokens=12,
+            max_context=56,
+            cache=cache,  # type: ignore[arg-type]  # drawn from its names
+        )
+
+    @rule(
+        prompt=PROMPTS,
+        user=st.sampled_from(["alice", "bob"]),
+        max_tokens=st.integers(1, 22),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(0, 2),
+        mode=st.sampled_from([CacheMode.DEFAULT, CacheMode.DEFAULT, CacheMode.NONE]),
+    )
+    def submit(self, prompt: list[int], user: str, max_tokens: int, n: int, priority: int, mode: CacheMode) -> None:
+        name = f"r{len(self.requests)}"
+        request = make_request(name, prompt, user=user, max_tokens=max_tokens, n=n, priority=priority, cache_mode=mode)
+        assert self.harness.core.submit(request, 0.0).rejected is None
+        self.requests[name] = (prompt, max_tokens, n)
+
+    @rule(count=st.integers(1, 6))
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.plan()
+            self.harness.result()
+
+    @rule()
+    def plan_only(self) -> None:
+        self.harness.plan()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.requests:
+            name = data.draw(st.sampled_from(sorted(self.requests)))
+            if self.harness.core.abort(RequestId(name)):
+                self.aborted.add(name)
+            self.harness.collect()
+
+    @rule()
+    def lose_workers(self) -> None:
+        self.harness.lose_workers()
+
+    @rule()
+    def flush(self) -> None:
+        self.harness.core.memory.cache.flush()
+
+    @invariant()
+    def memory_adds_up(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.check_accounts()
+            self.harness.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        self.harness.run()
+        for name, (prompt, max_tokens, n) in self.requests.items():
+            limit = min(len(prompt) + max_tokens, 56, self.harness.config.capacity_tokens)
+            for index in range(n):
+                finish = self.harness.finishes[name, index]
+                if name in self.aborted:
+                    continue
+                assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+                assert self.harness.outputs[name, index] == expected_output(prompt, limit, (STOP_ID,))
+        assert self.harness.core.rows.running == 0
+        self.harness.core.memory.cache.flush()
+        assert self.harness.core.memory.allocator.free_pages == self.harness.config.device_pages
+
+
+CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCore = CoreMachine.TestCase
