@@ -78,6 +78,34 @@ class GatewaySettings(Section):
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
+    keys_file: Path | None = None
+    """TOML file of API keys ([[keys]] with id, sha256, tenant); absent: no key is asked for."""
+    default_tenant: str = Field(default="default", min_length=1, max_length=64)
+    """Tenant of every caller while no keys are asked for."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
+    tenant_header: str = "x-pando-tenant"
+    """Header in which a trusted proxy names the tenant; it makes an API key unnecessary."""
+    user_header: str = "x-pando-user"
+    """Header in which a trusted proxy names the user."""
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Largest request body; more is answered with 413."""
+    max_open_requests: int = Field(default=8192, ge=1)
+    """Prompts that may be open at the same time; more are answered with 429."""
+    stream_buffer_bytes: int = Field(default=1024 * 1024, ge=1024)
+    """How much of a stream may wait for a slow client before its request is aborted."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Limit of a request from arrival to finish; absent: only the scheduler's own limits."""
+    resume_attempts: int = Field(default=5, ge=0)
+    """How often a choice is continued after a service that worked on it went away."""
+    resume_deadline_s: float = Field(default=60.0, ge=0)
+    """How long an interrupted choice may wait for its next token."""
+    admission_deadline_s: float = Field(default=10.0, ge=0)
+    """How long a new request may wait for a ring that is away, before 503."""
+    silence_timeout_s: float = Field(default=600.0, gt=0)
+    """A request of which the ring said nothing for so long is taken for lost; above the scheduler's waiting timeout."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """How long open requests may go on after SIGTERM."""
 
 
 class TokenizerSettings(Section):
@@ -153,6 +181,14 @@ class WorkerSettings(Section):
     """Which GPU of this host."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0: as many as this process has cores."""
+    backend: Literal["auto", "torch", "compiled"] = "auto"
+    """Operators: compiled ones on CPUs where they can be built, or plain torch."""
+    fake_vocabulary_size: int = Field(default=49_152, ge=16)
+    """Vocabulary of a model loaded with load_format=fake."""
+    fake_step_ms: float = Field(default=0.0, ge=0)
+    """How long a forward pass of a fake model takes."""
+    fake_eos_probability: float = Field(default=0.0, ge=0, le=1)
+    """How likely a fake model ends its answer with each token; 0: it never does."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; absent: none."""
 

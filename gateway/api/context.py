@@ -1,0 +1,73 @@
+"""What the endpoints work with, and the steps that several of them take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.body import read_object
+from gateway.render.shapes import ResponseHead
+from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+
+    from gateway.generations import Generations
+    from gateway.identity import Caller, Identity
+    from gateway.metrics import GatewayMetrics
+    from gateway.render.shapes import StreamRenderer, WholeRenderer
+    from gateway.ring.messages import GenerateRequest
+    from gateway.ring.port import Model, Readiness
+    from gateway.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one client can make this process hold."""
+
+    body_bytes: int
+    stream_buffer_bytes: int
+    request_timeout_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The objects behind the endpoints, built once at start."""
+
+    generations: Generations
+    model: Model
+    served: ServedModel
+    identity: Identity
+    readiness: Readiness
+    metrics: GatewayMetrics
+    limits: Limits
+    fingerprint: str
+
+    def caller(self, request: Request) -> Caller:
+        """Return whose request this is.
+
+        Raises:
+            UnauthenticatedError: a key is asked for, and there is none or an unknown one.
+        """
+        return self.identity.caller(request.headers, request.client.host if request.client else None)
+
+    async def body(self, request: Request) -> dict[str, object]:
+        """Return the JSON object in the body (see `read_object` for what it raises)."""
+        return await read_object(request, self.limits.body_bytes)
+
+    def head(self, response_id: str, model: str) -> ResponseHead:
+        """Return what all parts of a response made now repeat."""
+        return ResponseHead(response_id, int(time.time()), model, self.fingerprint)
+
+    def stream(self, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
+        """Submit `requests` and answer with events as they come."""
+        generation = self.generations.open(requests, buffer_bytes=self.limits.stream_buffer_bytes)
+        return GenerationResponse(self.generations, generation, StreamDelivery(renderer))
+
+    def whole(self, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
+        """Submit `requests` and answer in one piece."""
+        generation = self.generations.open(requests)
+        return GenerationResponse(self.generations, generation, WholeDelivery(renderer))

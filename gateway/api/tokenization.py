@@ -1,0 +1,57 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from gateway.api.schema import documented
+from gateway.schemas.parse import parse
+from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+    from gateway.ring.messages import Tokenization
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+
+    @router.post("/tokenize", openapi_extra=documented(TokenizeTextBody, TokenizeChatBody))
+    async def tokenize(request: Request) -> Response:
+        """Encode a text, or a conversation by the model's chat template."""
+        context.caller(request)
+        raw = await context.body(request)
+        encoded = await _encode_chat(raw) if "messages" in raw else await _encode_text(raw)
+        limit = (await context.served.card()).max_context_tokens
+        answer: dict[str, object] = {"count": len(encoded.ids), "max_model_len": limit, "tokens": encoded.ids}
+        if encoded.tokens:
+            answer["token_strs"] = encoded.tokens
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """Decode token ids."""
+        context.caller(request)
+        body = parse(DetokenizeBody, await context.body(request))
+        await context.served.require(body.model)
+        skip = bool(body.skip_special_tokens)
+        text = await context.model.detokenize(tuple(body.tokens), skip_special_tokens=skip)
+        return Response(orjson.dumps({"prompt": text}), media_type="application/json")
+
+    async def _encode_text(raw: dict[str, object]) -> Tokenization:
+        body = parse(TokenizeTextBody, raw)
+        await context.served.require(body.model)
+        special = body.add_special_tokens is not False
+        encoded = await context.model.tokenize(body.prompt, add_special_tokens=special)
+        return encoded if body.return_token_strs else encoded.without_strings()
+
+    async def _encode_chat(raw: dict[str, object]) -> Tokenization:
+        body = parse(TokenizeChatBody, raw)
+        await context.served.require(body.model)
+        return await context.model.render_chat(body.to_prompt())
+
+    return router

@@ -1,0 +1,61 @@
+"""The ASGI application: endpoints, and the shape of every error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from common.errors import PandoError
+from gateway.api import chat, completions, models, operations, tokenization
+from gateway.body import ClientGoneError
+from gateway.errors import HttpError, error_response, http_error_response
+from gateway.middleware import CLIENT_GONE_STATUS, RequestContext
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+
+
+def create_app(context: Context) -> FastAPI:
+    """Return the application over `context`."""
+    app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
+    for endpoint in (chat, completions, models, tokenization, operations):
+        app.include_router(endpoint.create_router(context))
+    app.add_exception_handler(PandoError, _on_pando_error)
+    app.add_exception_handler(HttpError, _on_http_error)
+    app.add_exception_handler(HTTPException, _on_routing_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_middleware(RequestContext, metrics=context.metrics)
+    return app
+
+
+async def _on_pando_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, PandoError)
+    return error_response(error)
+
+
+async def _on_http_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return http_error_response(error)
+
+
+async def _on_routing_error(request: Request, error: Exception) -> Response:
+    """Answer for paths and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    message = {404: f"Unknown URL: {method} {path}", 405: f"Method {method} is not allowed for {path}."}
+    text = message.get(error.status_code, str(error.detail))
+    return http_error_response(HttpError(error.status_code, text), error.headers)
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> Response:
+    """Answer for what FastAPI itself rejects, in our shape and with our status."""
+    return http_error_response(HttpError(400, str(error)))
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    """Return something for nobody."""
+    return Response(status_code=CLIENT_GONE_STATUS)

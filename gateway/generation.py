@@ -1,0 +1,288 @@
+"""One HTTP request's way through the ring: submit, receive, continue after failures, abort."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import RequestFailedError
+from common.logs import get_logger
+from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
+from gateway.journal import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from common.types import Admission
+    from gateway.journal import ChoiceRecord, ChoiceUpdate, JournalEntry
+    from gateway.metrics import GatewayMetrics
+    from gateway.resume import ResumePolicy
+    from gateway.ring.messages import Delta
+    from gateway.ring.port import Ring
+
+# Rough cost of an update that waits for its client, beside its text; what matters is the order of magnitude.
+UPDATE_BYTES = 200
+LOGPROB_BYTES = 400
+
+STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
+MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
+SILENT = RequestFailure(ErrorCode.UNAVAILABLE, "nothing was heard of the request for too long", retryable=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole response."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(slots=True)
+class _Route:
+    """One submission that is under way: where each of its choices belongs, until that choice ends or moves on."""
+
+    entry: JournalEntry
+    choices: dict[int, ChoiceRecord]
+    heard_at: float
+    admitted: bool = False
+
+
+class Generation:
+    """The choices of one HTTP request while they grow. It hears the ring, and one reader takes the updates.
+
+    `close` is idempotent and ends in the ring whatever has not ended there by itself.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        entries: Sequence[JournalEntry],
+        policy: ResumePolicy,
+        metrics: GatewayMetrics,
+        *,
+        buffer_bytes: int | None = None,
+    ) -> None:
+        """Prepare the generation of `entries`; at most about `buffer_bytes` of updates wait for the reader."""
+        self.entries = entries
+        # Called once if the reader has fallen too far behind; the generation has failed then.
+        self.on_overflow: Callable[[], None] = lambda: None
+        self._ring = ring
+        self._policy = policy
+        self._metrics = metrics
+        self._buffer_bytes = buffer_bytes
+        self._buffered_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._routes: dict[RequestId, _Route] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._updates: list[ChoiceUpdate] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: RequestFailure | None = None
+        self._unfinished = sum(len(entry.choices) for entry in entries)
+        self._resubmissions = 0
+        self._closed = False
+        self._started_at = self._loop.time()
+        self._last_token_at: dict[int, float] = {}
+        self._log = get_logger("generation")
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        known = [(entry, entry.prompt_usage) for entry in self.entries]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens if usage else entry.prompt_tokens for entry, usage in known),
+            cached_tokens=sum(usage.cached_tokens for _, usage in known if usage),
+            completion_tokens=sum(entry.completion_tokens for entry in self.entries),
+        )
+
+    def start(self) -> None:
+        """Submit all prompts."""
+        for entry in self.entries:
+            choices = {choice.number: choice for choice in entry.choices}
+            self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
+            self._ring.submit(entry.request, self)
+
+    async def next_updates(self) -> Sequence[ChoiceUpdate]:
+        """Wait for news and return all there is; empty once every choice has ended.
+
+        Raises:
+            RequestFailedError: the request failed, and everything before the failure has been returned.
+        """
+        while not self._updates:
+            if self._failure is not None:
+                raise RequestFailedError(self._failure)
+            if self._unfinished == 0 or self._closed:
+                return ()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        updates, self._updates = self._updates, []
+        self._buffered_bytes = 0
+        return updates
+
+    def close(self, cause: str | None = None) -> None:
+        """Forget everything; what still runs is aborted and counted under `cause`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._unfinished and cause:
+            self._metrics.aborts.labels(cause).inc()
+        self._abort_routes()
+        self._wake()
+
+    # --- what the ring tells (gateway.ring.port.Listener) -------------------------------------------------------------
+
+    def on_admission(self, admission: Admission) -> None:
+        """Note an acceptance, or treat a rejection as the failure of all choices of that submission."""
+        route = self._routes.get(admission.request_id)
+        if route is None:
+            return
+        if admission.rejected is not None:
+            del self._routes[admission.request_id]
+            self._interrupt(route, route.choices.values(), admission.rejected)
+            return
+        self._note_admission(route)
+        # To a resumed submission the tokens generated before may count as prompt.
+        route.entry.prompt_tokens = route.entry.prompt_tokens or admission.prompt_tokens
+
+    def on_delta(self, delta: Delta) -> None:
+        """Pass on what is new; continue elsewhere if this was a failure that waiting may cure."""
+        route = self._routes.get(delta.request_id)
+        choice = route.choices.get(delta.choice_index) if route else None
+        if route is None or choice is None:
+            return
+        self._note_admission(route)
+        match choice.judge(delta):
+            case Verdict.DUPLICATE:
+                return
+            case Verdict.MISFIT:
+                self._log.error("generation.misfit", request_id=delta.request_id, first_token=delta.first_token_index)
+                self.on_lost(delta.request_id, MISFIT)
+                return
+            case Verdict.FRESH:
+                pass
+        if delta.prompt_usage is not None:
+            route.entry.note_usage(choice, delta.prompt_usage)
+        if delta.finish is not None:
+            del route.choices[delta.choice_index]
+            if not route.choices:
+                del self._routes[delta.request_id]
+        failure = _failure_of(delta.finish)
+        if failure is None:
+            self._accept(choice, delta)
+        else:
+            self._interrupt(route, (choice,), failure)
+
+    def on_lost(self, request_id: RequestId, failure: RequestFailure) -> None:
+        """Continue all unfinished choices of a submission of which nothing more will be heard."""
+        route = self._routes.pop(request_id, None)
+        if route is None:
+            return
+        # It may still run there, for nobody.
+        self._ring.abort(request_id)
+        self._interrupt(route, route.choices.values(), failure)
+
+    def end_silence(self, limit_s: float) -> None:
+        """Take submissions that were not heard of for `limit_s` for lost: whoever should have answered is gone."""
+        now = self._loop.time()
+        silent = [request_id for request_id, route in self._routes.items() if now - route.heard_at > limit_s]
+        for request_id in silent:
+            self._log.error("generation.silent", request_id=request_id, seconds=limit_s)
+            self.on_lost(request_id, SILENT)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _accept(self, choice: ChoiceRecord, delta: Delta) -> None:
+        self._observe(choice, len(delta.token_ids))
+        update = choice.apply(delta)
+        if update.finish is not None:
+            self._unfinished -= 1
+        self._push(update)
+
+    def _push(self, update: ChoiceUpdate) -> None:
+        self._updates.append(update)
+        self._buffered_bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
+        if self._buffer_bytes is not None and self._buffered_bytes > self._buffer_bytes:
+            self._updates.clear()
+            self._metrics.aborts.labels("slow_client").inc()
+            self._fail(STUCK)
+            self.on_overflow()
+            return
+        self._wake()
+
+    def _observe(self, choice: ChoiceRecord, tokens: int) -> None:
+        if not tokens:
+            return
+        now = self._loop.time()
+        last = self._last_token_at.get(choice.index)
+        if last is None:
+            self._metrics.first_token_seconds.observe(now - self._started_at)
+        else:
+            self._metrics.inter_token_seconds.observe(now - last)
+        self._last_token_at[choice.index] = now
+        self._metrics.completion_tokens.inc(tokens)
+
+    def _note_admission(self, route: _Route) -> None:
+        route.heard_at = self._loop.time()
+        if not route.admitted:
+            route.admitted = True
+            for choice in route.choices.values():
+                choice.was_admitted = True
+
+    def _interrupt(self, route: _Route, choices: Iterable[ChoiceRecord], failure: RequestFailure) -> None:
+        now = self._loop.time()
+        for choice in choices:
+            if self._failure is not None or self._closed:
+                return
+            choice.failures += route.admitted
+            delay = self._policy.delay(choice, failure, now)
+            if delay is None:
+                self._fail(failure)
+                return
+            choice.interrupted_at = now if choice.interrupted_at is None else choice.interrupted_at
+            choice.tries += 1
+            self._timers[choice.index] = self._loop.call_later(delay, self._resubmit, route.entry, choice)
+
+    def _resubmit(self, entry: JournalEntry, choice: ChoiceRecord) -> None:
+        del self._timers[choice.index]
+        if choice.is_exhausted:
+            self._unfinished -= 1
+            self._push(choice.end_at_limit())
+            return
+        self._resubmissions += 1
+        request_id = RequestId(f"{entry.request.request_id}.{choice.number}.{self._resubmissions}")
+        self._log.info("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
+        self._metrics.resumptions.inc()
+        self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
+        self._ring.submit(choice.continuation(request_id), self)
+
+    def _fail(self, failure: RequestFailure) -> None:
+        self._failure = failure
+        self._abort_routes()
+        self._wake()
+
+    def _abort_routes(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        routes, self._routes = self._routes, {}
+        for request_id in routes:
+            self._ring.abort(request_id)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _failure_of(finish: Finish | None) -> RequestFailure | None:
+    """Return the failure that `finish` stands for; an abort that the client did not ask for is one, too."""
+    if finish is None:
+        return None
+    if finish.reason is FinishReason.ERROR:
+        return finish.error or RequestFailure(ErrorCode.INTERNAL, "the request failed without a cause")
+    if finish.reason is FinishReason.ABORT:
+        return RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted by an operator", retryable=False)
+    return None

@@ -1,0 +1,97 @@
+"""All generations of this process: bounds their number, journals them, and knows when the last one has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from common.errors import QueueFullError, UnavailableError
+from gateway.generation import Generation
+from gateway.journal import JournalEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gateway.journal import Journal
+    from gateway.metrics import GatewayMetrics
+    from gateway.resume import ResumePolicy
+    from gateway.ring.messages import GenerateRequest
+    from gateway.ring.port import Ring
+
+RETRY_AFTER_MS = 1000
+
+
+class Generations:
+    """Opens and closes generations. `draining` refuses new ones while the open ones finish."""
+
+    def __init__(
+        self, ring: Ring, journal: Journal, policy: ResumePolicy, metrics: GatewayMetrics, *, max_open_requests: int
+    ) -> None:
+        """Prepare for at most `max_open_requests` prompts at a time."""
+        self.draining = False
+        self._ring = ring
+        self._journal = journal
+        self._policy = policy
+        self._metrics = metrics
+        self._max_open_requests = max_open_requests
+        self._open: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, requests: Sequence[GenerateRequest], *, buffer_bytes: int | None = None) -> Generation:
+        """Submit `requests`, whose choices number through one response; the caller must `close` the generation.
+
+        Raises:
+            QueueFullError: too many requests are open.
+            UnavailableError: this process is about to end.
+        """
+        if self.draining:
+            raise UnavailableError("this server is shutting down", retry_after_ms=RETRY_AFTER_MS)
+        if len(self._journal) + len(requests) > self._max_open_requests:
+            raise QueueFullError("too many requests are open at this server", retry_after_ms=RETRY_AFTER_MS)
+        entries = list(_numbered(requests))
+        generation = Generation(self._ring, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes)
+        for entry in entries:
+            self._journal.open(entry)
+        self._open.add(generation)
+        self._idle.clear()
+        self._metrics.open_requests.set(len(self._journal))
+        generation.start()
+        return generation
+
+    def close(self, generation: Generation, cause: str | None = None) -> None:
+        """End `generation` if it has not ended, and forget it; `cause` is counted if it was cut short."""
+        if generation not in self._open:
+            return
+        self._open.remove(generation)
+        generation.close(cause)
+        for entry in generation.entries:
+            self._journal.close(entry.request.request_id)
+        self._metrics.open_requests.set(len(self._journal))
+        if not self._open:
+            self._idle.set()
+        usage = generation.usage
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.cached_tokens)
+
+    async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
+        """Look for requests that the ring has forgotten, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            for generation in list(self._open):
+                generation.end_silence(limit_s)
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, and wait up to `limit_s` for the open ones to end."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+
+
+def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
+    first = 0
+    for request in requests:
+        yield JournalEntry(request, first)
+        first += request.n

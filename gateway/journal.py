@@ -1,0 +1,174 @@
+"""The journal: for each open request what its client has been sent, enough to continue it after a failure."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from common.sampling import choice_seed
+from common.types import Finish, FinishReason, RequestId, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gateway.ring.messages import Delta, GenerateRequest, LogprobText, PromptUsage
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUpdate:
+    """What is new of one choice of a response; `index` is the choice's place in the response."""
+
+    index: int
+    text: str
+    tokens: int
+    logprobs: tuple[LogprobText, ...] = ()
+    finish: Finish | None = None
+
+
+class Verdict(Enum):
+    """How a delta fits to what was received before."""
+
+    FRESH = "fresh"
+    DUPLICATE = "duplicate"
+    # Tokens are missing, or only some of them are new: text and tokens cannot be told apart any more.
+    MISFIT = "misfit"
+
+
+class ChoiceRecord:
+    """One choice of a request: the tokens received, how much text was passed on, and how often it was interrupted."""
+
+    __slots__ = (
+        "delivered_characters",
+        "failures",
+        "finish",
+        "index",
+        "interrupted_at",
+        "number",
+        "request",
+        "token_ids",
+        "tries",
+        "was_admitted",
+    )
+
+    def __init__(self, request: GenerateRequest, number: int, index: int) -> None:
+        """Begin the record of choice `number` of `request`, which is choice `index` of the response."""
+        self.request = request
+        self.number = number
+        self.index = index
+        self.token_ids = array("I")
+        self.delivered_characters = 0
+        self.finish: Finish | None = None
+        self.was_admitted = False
+        # Times the choice ended by a failure after it had been admitted.
+        self.failures = 0
+        # Since when nothing has come, and how often it was submitted again since then.
+        self.interrupted_at: float | None = None
+        self.tries = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the client has been told of the end."""
+        return self.finish is not None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether max_tokens were received already, so that only the end itself can be missing."""
+        limit = self.request.stop.max_tokens
+        return limit is not None and len(self.token_ids) >= limit
+
+    def judge(self, delta: Delta) -> Verdict:
+        """Return how `delta` fits to what was received; only a FRESH one may be applied."""
+        received = len(self.token_ids)
+        if self.finish is not None:
+            return Verdict.DUPLICATE
+        if delta.first_token_index == received:
+            return Verdict.FRESH
+        if delta.first_token_index + len(delta.token_ids) <= received and delta.finish is None:
+            return Verdict.DUPLICATE
+        return Verdict.MISFIT
+
+    def apply(self, delta: Delta) -> ChoiceUpdate:
+        """Take over a FRESH delta."""
+        self.token_ids.extend(delta.token_ids)
+        self.delivered_characters += len(delta.text)
+        self.finish = delta.finish
+        self.was_admitted = True
+        self.interrupted_at = None
+        self.tries = 0
+        return ChoiceUpdate(self.index, delta.text, len(delta.token_ids), delta.logprobs, delta.finish)
+
+    def end_at_limit(self) -> ChoiceUpdate:
+        """Finish an exhausted choice whose own end got lost."""
+        self.finish = Finish(FinishReason.LENGTH)
+        return ChoiceUpdate(self.index, "", 0, (), self.finish)
+
+    def continuation(self, request_id: RequestId) -> GenerateRequest:
+        """Return the request that continues this choice alone, from the last token received.
+
+        Its `stop` is unchanged: limits count from the first generated token, those in `resume` included.
+        """
+        request = self.request
+        sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
+        resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
+        return replace(request, request_id=request_id, n=1, sampling=sampling, resume=resume)
+
+
+class JournalEntry:
+    """One open request with its choices, and what the ring reported about its prompt."""
+
+    __slots__ = ("choices", "prompt_tokens", "prompt_usage", "request")
+
+    def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
+        """Begin the entry of `request`, whose choice 0 is choice `first_index` of the response."""
+        self.request = request
+        self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.n)]
+        self.prompt_tokens = 0
+        # As choice 0 saw it: the others find the whole prompt in the cache, because choice 0 has just put it there.
+        self.prompt_usage: PromptUsage | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.is_finished for choice in self.choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Generated tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
+        """Keep the first report about the prompt; that of choice 0 wins over the others'.
+
+        A resumed choice's report is ignored: to it, what it had generated is a part of the prompt.
+        """
+        if choice.token_ids:
+            return
+        if self.prompt_usage is None or choice.number == 0:
+            self.prompt_usage = usage
+
+
+class Journal:
+    """The entries of all open requests of this process."""
+
+    def __init__(self) -> None:
+        """Begin with no open request."""
+        self._entries: dict[RequestId, JournalEntry] = {}
+
+    def open(self, entry: JournalEntry) -> None:
+        """Keep `entry` until its request is closed."""
+        assert entry.request.request_id not in self._entries, "request ids are unique"
+        self._entries[entry.request.request_id] = entry
+
+    def close(self, request_id: RequestId) -> None:
+        """Drop the entry of a request that ended; unknown ids are ignored."""
+        self._entries.pop(request_id, None)
+
+    def __len__(self) -> int:
+        """Return the number of open requests."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        """Iterate over the open requests."""
+        return iter(self._entries.values())

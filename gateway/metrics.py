@@ -1,0 +1,66 @@
+"""Metrics of the gateway; names carry units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
+
+
+class GatewayMetrics:
+    """Everything the gateway counts, in the registry it is given."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Declare the metrics."""
+        self._registry = registry
+        self.requests = Counter(
+            "pando_gateway_requests_total", "HTTP requests that ended.", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "pando_gateway_request_seconds", "HTTP requests, from headers to last byte.", ["route"], registry=registry
+        )
+        self.open_requests = Gauge(
+            "pando_gateway_open_requests", "Prompts that are being continued now.", registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            "pando_gateway_time_to_first_token_seconds",
+            "From the parsed request to the first token of a choice.",
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "pando_gateway_inter_token_latency_seconds",
+            "Between two arrivals of tokens of one choice.",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "pando_gateway_prompt_tokens_total", "Prompt tokens of finished requests.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "pando_gateway_cached_prompt_tokens_total",
+            "Prompt tokens of finished requests that were served from the cache.",
+            registry=registry,
+        )
+        self.completion_tokens = Counter(
+            "pando_gateway_completion_tokens_total", "Generated tokens received from the ring.", registry=registry
+        )
+        self.aborts = Counter(
+            "pando_gateway_aborts_total", "Requests ended before their finish.", ["cause"], registry=registry
+        )
+        self.resumptions = Counter(
+            "pando_gateway_resumptions_total", "Choices submitted again after a failure.", registry=registry
+        )
+        self.connected = Gauge(
+            "pando_gateway_link_connected", "1 while the stream to a service is up.", ["link"], registry=registry
+        )
+
+    def exposition(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

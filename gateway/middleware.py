@@ -1,0 +1,93 @@
+"""What happens around every request: its id, its metrics, its log line, and an answer even to our own defects."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import structlog
+
+from common.logs import get_logger
+from gateway.errors import internal_error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.metrics import GatewayMetrics
+
+REQUEST_ID_HEADER = b"x-request-id"
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+# What metrics and logs show if the client went away before there was a status.
+CLIENT_GONE_STATUS = 499
+
+
+class RequestContext:
+    """Outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        """Surround `app`."""
+        self._app = app
+        self._metrics = metrics
+        self._log = get_logger("http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        exchange = _Exchange(send, request_id)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(http_request_id=request_id)
+        started = time.monotonic()
+        try:
+            await self._app(scope, receive, exchange.send)
+        except Exception as error:  # noqa: BLE001  (the edge of the request's task: every defect must get an answer)
+            self._log.error("http.failed", path=scope["path"], exc_info=error)
+            # One that breaks off stays incomplete: the server then closes the connection, so nobody takes it for whole.
+            if exchange.status is None:
+                await internal_error_response()(scope, receive, exchange.send)
+        finally:
+            self._note_end(scope, exchange, time.monotonic() - started)
+
+    def _note_end(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        status = exchange.status or CLIENT_GONE_STATUS
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
+        self._log.info(
+            "request.finished",
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            complete=exchange.complete,
+            seconds=round(seconds, 4),
+        )
+
+
+class _Exchange:
+    """The sending half of one request: adds the request id, remembers what was sent."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self.status: int | None = None
+        self.complete = False
+        self._send = send
+        self._request_id = request_id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, self._request_id)]}
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """Return the client's own id, if it can safely go into logs and headers, or a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and SANE_REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return f"req_{uuid.uuid4().hex}".encode()

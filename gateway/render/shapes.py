@@ -1,0 +1,92 @@
+"""What the answers of both completion endpoints have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from common.types import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gateway.generation import Usage
+    from gateway.journal import ChoiceUpdate
+    from gateway.ring.messages import LogprobText, TokenText
+
+DONE = b"data: [DONE]\n\n"
+
+# JSON has no infinity; this is what OpenAI's API says for an impossible token.
+LEAST_LOGPROB = -9999.0
+
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What all parts of one response repeat."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice as it grows until it is sent in one piece."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[LogprobText] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+
+class StreamRenderer(Protocol):
+    """Writes the events of one stream."""
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the events for one update; none if a client would see nothing new."""
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return what follows the last update, the end mark included."""
+
+
+class WholeRenderer(Protocol):
+    """Writes a response in one piece."""
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        """Return the JSON body."""
+
+
+def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> None:
+    """Add `updates` to the choices they belong to."""
+    for update in updates:
+        choice = choices[update.index]
+        choice.text.append(update.text)
+        choice.logprobs.extend(update.logprobs)
+        if update.finish is not None:
+            choice.finish_reason = FINISH_REASONS[update.finish.reason]
+
+
+def usage_object(usage: Usage) -> dict[str, object]:
+    """Return token counts in OpenAI's shape."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def token_string(token: TokenText) -> str:
+    r"""Return the token as text; bytes that are only a part of a character as `bytes:\xe2\x80`."""
+    try:
+        return token.text.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.text)
+
+
+def finite_logprob(token: TokenText) -> float:
+    """Return the log probability as JSON can carry it."""
+    return max(token.logprob, LEAST_LOGPROB)

@@ -1,0 +1,104 @@
+"""Answers that grow: a generation as server-sent events, or collected into one body."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.responses import Response
+
+from common.errors import RequestFailedError
+from gateway.errors import error_event
+from gateway.render.shapes import DONE, WholeChoice, collect
+from gateway.watch import ClientWatch
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from gateway.generation import Generation
+    from gateway.generations import Generations
+    from gateway.render.shapes import StreamRenderer, WholeRenderer
+
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Tells nginx and its like not to hold the events back.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Delivery(Protocol):
+    """A way to bring a generation to its client."""
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Send the whole response.
+
+        Raises:
+            RequestFailedError: the request failed before anything was sent.
+        """
+
+
+class GenerationResponse(Response):
+    """Serves a generation to its client, and ends it when the client goes away."""
+
+    def __init__(self, generations: Generations, generation: Generation, delivery: Delivery) -> None:
+        """Take over `generation`: it is closed when this response ends, however that is."""
+        super().__init__()
+        self._generations = generations
+        self._generation = generation
+        self._delivery = delivery
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the client."""
+        watch = ClientWatch(receive)
+        self._generation.on_overflow = watch.cut
+        cause = None
+        try:
+            async with watch:
+                await self._delivery.deliver(self._generation, send)
+        except asyncio.CancelledError:
+            cause = "shutdown"
+            raise
+        finally:
+            self._generations.close(self._generation, "disconnect" if watch.gone else cause)
+
+
+class StreamDelivery:
+    """Sends each update as it comes. The status line waits for the first one, so that early failures have their own."""
+
+    def __init__(self, renderer: StreamRenderer) -> None:
+        """Write events with `renderer`."""
+        self._renderer = renderer
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Send the events, then the end mark; a failure on the way is an event of its own before it."""
+        updates = await generation.next_updates()
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        try:
+            while updates:
+                events = b"".join(map(self._renderer.events, updates))
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                updates = await generation.next_updates()
+            ending = self._renderer.ending(generation.usage)
+        except RequestFailedError as error:
+            ending = b"data: " + error_event(error) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+
+class WholeDelivery:
+    """Collects everything and sends it in one piece."""
+
+    def __init__(self, renderer: WholeRenderer) -> None:
+        """Write the body with `renderer`."""
+        self._renderer = renderer
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Wait for the end of all choices and send them."""
+        choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
+        while updates := await generation.next_updates():
+            collect(updates, choices)
+        body = self._renderer.body(choices, generation.usage)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,58 @@
+"""What the gateway needs from the services behind it; `tests/fakes` has fakes of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from common.types import Admission, RequestFailure, RequestId
+    from gateway.ring.messages import ChatPrompt, Delta, GenerateRequest, ModelInfo, Tokenization
+
+
+class Listener(Protocol):
+    """Hears what becomes of submitted requests. Called on the event loop; must not block."""
+
+    def on_admission(self, admission: Admission) -> None:
+        """The request was accepted, or rejected: then nothing follows."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """A choice got tokens, text or its end."""
+
+    def on_lost(self, request_id: RequestId, failure: RequestFailure) -> None:
+        """A service went away, nothing more will come for this request; it may be submitted again under a new id."""
+
+
+class Ring(Protocol):
+    """The way round: requests go in, admissions and deltas come out at the request's listener."""
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> None:
+        """Send `request`; the listener hears of it, also of its loss, but never before this returns."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget the request and end it wherever it is, by its exact id; unknown ids are ignored."""
+
+
+class Model(Protocol):
+    """Questions about the served model, answered by the tokenizer.
+
+    Every method raises a PandoError: what the tokenizer reported, or UnavailableError if it is away.
+    """
+
+    async def get_model(self) -> ModelInfo:
+        """Return what is served."""
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
+        """Encode a text."""
+
+    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        """Decode ids."""
+
+    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+        """Apply the chat template and encode the result."""
+
+
+class Readiness(Protocol):
+    """Whether a request would be served now."""
+
+    async def missing(self) -> list[str]:
+        """Return what is missing, each in a few words; empty when a request would be served."""

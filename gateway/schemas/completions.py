@@ -1,0 +1,67 @@
+"""The body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from common.errors import InvalidRequestError
+from gateway.ring.messages import TokenPrompt
+from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
+
+DEFAULT_MAX_TOKENS = 16
+# Choices of one response, over all its prompts.
+MAX_TOTAL_CHOICES = 1024
+
+EXPECTED = "should be a text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+def _prompts(value: object) -> object:
+    """Return any of the four forms of a prompt as a list of texts and token prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt_type", EXPECTED)
+    types = set(map(type, value))
+    if types == {str}:
+        return value
+    if types == {int}:
+        return [_token_prompt(value)]
+    if types == {list}:
+        return [_token_prompt(ids) for ids in value]
+    raise PydanticCustomError("prompt_type", EXPECTED)
+
+
+def _token_prompt(ids: list[object]) -> TokenPrompt:
+    # As a whole, because a prompt may have 100,000 ids; `bool` is no id, hence no isinstance.
+    if not ids or set(map(type, ids)) != {int}:
+        raise PydanticCustomError("prompt_type", EXPECTED)
+    prompt = TokenPrompt(tuple(ids))  # type: ignore[arg-type]  # all are int
+    if min(prompt.ids) < 0 or max(prompt.ids) > INT32_MAX:
+        raise PydanticCustomError("prompt", "token ids should be in the model's vocabulary")
+    return prompt
+
+
+class CompletionBody(GenerationFields):
+    """A request for completions of texts."""
+
+    prompt: Annotated[list[str | TokenPrompt], BeforeValidator(_prompts)] = Field(strict=False)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _limits(self) -> Self:
+        if len(self.prompt) * self.choices > MAX_TOTAL_CHOICES:
+            message = f"Prompts times 'n' must be at most {MAX_TOTAL_CHOICES}, got {len(self.prompt) * self.choices}."
+            raise InvalidRequestError(message, param="prompt")
+        if self.echo and self.logprobs is not None:
+            message = "'echo' together with 'logprobs' is not supported by this server: prompts have no logprobs here."
+            raise InvalidRequestError(message, param="echo")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens of a choice."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

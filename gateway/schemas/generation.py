@@ -1,0 +1,152 @@
+"""Fields that chat and text completions share, and what they mean for the ring."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from common.errors import InvalidRequestError
+from common.sampling import MASK_64
+from common.types import CacheMode, SamplingParams, StopConditions
+from gateway.schemas.parse import Schema
+
+MAX_CHOICES = 128
+MAX_STOP_TEXTS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+INT32_MAX = 2**31 - 1
+MAX_ID_DIGITS = 10
+# Below it single precision knows no value, and a mass of 0 means "unset" on the wire; either way one token remains.
+LEAST_TOP_P = 1e-6
+
+
+def _stop_texts(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None:
+        return None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("stop_type", "should be a string or a list of strings")
+    if len(texts) > MAX_STOP_TEXTS:
+        raise PydanticCustomError("stop", "should have at most {limit} strings", {"limit": MAX_STOP_TEXTS})
+    if any(not text or len(text) > MAX_STOP_CHARACTERS for text in texts):
+        limit = {"limit": MAX_STOP_CHARACTERS}
+        raise PydanticCustomError("stop", "each string should have 1 to {limit} characters", limit)
+    return texts
+
+
+def _bias_ids(value: dict[str, float] | None) -> dict[str, float] | None:
+    for key in value or {}:
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS and int(key) <= INT32_MAX):
+            raise PydanticCustomError("logit_bias", "keys should be token ids, as decimal numbers")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StopTexts = Annotated[list[str] | None, BeforeValidator(_stop_texts)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[str, Bias] | None, Field(max_length=MAX_BIASES), AfterValidator(_bias_ids)]
+
+
+class StreamOptions(Schema):
+    """How a stream looks."""
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(Schema):
+    """What both completion endpoints accept; null means the default everywhere."""
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    stop: StopTexts = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), le=MASK_64)
+    logit_bias: Biases = None
+    priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
+    cache_mode: CacheMode | None = Field(None, strict=False)
+    user_id: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_model(cls, body: Any) -> Any:  # Any: whatever the client sent
+        if isinstance(body, dict) and body.get("model") is None:
+            raise InvalidRequestError("You must provide a 'model' parameter.", param="model")
+        return body
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            message = "'stream_options' is only allowed when 'stream' is true."
+            raise InvalidRequestError(message, param="stream_options")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many continuations of each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage_in_stream(self) -> bool:
+        """Whether the stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def user_names(self) -> tuple[tuple[str, str | None], ...]:
+        """The fields that may name a user, the first one that is set counts."""
+        fields = ("user_id", "user", "safety_identifier")
+        return tuple((field, getattr(self, field)) for field in fields)
+
+    def sampling(self, top_logprobs: int | None) -> SamplingParams:
+        """Return how tokens are drawn; a seed is drawn here if none is given, so that a resumed request repeats."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
+            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=secrets.randbits(64) if self.seed is None else self.seed & MASK_64,
+            logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
+            top_logprobs=top_logprobs,
+        )
+
+    def stop_conditions(self, max_tokens: int | None) -> StopConditions:
+        """Return when a choice ends.
+
+        Raises:
+            InvalidRequestError: it would have to be longer than it may be.
+        """
+        min_tokens = self.min_tokens or 0
+        if max_tokens is not None and min_tokens > max_tokens:
+            message = f"'min_tokens' ({min_tokens}) must not be greater than 'max_tokens' ({max_tokens})."
+            raise InvalidRequestError(message, param="min_tokens")
+        return StopConditions(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_strings=tuple(self.stop or ()),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop_text=bool(self.include_stop_str_in_output),
+        )

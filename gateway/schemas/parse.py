@@ -1,0 +1,79 @@
+"""From a JSON object to a schema, or to an error that says which field is wrong and what would be right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+SchemaT = TypeVar("SchemaT", bound="Schema")
+
+MAX_PREVIEW_CHARACTERS = 80
+# Of pydantic's error types these concern the type of a value, the others its content.
+TYPE_ERRORS = ("_type", "_parsing")
+
+
+class Schema(BaseModel):
+    """Base of request bodies: types are not converted, and unknown fields are ignored, as clients send many."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+def parse(schema: type[SchemaT], body: Mapping[str, object]) -> SchemaT:
+    """Return `body` as a `schema`.
+
+    Raises:
+        InvalidRequestError: a field is missing, or has a wrong type or value.
+    """
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def explain(detail: ErrorDetails) -> InvalidRequestError:
+    """Return one validation error in words."""
+    param = path(detail["loc"])
+    if detail["type"] == "missing":
+        return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
+    kind = "type" if detail["type"].endswith(TYPE_ERRORS) else "value"
+    text = detail["msg"].removeprefix("Input ").rstrip(".")
+    where = f" for '{param}'" if param else ""
+    return InvalidRequestError(f"Invalid {kind}{where}: {text}, got {preview(detail['input'])}.", param=param or None)
+
+
+def path(location: Sequence[int | str]) -> str:
+    """Return a location as clients write it: `messages[0].content`."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def preview(value: object) -> str:
+    """Return the start of a value as JSON."""
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # nested deeper than it can write, or no JSON value
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_PREVIEW_CHARACTERS else f"{text[:MAX_PREVIEW_CHARACTERS]}…"
+
+
+def to_json(value: object, param: str) -> str:
+    """Return a part of the body as JSON again.
+
+    Raises:
+        InvalidRequestError: it is nested too deeply.
+    """
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise InvalidRequestError(f"'{param}' cannot be read: {error}", param=param) from error

@@ -1,0 +1,98 @@
+"""Fields that would change the answer and cannot be honoured (yet): refused by name, instead of silently ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A field that is fine only with values that change nothing."""
+
+    field: str
+    is_harmless: Callable[[object], bool]
+    supported: str
+
+
+def check(body: Mapping[str, object], refusals: Iterable[Refusal]) -> None:
+    """Raise InvalidRequestError for the first field that asks for something we cannot do."""
+    for refusal in refusals:
+        value = body.get(refusal.field)
+        if value is not None and not refusal.is_harmless(value):
+            message = f"'{refusal.field}' is not supported by this server with this value; {refusal.supported}."
+            raise InvalidRequestError(message, param=refusal.field)
+
+
+def check_best_of(body: Mapping[str, object]) -> None:
+    """Raise InvalidRequestError if more choices are to be generated than returned."""
+    best_of, choices = body.get("best_of"), body.get("n")
+    returned = choices if isinstance(choices, int) else 1
+    if isinstance(best_of, int) and best_of > returned:
+        raise InvalidRequestError("'best_of' greater than 'n' is not supported by this server.", param="best_of")
+
+
+def _never(_value: object) -> bool:
+    return False
+
+
+def _is_empty(value: object) -> bool:
+    return value in (False, "", 0) or value == [] or value == {}
+
+
+def _is_text_format(value: object) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+def _is_optional_choice(value: object) -> bool:
+    return value in ("none", "auto")
+
+
+def _is_text_modality(value: object) -> bool:
+    return value in ([], ["text"])
+
+
+def _is_true(value: object) -> bool:
+    return value is True
+
+
+LEAVE_OUT = "leave it out"
+
+COMMON = (
+    Refusal("prompt_logprobs", _never, LEAVE_OUT),
+    Refusal("use_beam_search", _is_empty, LEAVE_OUT),
+    Refusal("bad_words", _is_empty, LEAVE_OUT),
+    Refusal("allowed_token_ids", _is_empty, LEAVE_OUT),
+    Refusal("logits_processors", _is_empty, LEAVE_OUT),
+    Refusal("truncate_prompt_tokens", _never, LEAVE_OUT),
+    Refusal("response_format", _is_text_format, 'only {"type": "text"} is'),
+    Refusal("structured_outputs", _is_empty, LEAVE_OUT),
+    Refusal("guided_json", _is_empty, LEAVE_OUT),
+    Refusal("guided_regex", _is_empty, LEAVE_OUT),
+    Refusal("guided_choice", _is_empty, LEAVE_OUT),
+    Refusal("guided_grammar", _is_empty, LEAVE_OUT),
+)
+
+CHAT = (
+    *COMMON,
+    Refusal("tool_choice", _is_optional_choice, '"none" and "auto" are'),
+    Refusal("functions", _is_empty, "use 'tools'"),
+    Refusal("function_call", _is_optional_choice, "use 'tools'"),
+    Refusal("modalities", _is_text_modality, 'only ["text"] is'),
+    Refusal("audio", _never, LEAVE_OUT),
+    Refusal("web_search_options", _never, LEAVE_OUT),
+    Refusal("chat_template", _never, "the model's own template is used"),
+    Refusal("echo", _is_empty, LEAVE_OUT),
+)
+
+COMPLETIONS = (
+    *COMMON,
+    Refusal("suffix", _is_empty, LEAVE_OUT),
+    Refusal("prompt_embeds", _is_empty, LEAVE_OUT),
+    Refusal("add_special_tokens", _is_true, "special tokens are added as the model's tokenizer does"),
+)
