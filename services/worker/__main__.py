@@ -1,0 +1,91 @@
+"""Run one rank of the model: `python -m services.worker --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from common.logs import get_logger
+from common.rpc.server import RpcServer
+from common.runtime import run_service
+from common.settings import Settings, WorkerSettings, load_settings
+from protos.gen.pando.v1 import worker_pb2_grpc
+from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from services.worker.engine.select import SelectedEngine
+from services.worker.executor import Executor
+from services.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
+
+NAME = "pando.v1.Worker"
+# Exit status that says: the engine hung, start me again.
+STUCK_STATUS = 75
+
+
+def main() -> None:
+    """Read the settings and serve until a signal comes."""
+    settings = load_settings("python -m services.worker", "One rank of the model: weights, KV memory, sampling.")
+    prepare_environment()
+    run_service("worker", settings.log, lambda stopping: serve(settings, stopping), settings.worker.metrics_port)
+
+
+def prepare_environment() -> None:
+    """Set what libraries read when they are loaded, unless the operator has.
+
+    Threads of an OpenMP region wait for each other by spinning, for as long as it takes. If the system puts two of
+    them on one core, or another service takes the core, each region then costs a whole time slice; so spin briefly
+    (GNU's default runtime, whose unit is iterations), then sleep.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    """Serve until `stopping` is set, or until the engine hangs."""
+    executor = Executor(make_engine(settings.worker))
+    server = RpcServer(NAME, settings.worker.address)
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
+    await server.start()
+    await server.set_serving(True)
+    get_logger("worker").info("worker.listening", address=settings.worker.address)
+    ends = [asyncio.create_task(event.wait()) for event in (stopping, executor.is_stuck)]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+        # Short, because Execute streams never end by themselves.
+        await server.stop(grace_s=0.5)
+        if executor.is_stuck.is_set():
+            # A thread that hangs in a collective also hangs the interpreter's orderly end.
+            os._exit(STUCK_STATUS)
+        await executor.stop()
+
+
+def make_engine(settings: WorkerSettings) -> Engine:
+    """Return the engine that `Configure` will load; torch is imported only when a real model is asked for."""
+    options = FakeOptions(
+        vocabulary_size=settings.fake_vocabulary_size,
+        eos_probability=settings.fake_eos_probability,
+        step_s=settings.fake_step_ms / 1000,
+    )
+
+    def make_real() -> Engine:
+        from services.worker.engine.backends import RunnerOptions
+        from services.worker.engine.model_runner import ModelRunner
+        from services.worker.engine.torch_engine import TorchEngine
+
+        runner_options = RunnerOptions(
+            device=settings.device,
+            device_index=settings.device_index,
+            threads=settings.threads,
+            backend=settings.backend,
+        )
+        return TorchEngine(lambda spec, report: ModelRunner.load(spec, report, runner_options))
+
+    return SelectedEngine(lambda: FakeEngine(options), make_real)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Wire messages of the worker, to and from dataclasses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+from common.types import RequestId, RowSlot, StepId
+from common.wire import finish_reason_to_wire, logprob_to_wire, sampling_from_wire
+from protos.gen.pando.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.steps import EngineCapacity, PageIds, StepResult
+
+DEFAULT_MEMORY_FRACTION = 0.85
+
+
+def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
+    """Decode what this rank is configured with.
+
+    Raises:
+        InvalidRequestError: a field that has no default is missing, or the rank is outside the group.
+    """
+    world_size = message.world_size or 1
+    if message.rank >= world_size:
+        raise InvalidRequestError(f"rank {message.rank} of a group of {world_size}", param="rank")
+    for name in ("model", "page_size_tokens", "max_rows", "max_step_tokens"):
+        if not getattr(message, name):
+            raise InvalidRequestError(f"{name} must be set", param=name)
+    return EngineSpec(
+        model=message.model,
+        load_format=message.load_format or "auto",
+        dtype=message.dtype or "auto",
+        kv_dtype=message.kv_dtype or "auto",
+        rank=message.rank,
+        world_size=world_size,
+        rendezvous=message.rendezvous,
+        page_size=message.page_size_tokens,
+        max_rows=message.max_rows,
+        max_context=message.max_context_tokens,
+        max_step_tokens=message.max_step_tokens,
+        device_pages=message.device_pages if message.HasField("device_pages") else None,
+        memory_fraction=message.memory_fraction or DEFAULT_MEMORY_FRACTION,
+    )
+
+
+def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
+    """Encode what this rank can hold."""
+    return worker_pb2.WorkerCapacity(
+        device_pages=capacity.device_pages,
+        page_size_tokens=capacity.page_size,
+        max_context_tokens=capacity.max_context,
+        vocabulary_size=capacity.vocabulary_size,
+        eos_token_ids=capacity.eos_token_ids,
+        kv_bytes_per_token=capacity.kv_bytes_per_token,
+        fingerprint=capacity.fingerprint,
+        device=capacity.device,
+        layers=capacity.layers,
+    )
+
+
+def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
+    """Decode a plan; whether it fits the rows is the engine's to check."""
+    return StepPlan(
+        step_id=StepId(message.step_id),
+        epoch=message.epoch,
+        closes=tuple(RowSlot(row) for row in message.closes),
+        opens=tuple(_open_from_wire(opened) for opened in message.opens),
+        grants=tuple(PageGrant(RowSlot(grant.row), _pages(grant.pages)) for grant in message.grants),
+        prefills=tuple(PrefillChunk(RowSlot(chunk.row), chunk.start, chunk.length) for chunk in message.prefills),
+        steps=message.steps,
+        replacements=tuple(
+            PageReplacement(RowSlot(replaced.row), replaced.first, _pages(replaced.pages))
+            for replaced in message.replacements
+        ),
+    )
+
+
+def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
+    """Encode what one forward pass brought."""
+    message = worker_pb2.StepResult(
+        step_id=result.step_id,
+        substep=result.substep,
+        last=result.last,
+        rows=result.rows.tolist(),
+        token_ids=result.token_ids.tolist(),
+        compute_us=result.compute_us,
+        host_us=result.host_us,
+        error=result.error,
+    )
+    for stop in result.stops:
+        message.stops.add(
+            row=stop.row, reason=finish_reason_to_wire(stop.reason), matched_token_id=stop.matched_token_id
+        )
+    for row, logprob in result.logprobs:
+        message.logprobs.add(row=row, logprob=logprob_to_wire(logprob))
+    return message
+
+
+def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
+    return RowOpen(
+        row=RowSlot(message.row),
+        request_id=RequestId(message.request_id),
+        token_ids=np.array(message.token_ids, dtype=np.uint32).astype(np.int32),
+        prompt_tokens=message.prompt_tokens,
+        computed_tokens=message.computed_tokens,
+        pages=_pages(message.pages),
+        sampling=sampling_from_wire(message.sampling),
+        max_total_tokens=message.max_total_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_new_tokens=message.min_new_tokens,
+    )
+
+
+def _pages(pages: Iterable[int]) -> PageIds:
+    # Through uint32: what a peer's defect puts beyond int32 turns negative, and the engine refuses that plan.
+    return np.array(pages, dtype=np.uint32).astype(np.int32)

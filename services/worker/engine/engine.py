@@ -1,0 +1,46 @@
+"""What a rank's compute looks like from outside: configured once, then fed with plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+
+# Fraction of the work done in [0, 1], and what is happening, for people.
+ProgressReport = Callable[[float, str], None]
+Emit = Callable[[StepResult], None]
+
+
+class InvalidPlanError(Exception):
+    """A plan contradicts the rows it is about. The weights are unharmed, the rows are undefined until `reset`."""
+
+
+class Engine(Protocol):
+    """One tensor-parallel rank, used from one thread."""
+
+    @property
+    def open_rows(self) -> int:
+        """How many row slots are taken."""
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Load what `spec` names and return what there is room for; all rows are free afterwards.
+
+        An equal spec finds the weights already there. Raises whatever keeps the model from loading; the engine is
+        then as if closed.
+        """
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        """Run a plan and emit one result per forward pass, the final one with `last` set.
+
+        Anything raised, by `emit` too, leaves the rows undefined until `reset`.
+
+        Raises:
+            InvalidPlanError: the plan contradicts the rows; nothing was computed for it.
+        """
+
+    def reset(self) -> None:
+        """Free all rows: a new stream of plans begins. The weights stay."""
+
+    def close(self) -> None:
+        """Give back weights, memory and the tensor-parallel group; `configure` may follow."""

@@ -1,0 +1,136 @@
+"""An engine that computes nothing: same protocol, no model, no torch. For tests and control-plane benchmarks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+from services.worker.engine.plan import PlanLimits
+from services.worker.engine.plan_runner import PlanRunner, Sampled
+from services.worker.engine.rows import RowTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from common.types import TokenIds
+    from services.worker.engine.engine import Emit, ProgressReport
+    from services.worker.engine.passes import ForwardPass
+
+DEFAULT_CONTEXT = 8192
+# Small ids are control tokens and single bytes in most vocabularies; words make readable text.
+FIRST_WORD = 1024
+
+_GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeOptions:
+    """How the fake behaves.
+
+    `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence.
+    """
+
+    vocabulary_size: int = 49_152
+    eos_token_id: int = 2
+    eos_probability: float = 0.0
+    step_s: float = 0.0
+
+
+class FakeEngine:
+    """Generates tokens that depend on a row's seed and the token's position only; see `Engine`."""
+
+    def __init__(self, options: FakeOptions | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Behave as `options` say; `sleep` passes the time of a step."""
+        self._options = options or FakeOptions()
+        self._sleep = sleep
+        self._plans: PlanRunner | None = None
+
+    @property
+    def open_rows(self) -> int:
+        """How many row slots are taken."""
+        return self._plans.rows.open_count if self._plans else 0
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Return a made-up capacity: room for every row at full length unless `spec` says otherwise."""
+        report(0.0, "nothing to load")
+        capacity = self._capacity(spec)
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
+        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        stepper = FakeStepper(self._options, spec.max_rows, self._sleep)
+        self._plans = PlanRunner(rows, limits, stepper, reports_tokens=spec.rank == 0)
+        report(1.0, "ready")
+        return capacity
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        """Run a plan; see `Engine.execute`."""
+        assert self._plans is not None, "execute before configure"
+        self._plans.run(plan, emit)
+
+    def reset(self) -> None:
+        """Free all rows."""
+        if self._plans is not None:
+            self._plans.rows.reset()
+
+    def close(self) -> None:
+        """Forget the rows."""
+        self._plans = None
+
+    def _capacity(self, spec: EngineSpec) -> EngineCapacity:
+        max_context = spec.max_context or DEFAULT_CONTEXT
+        enough = spec.max_rows * -(-max_context // spec.page_size)
+        return EngineCapacity(
+            device_pages=spec.device_pages or enough,
+            page_size=spec.page_size,
+            max_context=max_context,
+            vocabulary_size=self._options.vocabulary_size,
+            eos_token_ids=(self._options.eos_token_id,),
+            kv_bytes_per_token=1,
+            fingerprint=f"fake-{spec.page_size}",
+            device="fake",
+            layers=1,
+        )
+
+
+class FakeStepper:
+    """Computes passes from the rows' seeds."""
+
+    def __init__(self, options: FakeOptions, max_rows: int, sleep: Callable[[float], None]) -> None:
+        """Prepare for rows 0 to `max_rows` - 1."""
+        self._options = options
+        self._sleep = sleep
+        self._seeds = np.zeros(max_rows, np.uint64)
+
+    def open(self, opened: RowOpen) -> None:
+        """Keep a row's seed."""
+        self._seeds[opened.row] = opened.sampling.seed
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Take a step's time and make up its tokens."""
+        if self._options.step_s > 0:
+            self._sleep(self._options.step_s)
+        slots = forward.sampled_rows
+        return Sampled(fake_tokens(self._seeds[slots], rows.lengths[slots], self._options))
+
+
+def fake_tokens(seeds: NDArray[np.uint64], positions: NDArray[np.int64], options: FakeOptions) -> TokenIds:
+    """Return a token for each seed and position, [rows] int32: words only, and the end as often as asked."""
+    hashed = _mix(_mix(seeds) + positions.astype(np.uint64) * _GAMMA)
+    first = min(FIRST_WORD, options.vocabulary_size // 2)
+    tokens = (first + (hashed >> np.uint64(32)) % np.uint64(options.vocabulary_size - first)).astype(np.int32)
+    if options.eos_probability > 0:
+        share = (hashed & np.uint64(0xFFFF_FFFF)).astype(np.float64) * 2.0**-32
+        tokens[share < options.eos_probability] = options.eos_token_id
+    return tokens
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Spread the bits of 64-bit numbers (the finaliser of splitmix64: Steele, Lea, Flood, OOPSLA 2014, figure 16)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return values ^ (values >> np.uint64(31))

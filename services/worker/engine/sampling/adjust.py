@@ -1,0 +1,78 @@
+"""Changes to logits before a token is chosen: penalties, then biases, then the mask of stop ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from services.worker.engine.rows import RowIndices, RowTable
+    from services.worker.engine.sampling.table import SamplingTable
+
+
+def penalise(
+    logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable, table: SamplingTable
+) -> None:
+    """Apply repetition, frequency and presence penalties in place to `logits[samples]`, which belong to rows `slots`.
+
+    Repetition (Keskar et al., "CTRL", 2019, section 4.1) divides positive logits of every token in prompt or output
+    and multiplies negative ones; frequency and presence, as the OpenAI API defines them, count the output only.
+    Costs time by the rows' lengths, not by the vocabulary.
+    """
+    flat = logits.view(-1)
+    repeating = np.flatnonzero(table.repetition_penalty[slots] != 1)
+    if repeating.size:
+        of = slots[repeating]
+        at = _places(logits, samples[repeating], rows, of, first=np.zeros(of.size, np.int64))
+        penalty = _column(table.repetition_penalty[of], logits)
+        seen = flat[at]
+        # A token that occurs twice is written twice, with the same value.
+        flat[at] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    counting = (table.presence_penalty[slots] != 0) | (table.frequency_penalty[slots] != 0)
+    counting = np.flatnonzero(counting & (rows.lengths[slots] > rows.prompt_tokens[slots]))
+    if counting.size:
+        of = slots[counting]
+        first = rows.prompt_tokens[of]
+        at = _places(logits, samples[counting], rows, of, first)
+        flat[at] = flat[at] - _column(table.presence_penalty[of], logits)
+        real = np.arange(at.shape[1]) < (rows.lengths[of] - first)[:, None]
+        amounts = np.where(real, -table.frequency_penalty[of][:, None], np.float32(0))
+        flat.index_put_((at,), torch.from_numpy(amounts).to(logits.device), accumulate=True)
+
+
+def add_bias(logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, table: SamplingTable) -> None:
+    """Add logit_bias in place."""
+    at = _offsets(logits, samples, table.bias_ids.values[slots])
+    values = torch.from_numpy(table.bias_values.values[slots]).to(logits.device)
+    logits.view(-1).index_put_((at,), values, accumulate=True)
+
+
+def mask_stops(logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, table: SamplingTable) -> None:
+    """Make the rows' stop ids impossible, in place."""
+    at = _offsets(logits, samples, table.masked_ids.values[slots])
+    logits.view(-1)[at] = -torch.inf
+
+
+def _places(
+    logits: torch.Tensor, samples: NDArray[np.int64], rows: RowTable, slots: RowIndices, first: NDArray[np.int64]
+) -> torch.Tensor:
+    """Return where the logits of each row's ids [first, length) are, as flat indices [rows, longest].
+
+    Shorter rows repeat their last id.
+    """
+    lengths = rows.lengths[slots]
+    columns = first[:, None] + np.arange(int((lengths - first).max()))
+    ids = rows.token_ids[slots[:, None], np.minimum(columns, lengths[:, None] - 1)]
+    return _offsets(logits, samples, ids)
+
+
+def _offsets(logits: torch.Tensor, samples: NDArray[np.int64], ids: NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(samples[:, None] * logits.shape[1] + ids).to(logits.device)
+
+
+def _column(values: NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values[:, None]).to(like.device)

@@ -1,0 +1,115 @@
+"""Choosing the next token of each row: a pure function of logits, the row's parameters and ids, seed and position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.sampling.adjust import add_bias, mask_stops, penalise
+from services.worker.engine.sampling.draw import draw
+from services.worker.engine.sampling.filters import order_thresholds
+from services.worker.engine.sampling.logprobs import token_logprobs
+from services.worker.engine.sampling.order import pad_to_blocks
+from services.worker.engine.sampling.philox import uniforms
+from services.worker.engine.sampling.table import Needs, SamplingTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.types import RowSlot, TokenLogprob
+    from services.worker.engine.rows import RowIndices, RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One token for each row of logits, [rows] int64 on the logits' device, and the log probabilities asked for."""
+
+    token_ids: torch.Tensor
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+
+
+def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> Samples:
+    """Choose the next token of rows `slots`.
+
+    Args:
+        logits: [rows, vocabulary] float32, contiguous; overwritten.
+        slots: [rows] the row slots they belong to, each once.
+        rows: what the rows hold; a row's next position is its length.
+        table: their parameters.
+    """
+    needs = table.needs_of(slots)
+    if needs == Needs.NOTHING:
+        return Samples(logits.argmax(dim=-1))
+    reporting = table.rows_that_need(Needs.LOGPROBS, slots)
+    unmodified = logits[_index(reporting, logits)] if reporting.size else None
+    _adjust(logits, slots, rows, table, needs)
+    token_ids = _choose(logits, slots, rows, table)
+    if unmodified is None:
+        return Samples(token_ids)
+    wanted = slots[reporting]
+    chosen = token_ids[_index(reporting, logits)]
+    return Samples(token_ids, token_logprobs(unmodified, chosen, wanted, table.top_logprobs[wanted]))
+
+
+def _adjust(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, needs: Needs) -> None:
+    if needs & Needs.PENALTIES:
+        samples = table.rows_that_need(Needs.PENALTIES, slots)
+        penalise(logits, samples, slots[samples], rows, table)
+    if needs & Needs.BIAS:
+        samples = table.rows_that_need(Needs.BIAS, slots)
+        add_bias(logits, samples, slots[samples], table)
+    if needs & Needs.MIN_TOKENS:
+        samples = table.rows_that_need(Needs.MIN_TOKENS, slots)
+        samples = samples[rows.lengths[slots[samples]] < rows.stops_from[slots[samples]]]
+        mask_stops(logits, samples, slots[samples], table)
+
+
+def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:
+    drawing = table.rows_that_need(Needs.DRAW, slots)
+    if drawing.size == 0:
+        return logits.argmax(dim=-1)
+    if drawing.size == slots.size:
+        return _draw(logits, slots, rows, table)
+    # Rows are told apart by gathering, so that greedy ones cost no exponentials.
+    greedy = np.setdiff1d(np.arange(slots.size), drawing, assume_unique=True)
+    token_ids = torch.empty(slots.size, dtype=torch.int64, device=logits.device)
+    at_greedy, at_drawing = _index(greedy, logits), _index(drawing, logits)
+    token_ids[at_greedy] = logits[at_greedy].argmax(dim=-1)
+    token_ids[at_drawing] = _draw(logits[at_drawing], slots[drawing], rows, table)
+    return token_ids
+
+
+def _draw(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:
+    temperature = _tensor(table.temperature[slots], logits)
+    probabilities = pad_to_blocks(torch.softmax(logits / temperature[:, None], dim=-1), 0.0)
+    filtering = table.rows_that_need(Needs.ORDER | Needs.MIN_P, slots)
+    if filtering.size == slots.size:
+        probabilities = _filtered(probabilities, slots, table)
+    elif filtering.size:
+        at = _index(filtering, logits)
+        probabilities[at] = _filtered(probabilities[at], slots[filtering], table)
+    return draw(probabilities, _tensor(uniforms(table.seeds[slots], rows.lengths[slots]), logits))
+
+
+def _filtered(probabilities: torch.Tensor, slots: RowIndices, table: SamplingTable) -> torch.Tensor:
+    """Return `probabilities` with 0 in place of what the rows' filters drop."""
+    thresholds = _tensor(table.min_p[slots], probabilities) * probabilities.amax(dim=-1)
+    ordering = table.rows_that_need(Needs.ORDER, slots)
+    if ordering.size:
+        at = _index(ordering, probabilities)
+        subject = probabilities if ordering.size == slots.size else probabilities[at]
+        of = slots[ordering]
+        found = order_thresholds(subject, _tensor(table.top_k[of], subject), _tensor(table.top_p[of], subject))
+        thresholds[at] = torch.maximum(thresholds[at], found)
+    return torch.where(probabilities >= thresholds[:, None], probabilities, 0.0)
+
+
+def _index(positions: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(positions).to(like.device)
+
+
+def _tensor(values: NDArray[np.float32] | NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)

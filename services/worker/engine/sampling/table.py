@@ -1,0 +1,111 @@
+"""Sampling parameters of every row, as arrays indexed by row slot."""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.worker.engine.padded import PaddedTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import RowOpen
+
+# Below this a temperature would only overflow: the most likely token is certain.
+LEAST_TEMPERATURE = 1e-5
+# A top_k beyond any vocabulary.
+KEEP_ALL = 2**62
+
+
+class Needs(IntFlag):
+    """What sampling a row takes beyond the most likely token of its logits."""
+
+    NOTHING = 0
+    DRAW = 1
+    # top_k or top_p: the value of the last token kept must be found.
+    ORDER = 2
+    MIN_P = 4
+    PENALTIES = 8
+    BIAS = 16
+    # Stop ids are masked while the row is shorter than its minimum.
+    MIN_TOKENS = 32
+    LOGPROBS = 64
+
+
+class SamplingTable:
+    """One entry per slot in each array; those of free slots mean nothing."""
+
+    def __init__(self, max_rows: int, vocabulary_size: int) -> None:
+        """Make room for `max_rows` rows."""
+        self.vocabulary_size = vocabulary_size
+        self.needs = np.zeros(max_rows, np.uint8)
+        self.seeds = np.zeros(max_rows, np.uint64)
+        self.temperature = np.ones(max_rows, np.float32)
+        self.top_k = np.full(max_rows, KEEP_ALL, np.int64)
+        self.top_p = np.ones(max_rows, np.float32)
+        self.min_p = np.zeros(max_rows, np.float32)
+        self.repetition_penalty = np.ones(max_rows, np.float32)
+        self.presence_penalty = np.zeros(max_rows, np.float32)
+        self.frequency_penalty = np.zeros(max_rows, np.float32)
+        # Padded by a bias of nothing on token 0.
+        self.bias_ids = PaddedTable(max_rows, np.int64, fill=0)
+        self.bias_values = PaddedTable(max_rows, np.float32, fill=0.0)
+        # Padded by the row's first stop id, since masking twice changes nothing.
+        self.masked_ids = PaddedTable(max_rows, np.int64, fill=0)
+        self.top_logprobs = np.zeros(max_rows, np.int64)
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row's parameters."""
+        row, sampling = opened.row, opened.sampling
+        self.seeds[row] = sampling.seed
+        self.temperature[row] = sampling.temperature
+        top_k = sampling.top_k or KEEP_ALL
+        self.top_k[row] = top_k if top_k < self.vocabulary_size else KEEP_ALL
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.top_logprobs[row] = sampling.top_logprobs or 0
+        self._set_bias(opened)
+        masked = self._in_vocabulary(opened.stop_token_ids) if opened.min_new_tokens else np.empty(0, np.int64)
+        self.masked_ids.set(row, masked, padding=masked[0] if masked.size else 0)
+        self.needs[row] = self._needs_of(opened, has_masked_ids=masked.size > 0)
+
+    def needs_of(self, rows: NDArray[np.int64]) -> Needs:
+        """Return what any of `rows` needs."""
+        return Needs(int(np.bitwise_or.reduce(self.needs[rows])))
+
+    def rows_that_need(self, need: Needs, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices into `rows` of those that need any of `need`."""
+        return np.flatnonzero(self.needs[rows] & need)
+
+    def _set_bias(self, opened: RowOpen) -> None:
+        bias = {id_: value for id_, value in opened.sampling.logit_bias.items() if 0 <= id_ < self.vocabulary_size}
+        self.bias_ids.set(opened.row, np.fromiter(bias.keys(), np.int64, len(bias)))
+        self.bias_values.set(opened.row, np.fromiter(bias.values(), np.float32, len(bias)))
+
+    def _in_vocabulary(self, ids: tuple[int, ...]) -> NDArray[np.int64]:
+        return np.array([id_ for id_ in ids if 0 <= id_ < self.vocabulary_size], np.int64)
+
+    def _needs_of(self, opened: RowOpen, *, has_masked_ids: bool) -> Needs:
+        sampling = opened.sampling
+        needs = Needs.NOTHING
+        if sampling.temperature >= LEAST_TEMPERATURE:
+            needs |= Needs.DRAW
+            if self.top_k[opened.row] != KEEP_ALL or sampling.top_p < 1:
+                needs |= Needs.ORDER
+            if sampling.min_p > 0:
+                needs |= Needs.MIN_P
+        if sampling.has_penalties:
+            needs |= Needs.PENALTIES
+        if sampling.logit_bias:
+            needs |= Needs.BIAS
+        if has_masked_ids:
+            needs |= Needs.MIN_TOKENS
+        if sampling.top_logprobs is not None:
+            needs |= Needs.LOGPROBS
+        return needs

@@ -1,0 +1,153 @@
+"""The engine that runs a model: row state here, the forward pass in the model runner, then the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+from services.worker.engine.batch import ForwardBatch
+from services.worker.engine.engine import Emit, ProgressReport
+from services.worker.engine.passes import ForwardPass, HostBatch, gather
+from services.worker.engine.plan import PlanLimits
+from services.worker.engine.plan_runner import PlanRunner, Sampled
+from services.worker.engine.rows import RowTable
+from services.worker.engine.sampling.sampler import Samples, sample
+from services.worker.engine.sampling.table import SamplingTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Runner(Protocol):
+    """One rank's model, as `ModelRunner` implements it."""
+
+    capacity: EngineCapacity
+    device: torch.device
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
+
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `token_ids` on every rank."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+LoadRunner = Callable[[EngineSpec, ProgressReport], Runner]
+
+
+class TorchEngine:
+    """Runs plans with a model runner; see `Engine`."""
+
+    def __init__(self, load_runner: LoadRunner) -> None:
+        """Prepare; `load_runner` loads what is configured, in the calling thread."""
+        self._load_runner = load_runner
+        self._spec: EngineSpec | None = None
+        self._runner: Runner | None = None
+        self._plans: PlanRunner | None = None
+
+    @property
+    def open_rows(self) -> int:
+        """How many row slots are taken."""
+        return self._plans.rows.open_count if self._plans else 0
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Load the model, unless the very same one is loaded; see `Engine.configure`."""
+        if self._runner is None or not self._is_loaded(spec):
+            self.close()
+            self._runner = self._load_runner(spec, report)
+            self._spec = spec
+        capacity = self._runner.capacity
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
+        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        stepper = TorchStepper(self._runner, SamplingTable(spec.max_rows, capacity.vocabulary_size), rank=spec.rank)
+        self._plans = PlanRunner(rows, limits, stepper, reports_tokens=spec.rank == 0)
+        return capacity
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        """Run a plan; see `Engine.execute`."""
+        assert self._plans is not None, "execute before configure"
+        with torch.inference_mode():
+            self._plans.run(plan, emit)
+
+    def reset(self) -> None:
+        """Free all rows."""
+        if self._plans is not None:
+            self._plans.rows.reset()
+
+    def close(self) -> None:
+        """Give back the model's memory and its group."""
+        runner, self._runner, self._plans, self._spec = self._runner, None, None, None
+        if runner is not None:
+            runner.close()
+
+    def _is_loaded(self, spec: EngineSpec) -> bool:
+        assert self._runner is not None, "asked of a loaded engine"
+        if self._spec is None or spec.world_size > 1:
+            # Whether the other ranks still belong to our group cannot be known from here: all of them meet anew.
+            return False
+        # A scheduler that lost its worker asks for as many pages as it was once given.
+        pages = self._runner.capacity.device_pages
+        return spec == self._spec or spec == replace(self._spec, device_pages=pages)
+
+
+class TorchStepper:
+    """Computes passes with a model runner. Rank 0 samples, and the others learn from it what came out."""
+
+    def __init__(self, runner: Runner, table: SamplingTable, rank: int) -> None:
+        """Use `runner`; rows' sampling parameters go into `table`."""
+        self._runner = runner
+        self._table = table
+        self._rank = rank
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row's sampling parameters."""
+        self._table.open(opened)
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Run one pass."""
+        logits = self._runner.forward(to_device(gather(rows, forward), self._runner.device))
+        slots = forward.sampled_rows
+        if slots.size == 0:
+            return Sampled()
+        if self._rank == 0:
+            samples = sample(logits, slots, rows, self._table)
+        else:
+            samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
+        token_ids = self._runner.broadcast_tokens(samples.token_ids)
+        return Sampled(token_ids.cpu().numpy().astype(np.int32), samples.logprobs)
+
+
+def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
+    """Return the batch as tensors on `device`, in two transfers whatever the number of fields."""
+    # Fields of one type travel packed in one buffer.
+    longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
+    ints = (batch.query_starts, batch.key_lengths, batch.page_table)
+    token_ids, positions, write_slots, sample_indices = _transfer(longs, device)
+    query_starts, key_lengths, page_table = _transfer(ints, device)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        query_starts=query_starts,
+        key_lengths=key_lengths,
+        page_table=page_table,
+        write_slots=write_slots,
+        sample_indices=sample_indices,
+        decode_rows=batch.decode_rows,
+        max_query_length=batch.max_query_length,
+        max_key_length=batch.max_key_length,
+    )
+
+
+def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
+    parts = torch.split(packed.to(device, non_blocking=True), [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

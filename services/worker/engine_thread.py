@@ -1,0 +1,66 @@
+"""A thread that runs commands one after another and shows that it is alive."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from common.logs import get_logger
+
+Command = Callable[[], None]
+
+HEARTBEAT_S = 0.25
+
+
+class EngineThread:
+    """All work on the engine happens here: device contexts and thread counts belong to one thread."""
+
+    def __init__(self) -> None:
+        """Prepare; `start` starts."""
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._last_beat = time.monotonic()
+        self._log = get_logger("engine")
+        # A daemon, so that a collective that never returns cannot keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the thread last got on with something, or idled."""
+        return time.monotonic() - self._last_beat
+
+    def start(self) -> None:
+        """Start running commands."""
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Queue a command; it handles its own errors."""
+        self._commands.put(command)
+
+    def beat(self) -> None:
+        """Show a sign of life, from within a command."""
+        self._last_beat = time.monotonic()
+
+    def stop(self) -> None:
+        """Let the thread end behind the commands that are queued."""
+        self._commands.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; return whether it came."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self.beat()
+            try:
+                command = self._commands.get(timeout=HEARTBEAT_S)
+            except queue.Empty:
+                continue
+            if command is None:
+                return
+            try:
+                command()
+            except Exception:  # noqa: BLE001  (the thread must outlive it)
+                self._log.exception("engine.command_failed")

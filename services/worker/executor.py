@@ -1,0 +1,259 @@
+"""What a rank is doing: loading, running plans of one stream, or neither."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+from common.steps import StepResult
+from services.worker import metrics
+from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine_thread import EngineThread
+from services.worker.session import Session, SessionEndedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineCapacity, EngineSpec, StepPlan
+    from services.worker.engine.engine import Engine, ProgressReport
+
+# A plan lasts far less, so a thread that is not free by then never will be.
+STUCK_AFTER_S = 30.0
+JOIN_TIMEOUT_S = 5.0
+
+
+class WorkerState(Enum):
+    """Life of a rank, as `GetState` names it."""
+
+    IDLE = "IDLE"
+    CONFIGURING = "CONFIGURING"
+    READY = "READY"
+    FAILED = "FAILED"
+
+
+class NotReadyError(Exception):
+    """What was asked does not fit the rank's state."""
+
+
+class SupersededError(Exception):
+    """The stream gave way to a newer one, or to another configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """What a rank holds now. `heartbeat_age_s`: since its engine's thread last showed a sign of life."""
+
+    state: WorkerState
+    spec: EngineSpec | None
+    capacity: EngineCapacity | None
+    open_rows: int
+    finished_passes: int
+    heartbeat_age_s: float
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A configuration in progress; it goes on when the caller that `report` belongs to goes away."""
+
+    spec: EngineSpec
+    report: ProgressReport | None
+    done: asyncio.Future[EngineCapacity]
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Executor:
+    """Owns the engine and its thread. Methods belong to the event loop unless they say otherwise."""
+
+    def __init__(self, engine: Engine, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        """Take over `engine`, which nobody else may touch from now on."""
+        # Set when the thread hangs for good: only a new process can help.
+        self.is_stuck = asyncio.Event()
+        self._engine = engine
+        self._stuck_after_s = stuck_after_s
+        self._thread = EngineThread()
+        self._loop = asyncio.get_running_loop()
+        self._state = WorkerState.IDLE
+        self._spec: EngineSpec | None = None
+        self._capacity: EngineCapacity | None = None
+        self._loading: _Loading | None = None
+        self._session: Session | None = None
+        self._finished_passes = 0
+        self._log = get_logger("executor")
+        self._thread.start()
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return what the rank holds now."""
+        return WorkerSnapshot(
+            self._state, self._spec, self._capacity, self._engine.open_rows, self._finished_passes,
+            self._thread.heartbeat_age_s,
+        )  # fmt: skip
+
+    async def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Load what `spec` names, ending the stream that runs; `report` is called on the event loop.
+
+        If the caller is cancelled, loading goes on, and the next caller with the same spec joins in.
+
+        Raises:
+            NotReadyError: another configuration is in progress.
+            UnavailableError: the engine's thread hangs.
+            Exception: what kept the engine from loading.
+        """
+        loading = self._loading
+        if loading is None:
+            loading = self._start_loading(spec, report)
+        elif loading.report is not None or loading.spec != spec:
+            raise NotReadyError("another Configure is in progress")
+        loading.report = report
+        try:
+            await self._wait_until_started(loading)
+            return await asyncio.shield(loading.done)
+        finally:
+            loading.report = None
+
+    def open_session(self) -> Session:
+        """Begin a stream of plans with no rows open; a stream that is open gives way.
+
+        Raises:
+            NotReadyError: the rank is not configured.
+        """
+        if self._session is not None:
+            self._end_session(self._session, SupersededError("a newer Execute stream took over"))
+        if self._state is not WorkerState.READY:
+            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
+        self._session = Session(self._dispatch)
+        return self._session
+
+    def close_session(self, session: Session) -> None:
+        """End a stream and free its rows, unless that has happened already."""
+        if session is self._session:
+            self._end_session(session, None)
+
+    async def stop(self) -> None:
+        """End the stream, give back the engine's memory, end the thread."""
+        if self._session is not None:
+            self._end_session(self._session, UnavailableError("the worker is shutting down"))
+        self._thread.submit(self._engine.close)
+        self._thread.stop()
+        if not await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S):
+            self._log.warning("engine.still_busy")
+
+    def _start_loading(self, spec: EngineSpec, report: ProgressReport) -> _Loading:
+        if self._session is not None:
+            self._end_session(self._session, SupersededError("the rank is being configured anew"))
+        self._set_state(WorkerState.CONFIGURING)
+        self._spec, self._capacity = spec, None
+        self._loading = _Loading(spec, report, self._loop.create_future())
+        self._thread.submit(functools.partial(self._load, self._loading))
+        return self._loading
+
+    async def _wait_until_started(self, loading: _Loading) -> None:
+        try:
+            async with asyncio.timeout(self._stuck_after_s):
+                await loading.started.wait()
+        except TimeoutError:
+            self._log.error("engine.stuck", heartbeat_age_s=round(self._thread.heartbeat_age_s, 1))
+            self.is_stuck.set()
+            raise UnavailableError("the engine hangs; this process has to be restarted") from None
+
+    def _load(self, loading: _Loading) -> None:
+        """Configure the engine, on its thread."""
+
+        def report(fraction: float, stage: str) -> None:
+            self._thread.beat()
+            self._call_loop(self._on_progress, loading, fraction, stage)
+
+        self._call_loop(loading.started.set)
+        try:
+            capacity = self._engine.configure(loading.spec, report)
+        except Exception as error:  # noqa: BLE001  (raised again in whoever waits for it)
+            self._log.exception("engine.configure_failed", model=loading.spec.model)
+            self._call_loop(self._on_loaded, loading, error)
+        else:
+            self._call_loop(self._on_loaded, loading, capacity)
+
+    def _on_progress(self, loading: _Loading, fraction: float, stage: str) -> None:
+        if loading.report is not None:
+            loading.report(fraction, stage)
+
+    def _on_loaded(self, loading: _Loading, outcome: EngineCapacity | Exception) -> None:
+        self._loading = None
+        if isinstance(outcome, Exception):
+            self._set_state(WorkerState.FAILED)
+            loading.done.set_exception(outcome)
+            loading.done.exception()  # nobody may be left to wait for it
+            return
+        self._capacity = outcome
+        self._set_state(WorkerState.READY)
+        loading.done.set_result(outcome)
+
+    def _end_session(self, session: Session, error: Exception | None) -> None:
+        self._session = None
+        session.end(error)
+        assert self._spec is not None, "a stream is open only after a configuration"
+        if self._state is not WorkerState.READY:
+            return
+        if self._spec.world_size > 1:
+            # Ranks may have stopped at different passes. Leaving the group wakes those that wait for us in it.
+            self._set_state(WorkerState.IDLE)
+            self._thread.submit(self._engine.close)
+        else:
+            self._thread.submit(self._engine.reset)
+
+    def _dispatch(self, session: Session, plan: StepPlan) -> None:
+        self._thread.submit(functools.partial(self._execute, session, plan))
+
+    def _execute(self, session: Session, plan: StepPlan) -> None:
+        """Run a plan, on the engine's thread."""
+
+        def emit(result: StepResult) -> None:
+            if session.is_ended:
+                raise SessionEndedError
+            self._thread.beat()
+            self._count(result)
+            self._call_loop(session.deliver, result)
+
+        if session.is_ended:
+            return
+        try:
+            self._engine.execute(plan, emit)
+        except SessionEndedError:
+            pass  # whoever ended it has the rows freed
+        except InvalidPlanError as error:
+            self._log.error("plan.invalid", step_id=plan.step_id, reason=str(error))
+            self._fail(session, plan, f"invalid plan: {error}", self._engine.reset)
+        except Exception as error:  # noqa: BLE001  (becomes the plan's result)
+            self._log.exception("plan.failed", step_id=plan.step_id)
+            # Closing, too, tells other ranks that wait for this one.
+            self._fail(session, plan, f"{type(error).__name__}: {error}", self._engine.close)
+
+    def _fail(self, session: Session, plan: StepPlan, reason: str, tidy_up: Callable[[], None]) -> None:
+        session.is_ended = True
+        result = StepResult(plan.step_id, substep=0, last=True, error=reason)
+        self._call_loop(self._on_failed, session, result)
+        tidy_up()
+
+    def _on_failed(self, session: Session, result: StepResult) -> None:
+        metrics.PLANS_FAILED_TOTAL.inc()
+        if session is self._session:
+            self._set_state(WorkerState.FAILED)
+            session.deliver(result)
+            self._end_session(session, UnavailableError(f"the rank has failed: {result.error}"))
+
+    def _count(self, result: StepResult) -> None:
+        self._finished_passes += 1
+        metrics.PASS_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
+        metrics.PASS_HOST_SECONDS.observe(result.host_us / 1e6)
+        metrics.TOKENS_TOTAL.inc(len(result.token_ids))
+        metrics.OPEN_ROWS.set(self._engine.open_rows)
+
+    def _call_loop(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _set_state(self, state: WorkerState) -> None:
+        self._state = state
+        metrics.READY.set(state is WorkerState.READY)

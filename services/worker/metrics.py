@@ -1,0 +1,19 @@
+"""What the worker exports to Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_STEP_SECONDS = (0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3, 128e-3, 256e-3, 512e-3, 1.0, 2.0, 4.0)
+_HOST_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 5e-3, 20e-3)
+
+PASS_COMPUTE_SECONDS = Histogram(
+    "pando_worker_pass_compute_seconds", "Time of one forward pass with sampling.", buckets=_STEP_SECONDS
+)
+PASS_HOST_SECONDS = Histogram(
+    "pando_worker_pass_host_seconds", "Bookkeeping of this rank beside one forward pass.", buckets=_HOST_SECONDS
+)
+TOKENS_TOTAL = Counter("pando_worker_sampled_tokens_total", "Tokens sampled by this rank.")
+OPEN_ROWS = Gauge("pando_worker_open_rows", "Row slots in use.")
+PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ended with an error.")
+READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")

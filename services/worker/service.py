@@ -1,0 +1,106 @@
+"""The gRPC face of a rank: each method decodes, calls the executor, encodes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+
+from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.convert import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
+from services.worker.executor import NotReadyError, SupersededError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.steps import EngineCapacity
+    from services.worker.executor import Executor
+    from services.worker.session import Session
+
+    Context = grpc.aio.ServicerContext[object, object]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Serves `pando.v1.Worker`; see the comments in the contract."""
+
+    def __init__(self, executor: Executor) -> None:
+        """Serve `executor`."""
+        self._executor = executor
+
+    async def Configure(  # noqa: N802  (the contract's name)
+        self, request: worker_pb2.ConfigureRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ConfigureResponse]:
+        """Load a model; progress first, then what there is room for."""
+        spec = spec_from_wire(request)
+        updates: asyncio.Queue[worker_pb2.ConfigureResponse | None] = asyncio.Queue()
+
+        def report(fraction: float, stage: str) -> None:
+            updates.put_nowait(worker_pb2.ConfigureResponse(progress=fraction, stage=stage))
+
+        configuring = asyncio.create_task(self._executor.configure(spec, report))
+        configuring.add_done_callback(lambda _: updates.put_nowait(None))
+        try:
+            while (update := await updates.get()) is not None:
+                yield update
+        finally:
+            configuring.cancel()
+        try:
+            capacity: EngineCapacity = await configuring
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error)) from error
+        except PandoError:
+            raise
+        except Exception as error:
+            # Other ranks may have been missing or memory short: the next attempt may work. It was logged already.
+            raise UnavailableError(f"loading failed: {type(error).__name__}: {error}") from error
+        yield worker_pb2.ConfigureResponse(progress=1.0, stage="ready", capacity=capacity_to_wire(capacity))
+
+    async def Execute(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
+    ) -> AsyncIterator[worker_pb2.StepResult]:
+        """Run plans in their order and report every forward pass."""
+        try:
+            session = self._executor.open_session()
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        reading = asyncio.create_task(_read(request_iterator, session))
+        try:
+            async for result in session.results():
+                yield result_to_wire(result)
+        except SupersededError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            reading.cancel()
+            self._executor.close_session(session)
+
+    async def GetState(  # noqa: N802
+        self, request: worker_pb2.GetWorkerStateRequest, context: Context
+    ) -> worker_pb2.GetWorkerStateResponse:
+        """Say what this rank holds now."""
+        snapshot = self._executor.snapshot()
+        spec, capacity = snapshot.spec, snapshot.capacity
+        return worker_pb2.GetWorkerStateResponse(
+            state=snapshot.state.value,
+            rank=spec.rank if spec else 0,
+            world_size=spec.world_size if spec else 0,
+            model=spec.model if spec else "",
+            capacity=capacity_to_wire(capacity) if capacity else None,
+            open_rows=snapshot.open_rows,
+            finished_steps=snapshot.finished_passes,
+            heartbeat_age_ms=int(snapshot.heartbeat_age_s * 1000),
+        )
+
+
+async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: Session) -> None:
+    """Feed the session from the stream until the peer has sent its last plan."""
+    try:
+        async for message in plans:
+            await session.submit(plan_from_wire(message))
+    except Exception as error:  # noqa: BLE001  (raised again by the task that writes)
+        session.end(error)
+    else:
+        session.finish_input()
