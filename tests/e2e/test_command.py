@@ -1,0 +1,152 @@
+"""`pando up` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from deploy.supervisor.layout import free_port
+from tests.e2e.served import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Up:
+    """A running `pando up` and what it has written."""
+
+    def __init__(self, *arguments: str, environ: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "up", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environ},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+        wait_until(
+            lambda: text in self.output or self.process.poll() is not None,
+            timeout_s,
+            lambda: f"{text!r} in {self.output}",
+        )
+        assert text in self.output, self.output
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture
+def runtime(run_root: Path) -> dict[str, str]:
+    folder = run_root / f"xdg-{time.monotonic_ns() % 1_000_000}"
+    folder.mkdir(mode=0o700)
+    return {"XDG_RUNTIME_DIR": str(folder)}
+
+
+@pytest.fixture
+def up(runtime: dict[str, str]) -> Iterator[Up]:
+    running = Up("--port", str(free_port("127.0.0.1")), "--model.load_format", "fake", environ=runtime)
+    yield running
+    if running.process.poll() is None:
+        running.process.kill()
+        running.process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: dict[str, str]) -> None:
+    up.wait_for("Ctrl-C ends it")
+    children = children_of(up.process.pid)
+    assert len(children) == 5
+    # The shown command, run by a shell as a person would paste it.
+    start = next(i for i, line in enumerate(up.lines) if line.strip().startswith("curl "))
+    command = "\n".join(up.lines[start : start + 2])
+    answer = subprocess.run(["bash", "-c", command.replace("curl ", "curl -sS ", 1)], capture_output=True, text=True)
+    if answer.returncode != 127:  # this machine has curl
+        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+    state = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "state"], capture_output=True, text=True, env={**os.environ, **runtime}
+    )
+    assert "READY" in state.stdout, state.stderr
+    assert up.end() == 0
+    assert not [pid for pid in children if is_running(pid)]
+    assert not list(Path(runtime["XDG_RUNTIME_DIR"]).rglob("*.sock"))
+
+
+def test_lines_carry_their_service_s_name(up: Up) -> None:
+    up.wait_for("Ctrl-C ends it")
+    assert up.end(signal.SIGTERM) == 0
+    prefixes = {line.split("|")[0].strip() for line in up.lines if "|" in line}
+    assert {"gateway", "tokenizer", "scheduler", "worker", "detokenizer", "pando"} <= prefixes
+
+
+def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
+    up.wait_for("Ctrl-C ends it")
+    children = children_of(up.process.pid)
+    up.end(signal.SIGKILL)
+    wait_until(lambda: not [pid for pid in children if is_running(pid)], timeout_s=10)
+
+
+def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
+    up.wait_for("Ctrl-C ends it")
+    url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
+    model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+    body = {"model": model, "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        up.process.send_signal(signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert up.process.wait(timeout=60) == 0
+
+
+def test_a_taken_port_is_an_error_that_says_what_to_do(runtime: dict[str, str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        up = Up("--port", str(taken.getsockname()[1]), "--model.load_format", "fake", environ=runtime)
+        assert up.process.wait(timeout=60) == 2
+    wait_until(lambda: "--port" in up.output, timeout_s=5)
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path, runtime: dict[str, str]) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"this is no GGUF file")
+    up = Up("--port", str(free_port("127.0.0.1")), "--model", str(broken), environ=runtime)
+    assert up.process.wait(timeout=120) == 1
+    wait_until(lambda: "the end of its log" in up.output, timeout_s=5)

@@ -1,0 +1,65 @@
+"""A client that goes away gives back its row and its pages, whatever its request was doing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.e2e.served import wait_until
+
+if TYPE_CHECKING:
+    from tests.e2e.served import Served
+
+# Several seconds of prefill on two cores.
+LONG_PROMPT = "The quick brown fox jumps over the lazy dog. " * 300
+
+
+def phases(served: Served) -> set[str]:
+    return {request.phase for request in served.state(include_requests=True).requests}
+
+
+def test_a_client_gone_in_the_middle_of_prefill_frees_everything(served: Served) -> None:
+    wait_until(served.is_idle, timeout_s=20)
+    body = {"model": served.model, "prompt": LONG_PROMPT, "max_tokens": 50, "stream": True, "user": "gone-in-prefill"}
+    with served.leaving_nothing_behind(), served.http() as http:
+        with http.stream("POST", "/v1/completions", json=body):
+            wait_until(lambda: "PREFILL" in phases(served), timeout_s=20)
+        left = time.monotonic()
+        wait_until(lambda: not phases(served), timeout_s=10)
+        # The chunk that is being computed is finished first; the rest of the prompt never is.
+        assert time.monotonic() - left < 5
+
+
+def test_a_client_gone_in_the_middle_of_decode_frees_everything(served: Served) -> None:
+    wait_until(served.is_idle, timeout_s=20)
+    body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    with served.leaving_nothing_behind(), served.http() as http:
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(10):
+                next(lines)
+            assert "DECODE" in phases(served)
+        wait_until(lambda: not phases(served), timeout_s=5)
+
+
+def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> None:
+    wait_until(served.is_idle, timeout_s=20)
+    body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    with served.leaving_nothing_behind():
+        with served.http() as http:
+            # The timeout is how this client goes away.
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
+        wait_until(lambda: not phases(served), timeout_s=5)
+
+
+def test_the_same_work_goes_on_after_many_disconnects(served_fake: Served) -> None:
+    body = {"model": served_fake.model, "prompt": "Hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with served_fake.leaving_nothing_behind(), served_fake.http() as http:
+        for _ in range(40):
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+    assert served_fake.complete("Hello", max_tokens=5)

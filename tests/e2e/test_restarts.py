@@ -1,0 +1,96 @@
+"""`kill -9` of any one service: the system serves again within seconds, and open requests end instead of hanging."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.e2e.served import wait_until
+
+if TYPE_CHECKING:
+    from tests.e2e.served import Served
+
+SERVICES = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+RECOVERY_S = 30.0
+
+
+def serves(served: Served) -> bool:
+    try:
+        return bool(served.complete("The capital of France is", max_tokens=2))
+    except httpx.HTTPError:
+        return False
+
+
+def kill_and_wait_until_replaced(served: Served, name: str) -> None:
+    before = served.deployment.pid_of(name)
+    served.deployment.kill(name)
+    wait_until(lambda: served.deployment.pid_of(name) not in (None, before), RECOVERY_S)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_protocol_recovers_when_a_service_is_killed(served_fake: Served, name: str) -> None:
+    wait_until(lambda: serves(served_fake), RECOVERY_S)
+    kill_and_wait_until_replaced(served_fake, name)
+    took = wait_until(lambda: serves(served_fake), RECOVERY_S)
+    assert took < RECOVERY_S
+    wait_until(served_fake.is_idle, timeout_s=20, what=lambda: str(served_fake.state(include_requests=True)))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_open_request_ends_with_its_answer_or_a_clear_error(served_fake: Served, name: str) -> None:
+    wait_until(lambda: serves(served_fake), RECOVERY_S)
+    ended: list[str] = []
+    body = {"model": served_fake.model, "prompt": "Hi", "max_tokens": 8000, "stream": True, "ignore_eos": True}
+
+    def ask() -> None:
+        try:
+            with httpx.stream("POST", f"{served_fake.url}/v1/completions", json=body, timeout=60) as answer:
+                ended.append("".join(answer.iter_lines()))
+        except httpx.TimeoutException:
+            ended.append("hung")
+        except httpx.HTTPError as error:
+            ended.append(f"connection: {error}")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: served_fake.state().running_rows > 0 or bool(ended), timeout_s=20)
+    kill_and_wait_until_replaced(served_fake, name)
+    asking.join(timeout=90)
+    assert ended, "the request neither ended nor failed"
+    if name == "gateway":
+        assert ended[0].startswith("connection") or ended[0].endswith("[DONE]")
+    else:
+        assert ended[0].endswith("[DONE]"), ended[0][-500:]
+    wait_until(lambda: serves(served_fake), RECOVERY_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_real_model_answers_again_and_rightly(served: Served, name: str) -> None:
+    kill_and_wait_until_replaced(served, name)
+    wait_until(lambda: serves(served), RECOVERY_S)
+    assert served.complete(max_tokens=3).startswith(" Paris")
+    wait_until(served.is_idle, timeout_s=20, what=lambda: str(served.state(include_requests=True)))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "scheduler", "worker", "detokenizer"])
+def test_ready_says_no_while_a_service_is_away_and_yes_again_afterwards(served_fake: Served, name: str) -> None:
+    wait_until(served_fake.is_ready, RECOVERY_S)
+    served_fake.deployment.kill(name)
+    wait_until(lambda: not served_fake.is_ready(), timeout_s=5, step_s=0.01)
+    with served_fake.http() as http:
+        assert http.get("/health").status_code == httpx.codes.OK
+    wait_until(served_fake.is_ready, RECOVERY_S)
+    # What /ready has said is true: this very request is served.
+    assert served_fake.complete("Hi", max_tokens=2)
+
+
+def test_what_ready_promises_holds_right_after_the_start(served_fake: Served) -> None:
+    assert served_fake.is_ready()
+    started = time.monotonic()
+    assert served_fake.complete("Hi", max_tokens=2)
+    assert time.monotonic() - started < 10
