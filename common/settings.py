@@ -117,6 +117,10 @@ class TokenizerSettings(Section):
     """Address of the scheduler."""
     threads: int = Field(default=2, ge=1)
     """Threads that encode."""
+    max_pending_requests: int = Field(default=4096, ge=1)
+    """Requests that are encoded or wait for the scheduler's answer; more are refused with a hint when to retry."""
+    drain_s: float = Field(default=5.0, ge=0)
+    """How long requests that are being submitted may still be answered after the signal to stop."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; absent: none."""
 
@@ -198,6 +202,8 @@ class DetokenizerSettings(Section):
 
     address: str = "127.0.0.1:50054"
     """gRPC address to listen on: host:port or unix:path."""
+    drain_s: float = Field(default=15.0, ge=0)
+    """How long open choices may still finish after the signal to stop."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; absent: none."""
 
@@ -222,7 +228,7 @@ def load_settings(
     program: str, description: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
     """Read the settings of a process from flags, environment and file; exit with a clear message if they are wrong."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     try:
         return parse_settings(parser, sys.argv[1:] if argv is None else argv, environ)[0]
     except ConfigurationError as error:

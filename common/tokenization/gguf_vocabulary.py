@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import ConfigurationError
+from common.tokenization.byte_alphabet import byte_alphabet
 from common.tokenization.post_processing import set_framing
 from common.tokenization.splits import SplitRule, find_split_rule
 
@@ -71,13 +72,6 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     ids = {name: metadata.get(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
-
-
-def byte_alphabet() -> dict[int, str]:
-    """Return the printable character that byte-level vocabularies write for each byte (the table of GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Iterable[str], rule: SplitRule) -> Tokenizer:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from common.tokenization.byte_alphabet import byte_alphabet
 from common.tokenization.directory import context_length, read_json, vocabulary_size
-from common.tokenization.gguf_vocabulary import byte_alphabet
 from common.tokenization.parts import TextParts
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.models import ModelFiles, ModelKind
+from common.models import ModelFiles, ModelKind, resolve
 from common.tokenization.directory import read_directory
 from common.tokenization.gguf_header import Metadata, read_metadata
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tokenizers import Tokenizer
+
+    from common.settings import ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,16 @@ class TextModel:
     vocabulary_size: int
 
 
+def load_served_model(settings: ModelSettings) -> TextModel:
+    """Load the text side of the model that the settings name; a made-up one where weights are random.
+
+    Raises:
+        ConfigurationError: it cannot be found or read; the message says what would help.
+    """
+    placeholder = settings.load_format in ("dummy", "fake")
+    return load_text_model(resolve(settings.reference), max_context=settings.max_context, placeholder=placeholder)
+
+
 def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:
     """Load the text side of a model.
 
@@ -46,10 +58,11 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
     Raises:
         ConfigurationError: a file is missing, damaged, or of a kind that is not supported.
     """
+    has_vocabulary = (files.path / "tokenizer.json").is_file()
     match files.kind:
         case ModelKind.GGUF:
             parts = _read_gguf(files.path)
-        case ModelKind.DIRECTORY if placeholder and not (files.path / "tokenizer.json").is_file():
+        case ModelKind.DIRECTORY if placeholder and not has_vocabulary:
             parts = read_placeholder(files.path)
         case ModelKind.DIRECTORY:
             parts = read_directory(files.path)

@@ -1,0 +1,133 @@
+"""One choice on its way from ids to text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.types import Finish, FinishReason
+from services.detokenizer.messages import Delta, PromptUsage
+from services.detokenizer.stops import StopAutomaton, StopMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.types import Resume
+    from services.detokenizer.decoding import Decoder
+    from services.detokenizer.mailbox import Mailbox
+    from services.detokenizer.messages import ChoiceSpec, LogprobText
+
+# Ends after which the text is complete. After others it may be continued elsewhere, so what is uncertain stays unsaid.
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Choice:
+    """Decoder, stop matcher and counters of one open choice."""
+
+    __slots__ = (
+        "_decoder",
+        "_include_stop_text",
+        "_index",
+        "_matcher",
+        "_min_tokens",
+        "_request_id",
+        "_undelivered",
+        "_unskipped",
+        "_usage",
+        "batch",
+        "handle",
+        "logprobs",
+        "mailbox",
+        "tokens",
+    )
+
+    def __init__(self, spec: ChoiceSpec, decoder: Decoder, mailbox: Mailbox) -> None:
+        """Begin the choice, or continue it where an interrupted one left off."""
+        self.handle = spec.handle
+        self.mailbox = mailbox
+        # Tokens of the push that is being worked on.
+        self.batch: list[int] = []
+        self.logprobs: list[LogprobText] = []
+        # Generated tokens so far, those of an interrupted predecessor included.
+        self.tokens = 0
+        self._request_id = spec.request_id
+        self._index = spec.choice_index
+        self._min_tokens = spec.min_tokens
+        self._include_stop_text = spec.include_stop_text
+        self._decoder = decoder
+        automaton = StopAutomaton(spec.stop_strings) if any(spec.stop_strings) else None
+        self._matcher = (
+            StopMatcher(automaton, include_stop_text=spec.include_stop_text) if automaton is not None else None
+        )
+        self._usage: PromptUsage | None = PromptUsage(spec.prompt_tokens, spec.cached_tokens)
+        # Text decoded from a predecessor's ids that its client was not sent; characters it was sent beyond that.
+        self._undelivered = ""
+        self._unskipped = 0
+        if spec.resume is not None:
+            self._replay(spec.resume)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def advance(self, finish: Finish | None) -> Delta:
+        """Decode the batch, the last one if there is a `finish`, and return what is new.
+
+        The choice has ended if the delta has a finish: the given one, or that of a stop string.
+        """
+        first, ids, logprobs = self.tokens, self.batch, self.logprobs
+        self.batch, self.logprobs = [], []
+        if self.is_stopped:  # in the text of a predecessor
+            ids, logprobs = [], []
+        text = self._decode(ids[:-1] if finish is not None and self._is_by_token(finish) else ids)
+        if self.is_stopped:
+            # What came after the match counts for nothing.
+            ids, logprobs = ids[: self.tokens - first], logprobs[: self.tokens - first]
+        else:
+            self.tokens = first + len(ids)
+            if finish is not None and finish.reason in _COMPLETE:
+                text += self._flush()
+        matched = self._matcher.matched if self._matcher is not None else None
+        if matched is not None:
+            finish = Finish(FinishReason.STOP, matched_text=matched)
+        if self._undelivered or self._unskipped:
+            text = self._trim(text)
+        usage, self._usage = self._usage, None
+        return Delta(self._request_id, self._index, first, ids, text, logprobs, usage, finish)
+
+    def _is_by_token(self, finish: Finish) -> bool:
+        """Whether the last token is the one that ended the choice, and no part of its text."""
+        return finish.reason is FinishReason.STOP and finish.matched_text is None and not self._include_stop_text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Decode until a stop string matches; `tokens` counts up to there."""
+        push, matcher = self._decoder.push, self._matcher
+        if matcher is None:
+            self.tokens += len(token_ids)
+            return push(token_ids[0]) if len(token_ids) == 1 else "".join([push(token_id) for token_id in token_ids])
+        shown = []
+        for token_id in token_ids:
+            self.tokens += 1
+            shown.append(matcher.feed(push(token_id), armed=self.tokens >= self._min_tokens))
+            if matcher.matched is not None:
+                break
+        return "".join(shown)
+
+    def _flush(self) -> str:
+        text = self._decoder.flush()
+        if self._matcher is None:
+            return text
+        shown = self._matcher.feed(text, armed=self.tokens >= self._min_tokens)
+        return shown if self._matcher.matched is not None else shown + self._matcher.flush()
+
+    def _replay(self, resume: Resume) -> None:
+        text = self._decode(resume.token_ids)
+        self._undelivered = text[resume.delivered_characters :]
+        self._unskipped = max(resume.delivered_characters - len(text), 0)
+
+    def _trim(self, text: str) -> str:
+        """Put what the predecessor's client still lacks before `text`, or take off what it was already sent."""
+        text, self._undelivered = self._undelivered + text, ""
+        skipped = text[self._unskipped :]
+        self._unskipped = max(self._unskipped - len(text), 0)
+        return skipped

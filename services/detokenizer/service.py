@@ -1,0 +1,86 @@
+"""The gRPC face of the detokenizer.
+
+The streams write by `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally`
+only when it is collected, and what a stream holds has to be freed when it breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, TypeAlias
+
+import grpc
+
+from common.errors import InvalidRequestError
+from common.types import SubscriberId
+from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from services.detokenizer import metrics
+from services.detokenizer.wire import answers_to_wire, deltas_to_wire, push_from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from services.detokenizer.hub import Hub
+    from services.detokenizer.session import PushSession
+
+PushContext: TypeAlias = "grpc.aio.ServicerContext[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse]"
+SubscribeContext: TypeAlias = (
+    "grpc.aio.ServicerContext[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse]"
+)
+
+
+class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
+    """Decode, call the hub, encode."""
+
+    def __init__(self, hub: Hub) -> None:
+        """Serve `hub`."""
+        self._hub = hub
+
+    async def Push(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
+        self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
+    ) -> None:
+        """Take in steps; answer with stop hits and choices that nobody listens to."""
+        session = self._hub.open_session()
+        writer = asyncio.create_task(self._answer(session, context))
+        try:
+            async for message in request_iterator:
+                started = time.perf_counter()
+                session.apply(push_from_wire(message))
+                metrics.PUSH_SECONDS.observe(time.perf_counter() - started)
+                metrics.TOKENS_TOTAL.inc(len(message.token_ids))
+                if message.opens or message.finishes:
+                    self._measure()
+        finally:
+            writer.cancel()
+            self._hub.close_session(session)
+            self._measure()
+
+    async def Subscribe(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
+        self, request: detokenizer_pb2.SubscribeRequest, context: SubscribeContext
+    ) -> None:
+        """Stream the deltas of a gateway's choices until one of the two goes away."""
+        if not request.subscriber_id:
+            raise InvalidRequestError("subscriber_id must be set", param="subscriber_id")
+        mailbox = self._hub.subscribe(SubscriberId(request.subscriber_id))
+        self._measure()
+        try:
+            while True:
+                await context.write(deltas_to_wire(await mailbox.take()))
+        finally:
+            self._hub.unsubscribe(mailbox)
+            self._measure()
+
+    async def _answer(self, session: PushSession, context: PushContext) -> None:
+        # An error here means that the stream has broken; its reader learns of it by itself.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                owed = await session.answers()
+                metrics.STOP_HITS_TOTAL.inc(len(owed.stop_hits))
+                metrics.GONE_TOTAL.inc(len(owed.gone_handles))
+                await context.write(answers_to_wire(owed))
+
+    def _measure(self) -> None:
+        metrics.OPEN_CHOICES.set(self._hub.open_choices)
+        metrics.SUBSCRIBERS.set(self._hub.subscribers)

@@ -1,0 +1,147 @@
+"""One scheduler's push stream: its open choices and the answers it is owed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from common.errors import InvalidRequestError
+from common.types import Finish, FinishReason
+from services.detokenizer.choice import Choice
+from services.detokenizer.messages import Answers, LogprobText, StopHit, TokenText
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.errors import PandoError
+    from common.types import SubscriberId, TokenLogprob
+    from services.detokenizer.decoding import Decoder
+    from services.detokenizer.mailbox import Mailbox
+    from services.detokenizer.messages import ChoiceSpec, Delta, Push
+
+
+class PushSession:
+    """Turns pushes into deltas in mailboxes. Handles are this session's own."""
+
+    def __init__(
+        self,
+        find_mailbox: Callable[[SubscriberId], Mailbox | None],
+        make_decoder: Callable[[ChoiceSpec], Decoder],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        """Begin without choices."""
+        self._find_mailbox = find_mailbox
+        self._make_decoder = make_decoder
+        self._token_bytes = token_bytes
+        self._choices: dict[int, Choice] = {}
+        self._stop_hits: list[StopHit] = []
+        self._gone: list[int] = []
+        self._owed = asyncio.Event()
+
+    @property
+    def open_choices(self) -> int:
+        """Number of choices that have not ended."""
+        return len(self._choices)
+
+    def apply(self, push: Push) -> None:
+        """Work through what one step produced. Handles that are not open (any more) are passed over.
+
+        Raises:
+            InvalidRequestError: a handle is opened that is open.
+        """
+        for spec in push.opens:
+            self._open(spec)
+        touched = self._distribute(push)
+        posts: dict[Mailbox, list[Delta]] = {}
+        finishes = push.finishes
+        for choice in touched:
+            finish = finishes.get(choice.handle) if finishes else None
+            delta = choice.advance(finish)
+            if delta.finish is not None:
+                self._end(choice)
+            mailbox = choice.mailbox
+            if mailbox in posts:
+                posts[mailbox].append(delta)
+            else:
+                posts[mailbox] = [delta]
+        for mailbox, deltas in posts.items():
+            mailbox.post(deltas)
+
+    async def answers(self) -> Answers:
+        """Wait until the scheduler has to be told something, and return all of it."""
+        await self._owed.wait()
+        self._owed.clear()
+        answers = Answers(self._stop_hits, self._gone)
+        self._stop_hits, self._gone = [], []
+        return answers
+
+    def drop_subscriber(self, mailbox: Mailbox) -> None:
+        """Forget the choices of a subscriber that left, and have their rows ended."""
+        for handle in [handle for handle, choice in self._choices.items() if choice.mailbox is mailbox]:
+            del self._choices[handle]
+            self._report_gone(handle)
+
+    def break_off(self, error: PandoError) -> None:
+        """End every choice with `error`: the scheduler is away."""
+        finish = Finish(FinishReason.ERROR, error=error.to_failure())
+        for choice in self._choices.values():
+            choice.mailbox.post([choice.advance(finish)])
+        self._choices.clear()
+
+    def _open(self, spec: ChoiceSpec) -> None:
+        mailbox = self._find_mailbox(spec.subscriber_id)
+        if mailbox is None or mailbox.is_closed:
+            self._report_gone(spec.handle)
+            return
+        if spec.handle in self._choices:
+            raise InvalidRequestError(f"handle {spec.handle} is open already", param="opens")
+        self._choices[spec.handle] = Choice(spec, self._make_decoder(spec), mailbox)
+
+    def _distribute(self, push: Push) -> list[Choice]:
+        """Put each token into its choice's batch; return the choices that have something to do, in order."""
+        choices = self._choices
+        touched = []
+        for handle, token_id in zip(push.handles, push.token_ids, strict=True):
+            choice = choices.get(handle)
+            if choice is not None:
+                if not choice.batch:
+                    touched.append(choice)
+                choice.batch.append(token_id)
+        if push.logprobs:
+            self._distribute_logprobs(push)
+        for handle in push.finishes:
+            choice = choices.get(handle)
+            if choice is not None and not choice.batch:
+                touched.append(choice)
+        for spec in push.opens:
+            # A resumed choice may have been ended by a stop string before.
+            choice = choices.get(spec.handle)
+            if choice is not None and choice.is_stopped and not choice.batch and spec.handle not in push.finishes:
+                touched.append(choice)
+        return touched
+
+    def _distribute_logprobs(self, push: Push) -> None:
+        for index, logprob in push.logprobs.items():
+            choice = self._choices.get(push.handles[index])
+            if choice is not None:
+                choice.logprobs.append(self._spell(push.token_ids[index], logprob))
+
+    def _spell(self, token_id: int, logprob: TokenLogprob) -> LogprobText:
+        """Add the tokens' bytes to their log probabilities."""
+        spell = self._token_bytes
+        tops = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
+        return LogprobText(
+            TokenText(token_id, logprob.logprob, spell(token_id)),
+            tuple(TokenText(top_id, value, spell(top_id)) for top_id, value in tops),
+        )
+
+    def _end(self, choice: Choice) -> None:
+        del self._choices[choice.handle]
+        if choice.is_stopped:
+            # Also if the scheduler has ended it meanwhile: it ignores handles that it doesn't know.
+            self._stop_hits.append(StopHit(choice.handle, choice.tokens))
+            self._owed.set()
+
+    def _report_gone(self, handle: int) -> None:
+        self._gone.append(handle)
+        self._owed.set()

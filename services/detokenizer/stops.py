@@ -1,0 +1,118 @@
+"""Finds stop strings in a growing text and holds back what may become one.
+
+Of several stop strings the one whose last character comes first ends the text, the longest of those that end there.
+So the result doesn't depend on how the text is cut into tokens, and no text is waited for that a match makes void.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class StopAutomaton:
+    """All stop strings of a request as one automaton (Aho and Corasick 1975): a constant effort for each character.
+
+    Node 0 is the root. A node stands for the longest end of the text that begins some stop string.
+    """
+
+    __slots__ = ("depths", "fallbacks", "firsts", "matches", "nexts")
+
+    def __init__(self, stop_strings: Iterable[str]) -> None:
+        """Build the automaton; empty strings are ignored."""
+        # Per node: the node after each character that goes on; where to go on with any other character; characters from
+        # the root; length of the longest stop string that ends here, 0 if none does.
+        self.nexts: list[dict[str, int]] = [{}]
+        self.fallbacks: list[int] = [0]
+        self.depths: list[int] = [0]
+        self.matches: list[int] = [0]
+        for stop in stop_strings:
+            self._add(stop)
+        self._link()
+        self.firsts = frozenset(self.nexts[0])
+
+    def step(self, node: int, character: str) -> int:
+        """Return the node after `character`."""
+        nexts, fallbacks = self.nexts, self.fallbacks
+        while node and character not in nexts[node]:
+            node = fallbacks[node]
+        return nexts[node].get(character, 0)
+
+    def retreat(self, node: int) -> int:
+        """Return the node for the longest end of the text that can still grow into a stop string."""
+        while node and not self.nexts[node]:
+            node = self.fallbacks[node]
+        return node
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for character in stop:
+            following = self.nexts[node].get(character)
+            if following is None:
+                following = len(self.nexts)
+                self.nexts[node][character] = following
+                self.nexts.append({})
+                self.fallbacks.append(0)
+                self.depths.append(self.depths[node] + 1)
+                self.matches.append(0)
+            node = following
+        self.matches[node] = self.depths[node]
+
+    def _link(self) -> None:
+        """Set fallbacks and matches, parents before children."""
+        queue = deque(self.nexts[0].values())
+        while queue:
+            node = queue.popleft()
+            for character, child in self.nexts[node].items():
+                self.fallbacks[child] = self.step(self.fallbacks[node], character)
+                self.matches[child] = self.matches[child] or self.matches[self.fallbacks[child]]
+                queue.append(child)
+
+
+class StopMatcher:
+    """The text of one choice on its way to the client."""
+
+    __slots__ = ("_automaton", "_held", "_include_stop_text", "_node", "matched")
+
+    def __init__(self, automaton: StopAutomaton, *, include_stop_text: bool) -> None:
+        """Begin with an empty text."""
+        self._automaton = automaton
+        self._include_stop_text = include_stop_text
+        self._node = 0
+        # The end of the text that may become a stop string; as long as the node is deep.
+        self._held = ""
+        # The stop string that ended the text.
+        self.matched: str | None = None
+
+    def feed(self, text: str, *, armed: bool) -> str:
+        """Add `text` and return what may be shown; unless `armed`, stop strings that end in it are passed over.
+
+        Once `matched` is set the text has ended: nothing may be fed any more.
+        """
+        automaton, node = self._automaton, self._node
+        if node == 0 and automaton.firsts.isdisjoint(text):
+            return text
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            node = automaton.step(node, buffer[position])
+            length = automaton.matches[node]
+            if length and armed:
+                return self._end(buffer, position + 1, length)
+            if length:
+                node = automaton.retreat(node)
+        shown = len(buffer) - automaton.depths[node]
+        self._node, self._held = node, buffer[shown:]
+        return buffer[:shown]
+
+    def flush(self) -> str:
+        """Return what was held back; the text has ended."""
+        held, self._held, self._node = self._held, "", 0
+        return held
+
+    def _end(self, buffer: str, end: int, length: int) -> str:
+        self.matched = buffer[end - length : end]
+        self._held = ""
+        return buffer[: end if self._include_stop_text else end - length]

@@ -1,0 +1,85 @@
+"""Protobuf messages of this service, to and from the values of `messages.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.types import RequestId, SubscriberId
+from common.wire import finish_from_wire, finish_to_wire, logprob_from_wire, resume_from_wire
+from protos.gen.pando.v1 import detokenizer_pb2
+from services.detokenizer.messages import ChoiceSpec, Push
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.detokenizer.messages import Answers, Delta, LogprobText, TokenText
+
+
+def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
+    """Decode what one step produced."""
+    return Push(
+        opens=[_spec_from_wire(opened) for opened in message.opens],
+        handles=list(message.handles),
+        token_ids=list(message.token_ids),
+        logprobs={entry.index: logprob_from_wire(entry.logprob) for entry in message.logprobs},
+        finishes={entry.handle: finish_from_wire(entry.finish) for entry in message.finishes},
+    )
+
+
+def deltas_to_wire(deltas: Sequence[Delta]) -> detokenizer_pb2.SubscribeResponse:
+    """Encode what waits for a subscriber."""
+    return detokenizer_pb2.SubscribeResponse(deltas=[_delta_to_wire(delta) for delta in deltas])
+
+
+def answers_to_wire(answers: Answers) -> detokenizer_pb2.PushResponse:
+    """Encode what the scheduler has to be told."""
+    hits = [
+        detokenizer_pb2.StopHit(handle=hit.handle, completion_tokens=hit.completion_tokens) for hit in answers.stop_hits
+    ]
+    return detokenizer_pb2.PushResponse(stop_hits=hits, gone_handles=answers.gone_handles)
+
+
+def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
+    return ChoiceSpec(
+        handle=message.handle,
+        request_id=RequestId(message.request_id),
+        choice_index=message.choice_index,
+        subscriber_id=SubscriberId(message.subscriber_id),
+        stop_strings=tuple(message.stop_strings),
+        include_stop_text=message.include_stop_text,
+        skip_special_tokens=message.skip_special_tokens,
+        min_tokens=message.min_tokens,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
+    )
+
+
+def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
+    message = detokenizer_pb2.Delta(
+        request_id=delta.request_id,
+        choice_index=delta.choice_index,
+        first_token_index=delta.first_token_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+    )
+    # The rest is rare: a delta without it costs half as much.
+    if delta.logprobs:
+        message.logprobs.extend(_logprob_to_wire(logprob) for logprob in delta.logprobs)
+    if delta.prompt_usage is not None:
+        message.prompt_usage.prompt_tokens = delta.prompt_usage.prompt_tokens
+        message.prompt_usage.cached_tokens = delta.prompt_usage.cached_tokens
+        message.prompt_usage.SetInParent()
+    if delta.finish is not None:
+        message.finish.CopyFrom(finish_to_wire(delta.finish))
+    return message
+
+
+def _logprob_to_wire(logprob: LogprobText) -> detokenizer_pb2.LogprobText:
+    return detokenizer_pb2.LogprobText(
+        token=_token_to_wire(logprob.token), top=[_token_to_wire(token) for token in logprob.top]
+    )
+
+
+def _token_to_wire(token: TokenText) -> detokenizer_pb2.TokenText:
+    return detokenizer_pb2.TokenText(token_id=token.token_id, logprob=token.logprob, text=token.text)
