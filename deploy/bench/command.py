@@ -1,0 +1,53 @@
+"""`pando bench`: load generators and benchmarks. Each prints a table and can write its results as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deploy.bench.cpu import add_cpu_arguments, run_cpu
+from deploy.bench.offline import add_offline_arguments, run_offline
+from deploy.bench.serve import run_serve
+from deploy.bench.serve_arguments import add_serve_arguments
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `pando bench`."""
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="BENCHMARK")
+    for name, (text, add, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add(command)
+        command.set_defaults(bench_run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen benchmark; return the exit code."""
+    chosen: Callable[[argparse.Namespace], int] = arguments.bench_run
+    try:
+        return chosen(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "serve": (
+        "Load any OpenAI-compatible server, closed loop or open loop, and report latencies and throughput.",
+        add_serve_arguments,
+        run_serve,
+    ),
+    "cpu": (
+        "The figures of the CPU default (SmolLM2-135M), of one server or of several in turn.",
+        add_cpu_arguments,
+        run_cpu,
+    ),
+    "offline": (
+        "Throughput of scheduler, workers and detokenizer, fed with token ids over gRPC: workload W1, or one stream.",
+        add_offline_arguments,
+        run_offline,
+    ),
+}

@@ -1,0 +1,208 @@
+"""`pando bench cpu`: the "CPU default" figures, of one server or of several side by side.
+
+Rounds go through the servers in turn, so that what else happens on the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench.figures import Spread
+from deploy.bench.measure import Bench, TargetOptions
+from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.bench.report import print_failure, spread_text
+from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.bench.serve_arguments import (
+    DEFAULT_URL,
+    add_result_arguments,
+    add_target_arguments,
+    json_object,
+    positive_int,
+)
+from deploy.bench.target import TargetError
+from deploy.bench.workloads.random_text import random_sessions
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from deploy.bench.records import RequestRecord
+
+INPUT_TOKENS = 256
+OUTPUT_TOKENS = 64
+PREFIX_TOKENS = 1016
+SUFFIX_TOKENS = 8
+
+# metric, heading, decimals
+SINGLE_ROWS = (("one_stream_ttft", "one stream: TTFT, ms", 0), ("one_stream_decode", "decode, tok/s", 1))
+PREFIX_ROWS = (("prefix_cold_ttft", "prefix: cold TTFT, ms", 0), ("prefix_warm_ttft", "warm TTFT, ms", 0))
+
+
+@dataclass(slots=True)
+class Samples:
+    """What the rounds against one server showed, by metric."""
+
+    label: str | None
+    model: str
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, metric: str, value: float) -> None:
+        """Add one round's figure."""
+        self.values.setdefault(metric, []).append(value)
+
+    def spread(self, metric: str) -> Spread | None:
+        """Return the figure over all rounds, if it was measured."""
+        return Spread.of(self.values[metric]) if metric in self.values else None
+
+
+def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `pando bench cpu`."""
+    parser.add_argument(
+        "--url",
+        action="append",
+        metavar="[LABEL=]URL",
+        help=f"server; again for another one, measured in turn ({DEFAULT_URL})",
+    )
+    parser.add_argument("--repeats", type=positive_int, default=3, help="rounds per figure (%(default)s)")
+    parser.add_argument("--streams", type=positive_int, nargs="*", default=[8, 32], help="(8 32)")
+    parser.add_argument("--single-requests", type=positive_int, default=3, help="one stream, per round (%(default)s)")
+    parser.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="added to each request")
+    add_target_arguments(parser)
+    add_result_arguments(parser)
+
+
+def run_cpu(arguments: argparse.Namespace) -> int:
+    """Measure all servers; return the exit code."""
+    console = Console()
+    try:
+        servers = asyncio.run(_measure_all(arguments, Console(stderr=True)))
+    except TargetError as error:
+        print_failure("pando bench cpu", error)
+        return 2
+    console.print(_table(servers, arguments))
+    if arguments.json is not None:
+        provenance = Provenance.collect([*sys.argv[1:], "--seed", str(arguments.seed)])
+        for samples in servers:
+            write_results(arguments.json, _sheet(samples, arguments.tp, provenance).results)
+    return 0
+
+
+def parse_target(text: str) -> tuple[str | None, str]:
+    """Split `label=url`; URLs have a scheme before any equals sign of their own."""
+    label, equals, url = text.partition("=")
+    if equals and "/" not in label and ":" not in label:
+        return label, url
+    return None, text
+
+
+async def _measure_all(arguments: argparse.Namespace, progress: Console) -> list[Samples]:
+    targets = [parse_target(text) for text in arguments.url or [DEFAULT_URL]]
+    benches: list[tuple[Bench, Samples]] = []
+    try:
+        for label, url in targets:
+            bench = await Bench.connect(_target_options(arguments, url))
+            benches.append((bench, Samples(label or arguments.label, bench.model)))
+            await bench.warm_up(4, 2, INPUT_TOKENS, 16)
+        for round_number in range(arguments.repeats):
+            for bench, samples in benches:
+                name = samples.label or bench.model
+                progress.print(f"round {round_number + 1} of {arguments.repeats}: {name}", style="dim", highlight=False)
+                await _round(bench, samples, round_number, arguments)
+    finally:
+        for bench, _ in benches:
+            await bench.close()
+    return [samples for _, samples in benches]
+
+
+async def _round(bench: Bench, samples: Samples, number: int, arguments: argparse.Namespace) -> None:
+    await _single_stream(bench, samples, number, arguments.single_requests)
+    for streams in arguments.streams:
+        name = f"streams/{streams}/{number}"
+        sessions = random_sessions(streams, INPUT_TOKENS, OUTPUT_TOKENS, name=name)
+        result = await bench.closed_loop(sessions, streams)
+        output = sum(checked(record).output_tokens for record in result.records)
+        samples.add(f"streams_{streams}_output", output / result.duration_s)
+    await _prefix(bench, samples, number)
+
+
+async def _single_stream(bench: Bench, samples: Samples, number: int, requests: int) -> None:
+    sessions = random_sessions(requests, INPUT_TOKENS, OUTPUT_TOKENS, name=f"single/{number}")
+    result = await bench.closed_loop(sessions, 1)
+    for record in result.records:
+        samples.add("one_stream_ttft", first_token_ms(record))
+        if (rate := record.decode_tokens_per_s) is not None:
+            samples.add("one_stream_decode", rate)
+
+
+async def _prefix(bench: Bench, samples: Samples, number: int) -> None:
+    """Ask twice with one prefix, as one user, with different ends."""
+    for metric, end in (("prefix_cold_ttft", "first"), ("prefix_warm_ttft", "second")):
+        segments = (
+            Segment(f"prefix/{number}", PREFIX_TOKENS, role="system"),
+            Segment(f"prefix/{number}/{end}", SUFFIX_TOKENS),
+        )
+        request = BenchRequest(segments, output_tokens=4, user=f"prefix-{number}")
+        result = await bench.closed_loop([Session((request,))], 1)
+        samples.add(metric, first_token_ms(result.records[0]))
+
+
+def checked(record: RequestRecord) -> RequestRecord:
+    """Return `record` if its request succeeded; a figure over failures would mean nothing.
+
+    Raises:
+        TargetError: it failed.
+    """
+    if record.error is not None:
+        raise TargetError(f"a request failed: {record.error}: {record.message}")
+    return record
+
+
+def first_token_ms(record: RequestRecord) -> float:
+    """Return the time to the first token in milliseconds."""
+    seconds = checked(record).time_to_first_s
+    if seconds is None:
+        raise TargetError("a request ended without output")
+    return seconds * 1000
+
+
+def _target_options(arguments: argparse.Namespace, url: str) -> TargetOptions:
+    return TargetOptions(
+        url=url,
+        model=arguments.model,
+        api_key=arguments.api_key,
+        prompt_form=arguments.prompt_form,
+        vocabulary=arguments.vocabulary,
+        extra_body=arguments.extra_body,
+        timeout_s=arguments.timeout,
+        seed=arguments.seed,
+    )
+
+
+def _table(servers: Sequence[Samples], arguments: argparse.Namespace) -> Table:
+    title = f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; prefix {PREFIX_TOKENS} tokens; median (least-largest)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("server")
+    streams = ((f"streams_{count}_output", f"{count} streams, tok/s", 1) for count in arguments.streams)
+    rows = (*SINGLE_ROWS, *streams, *PREFIX_ROWS)
+    for _, heading, _ in rows:
+        table.add_column(heading, justify="right")
+    for samples in servers:
+        shown = (spread_text(samples.spread(metric), decimals) for metric, _, decimals in rows)
+        table.add_row(samples.label or samples.model, *shown)
+    return table
+
+
+def _sheet(samples: Samples, tp: int, provenance: Provenance) -> ResultSheet:
+    sheet = ResultSheet("cpu-default", samples.model, tp, provenance, samples.label)
+    units = {"ttft": "ms", "decode": "tok/s", "output": "tok/s"}
+    for metric in samples.values:
+        spread = samples.spread(metric)
+        assert spread is not None
+        sheet.add_spread(metric, spread, units[metric.rpartition("_")[2]])
+    return sheet

@@ -1,0 +1,93 @@
+"""Plays sessions against a server: closed loop (so many at a time) or open loop (each when it is due)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from deploy.bench.records import LoadResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from deploy.bench.clock import Clock
+    from deploy.bench.records import BenchRequest, RequestRecord, Session
+
+
+class Sender(Protocol):
+    """Whatever can answer a request."""
+
+    async def send(self, request: BenchRequest, late_s: float = 0.0) -> RequestRecord:
+        """Send `request` and return its record; never raises for a failed request."""
+        ...
+
+
+def _ignore(_record: RequestRecord) -> None:
+    pass
+
+
+async def run_closed_loop(
+    sender: Sender,
+    sessions: Sequence[Session],
+    concurrency: int,
+    clock: Clock,
+    on_record: Callable[[RequestRecord], None] = _ignore,
+) -> LoadResult:
+    """Keep `concurrency` sessions going until all are played, in order."""
+    player = _Player(sender, clock, on_record)
+    waiting = iter(sessions)
+
+    async def play_next() -> None:
+        for session in waiting:
+            await player.play(session)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, len(sessions))):
+            tasks.create_task(play_next())
+    return player.result()
+
+
+async def run_open_loop(
+    sender: Sender,
+    sessions: Sequence[Session],
+    clock: Clock,
+    on_record: Callable[[RequestRecord], None] = _ignore,
+) -> LoadResult:
+    """Start each session when it is due, however many are still open."""
+    player = _Player(sender, clock, on_record)
+    start = clock.now()
+    async with asyncio.TaskGroup() as tasks:
+        for session in sorted(sessions, key=lambda session: session.arrival_s or 0.0):
+            due = start + (session.arrival_s or 0.0)
+            await clock.sleep(due - clock.now())
+            tasks.create_task(player.play(session, due))
+    return player.result()
+
+
+class _Player:
+    """Plays sessions and collects the records."""
+
+    def __init__(self, sender: Sender, clock: Clock, on_record: Callable[[RequestRecord], None]) -> None:
+        self._sender = sender
+        self._clock = clock
+        self._on_record = on_record
+        self._records: list[RequestRecord] = []
+
+    async def play(self, session: Session, due: float | None = None) -> None:
+        """Send the requests of a session one after the other; a failure ends it, as it would a conversation."""
+        for request in session.requests:
+            await self._clock.sleep(request.delay_s)
+            late = max(0.0, self._clock.now() - due - request.delay_s) if due is not None else 0.0
+            due = None
+            record = await self._sender.send(request, late)
+            self._records.append(record)
+            self._on_record(record)
+            if record.error is not None:
+                return
+
+    def result(self) -> LoadResult:
+        if not self._records:
+            return LoadResult((), 0.0)
+        first = min(record.started_s for record in self._records)
+        last = max(record.ended_s for record in self._records)
+        return LoadResult(tuple(self._records), last - first)

@@ -1,0 +1,113 @@
+"""Connects the parts: a server under test, how it is asked, and one load against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deploy.bench.client import OpenAIClient, RequestOptions
+from deploy.bench.clock import Clock, SystemClock
+from deploy.bench.load import run_closed_loop, run_open_loop
+from deploy.bench.prompts import DEFAULT_VOCABULARY, PromptMaker
+from deploy.bench.target import TargetError, accepts_ids, find_model, measure_tokens_per_word, open_client
+from deploy.bench.workloads.random_text import random_sessions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from deploy.bench.records import LoadResult, RequestRecord, Session
+    from deploy.bench.transport import HttpClient
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How to reach a server and how to ask it."""
+
+    url: str
+    model: str | None = None
+    """None: the first that the server lists."""
+    api_key: str | None = None
+    endpoint: str = "completions"
+    prompt_form: str = "auto"
+    """ids, text, or auto: ids if the server takes them."""
+    vocabulary: int = DEFAULT_VOCABULARY
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    user_field: str | None = "user"
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A server that was found and can be loaded."""
+
+    model: str
+    prompt_form: str
+    """ids or text, as decided."""
+    client: OpenAIClient
+    http: HttpClient
+    clock: Clock
+
+    @classmethod
+    async def connect(cls, options: TargetOptions, clock: Clock | None = None) -> Bench:
+        """Find out what is behind the URL.
+
+        Raises:
+            TargetError: nothing there that could be measured.
+        """
+        clock = clock or SystemClock()
+        http = open_client(options.url, options.api_key)
+        model = options.model or await find_model(http)
+        as_ids = await _takes_ids(http, model, options)
+        per_word = 1.0 if as_ids else await measure_tokens_per_word(http, model)
+        prompts = PromptMaker(options.seed, as_ids=as_ids, vocabulary=options.vocabulary, tokens_per_word=per_word)
+        request_options = RequestOptions(
+            model=model,
+            endpoint=options.endpoint,
+            temperature=options.temperature,
+            ignore_eos=options.ignore_eos,
+            user_field=options.user_field,
+            extra_body=options.extra_body,
+            timeout_s=options.timeout_s,
+        )
+        client = OpenAIClient(http, prompts, request_options, clock)
+        return cls(model, "ids" if as_ids else "text", client, http, clock)
+
+    async def warm_up(self, count: int, concurrency: int, input_tokens: int, output_tokens: int) -> None:
+        """Send requests whose figures do not count; the first failure is reported, for the load would only repeat it.
+
+        Raises:
+            TargetError: a request failed.
+        """
+        sessions = random_sessions(count, input_tokens, output_tokens, name="warm-up")
+        result = await run_closed_loop(self.client, sessions, concurrency, self.clock)
+        for record in result.records:
+            if record.error is not None:
+                raise TargetError(f"warm-up failed: {record.error}: {record.message}")
+
+    async def closed_loop(
+        self,
+        sessions: Sequence[Session],
+        concurrency: int,
+        on_record: Callable[[RequestRecord], None] = lambda _record: None,
+    ) -> LoadResult:
+        """Play `sessions`, `concurrency` at a time."""
+        return await run_closed_loop(self.client, sessions, concurrency, self.clock, on_record)
+
+    async def open_loop(
+        self, sessions: Sequence[Session], on_record: Callable[[RequestRecord], None] = lambda _record: None
+    ) -> LoadResult:
+        """Play each of `sessions` when it is due."""
+        return await run_open_loop(self.client, sessions, self.clock, on_record)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.http.aclose()
+
+
+async def _takes_ids(http: HttpClient, model: str, options: TargetOptions) -> bool:
+    if options.endpoint == "chat" or options.prompt_form == "text":
+        return False
+    return options.prompt_form == "ids" or await accepts_ids(http, model)

@@ -1,0 +1,101 @@
+"""Reads the streamed answer of an OpenAI-compatible server: times by chunks, counts by usage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from deploy.bench.event_stream import DONE, EventSplitter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class AnswerReader:
+    """The sink of one response; afterwards its attributes say what was in it."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Take times from `now`, in seconds."""
+        self.chunks_s: list[float] = []
+        self.text: list[str] = []
+        self.input_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.error: str | None = None
+        self.finished = False
+        self._now = now
+        self._splitter = EventSplitter()
+        self._first_choice_s: float | None = None
+
+    def feed(self, piece: bytes) -> None:
+        """Take the next bytes of the body."""
+        now = self._now()
+        for payload in self._splitter.feed(piece):
+            if payload == DONE:
+                self.finished = True
+            else:
+                self._read(now, payload)
+
+    def output_times(self) -> tuple[float, ...]:
+        """Return when output arrived.
+
+        Tokens without text of their own (half a character, special tokens) show up as chunks with empty text; they
+        count only if there was nothing else, because some servers open a stream with an empty chunk.
+        """
+        if not self.chunks_s and self._first_choice_s is not None and self.output_tokens:
+            return (self._first_choice_s,)
+        return tuple(self.chunks_s)
+
+    def _read(self, now: float, payload: bytes) -> None:
+        try:
+            chunk = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            self.error = f"an event is no JSON: {payload[:200]!r}"
+            return
+        if not isinstance(chunk, dict):
+            self.error = f"an event is no object: {payload[:200]!r}"
+            return
+        if chunk.get("error"):
+            self.error = error_message(chunk)
+        for choice in chunk.get("choices") or ():
+            self._read_choice(now, choice)
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._read_usage(usage)
+        if isinstance(timings := chunk.get("timings"), dict):
+            self._read_timings(timings)
+
+    def _read_choice(self, now: float, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta") or choice
+        text = delta.get("content") or delta.get("text") or delta.get("reasoning_content") or delta.get("reasoning")
+        if text or delta.get("tool_calls"):
+            self.chunks_s.append(now)
+            self.text.append(text or "")
+        elif self._first_choice_s is None:
+            self._first_choice_s = now
+        if choice.get("finish_reason"):
+            self.finished = True
+
+    def _read_usage(self, usage: dict[str, Any]) -> None:
+        self.input_tokens = usage.get("prompt_tokens", self.input_tokens)
+        self.output_tokens = usage.get("completion_tokens", self.output_tokens)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        self.cached_tokens = self.cached_tokens if cached is None else cached
+
+    def _read_timings(self, timings: dict[str, Any]) -> None:
+        """Take from llama-server's own figures what its usage lacks."""
+        cached, computed = timings.get("cache_n"), timings.get("prompt_n")
+        if self.cached_tokens is None:
+            self.cached_tokens = cached
+        if self.input_tokens is None and computed is not None:
+            self.input_tokens = computed + (cached or 0)
+        if self.output_tokens is None:
+            self.output_tokens = timings.get("predicted_n")
+
+
+def error_message(body: Any) -> str:
+    """Return what a server's error body says; servers agree on `error.message`, more or less."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        return str(error.get("message") or error.get("detail") or error)
+    return str(error)

@@ -1,0 +1,116 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.bench.figures import QUANTILES
+
+if TYPE_CHECKING:
+    from deploy.bench.figures import LoadFigures, Percentiles, Spread
+    from deploy.bench.records import LoadResult
+    from deploy.bench.results import ResultSheet
+
+NOT_REPORTED = "–"
+LATE_ENOUGH_TO_MENTION_S = 0.01
+
+
+def load_table(figures: LoadFigures, title: str) -> Table:
+    """Return the figures of one load as a table."""
+    table = Table(title=title, title_justify="left", caption=_caption(figures), caption_justify="left")
+    for heading in ("", "mean", *(f"p{quantile}" for quantile in QUANTILES)):
+        table.add_column(heading, justify="right" if heading else "left")
+    _add_time_row(table, "time to first token, ms", figures.time_to_first)
+    _add_time_row(table, "between chunks (ITL), ms", figures.between_chunks)
+    _add_time_row(table, "per output token, ms", figures.per_output_token)
+    _add_time_row(table, "end to end, ms", figures.end_to_end)
+    if figures.late and figures.late.values[99] > LATE_ENOUGH_TO_MENTION_S:
+        _add_time_row(table, "sent too late by, ms", figures.late)
+    _add_row(table, "decode per stream, tokens/s", figures.decode_rate, 1)
+    table.add_section()
+    for name, value in (
+        ("requests, failed", f"{figures.requests}, {figures.failed}"),
+        ("duration, s", f"{figures.duration_s:.2f}"),
+        ("requests/s", f"{figures.requests_per_s:.2f}"),
+        ("output tokens/s", f"{figures.output_tokens_per_s:,.1f}"),
+        ("input tokens/s", f"{figures.input_tokens_per_s:,.1f}"),
+        ("tokens in, out", f"{figures.input_tokens:,}, {figures.output_tokens:,}"),
+        ("cached share of input", _percent(figures.cached_share)),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def load_results(sheet: ResultSheet, figures: LoadFigures) -> None:
+    """Add the figures of one load to `sheet`."""
+    times = {
+        "ttft": figures.time_to_first,
+        "itl": figures.between_chunks,
+        "tpot": figures.per_output_token,
+        "e2e": figures.end_to_end,
+    }
+    for name, percentiles in times.items():
+        for quantile in QUANTILES:
+            value = percentiles.values[quantile] * 1000 if percentiles else None
+            sheet.add(f"{name}_p{quantile}", value, "ms")
+    sheet.add("output_throughput", figures.output_tokens_per_s, "tok/s")
+    sheet.add("input_throughput", figures.input_tokens_per_s, "tok/s")
+    sheet.add("request_throughput", figures.requests_per_s, "requests/s")
+    sheet.add("decode_per_stream_p50", figures.decode_rate.values[50] if figures.decode_rate else None, "tok/s")
+    sheet.add("cached_share", figures.cached_share, "share")
+    sheet.add("requests", figures.requests, "requests")
+    for kind, count in sorted({"any": figures.failed, **figures.errors}.items()):
+        sheet.add(f"failed_{kind}", count, "requests")
+
+
+def print_failure(program: str, error: Exception) -> None:
+    """Tell on standard error why there are no figures."""
+    line = Text.assemble((f"{program}: ", "red"), str(error))
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def print_errors(console: Console, result: LoadResult) -> None:
+    """Show each kind of failure with its count and one example."""
+    examples: dict[str, list[str]] = {}
+    for record in result.records:
+        if record.error is not None:
+            examples.setdefault(record.error, []).append(record.message)
+    for kind, messages in sorted(examples.items()):
+        line = f"{len(messages)} × {kind}: {messages[0][:300]}"
+        console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def spread_text(spread: Spread | None, decimals: int = 0) -> str:
+    """Return a median with its range."""
+    if spread is None:
+        return NOT_REPORTED
+    shown = f"{spread.median:,.{decimals}f}"
+    if spread.repeats > 1:
+        shown += f" ({spread.low:,.{decimals}f}-{spread.high:,.{decimals}f})"
+    return shown
+
+
+def _caption(figures: LoadFigures) -> str | None:
+    if figures.counted_by_chunks:
+        return "The server sends no usage: output tokens are counted by chunks, input tokens as intended."
+    return None
+
+
+def _percent(share: float | None) -> str:
+    return "not reported by the server" if share is None else f"{share:.1%}"
+
+
+def _add_time_row(table: Table, name: str, times: Percentiles | None) -> None:
+    _add_row(table, name, times, 1000)
+
+
+def _add_row(table: Table, name: str, values: Percentiles | None, factor: float) -> None:
+    if values is None:
+        table.add_row(name, *[NOT_REPORTED] * (1 + len(QUANTILES)))
+        return
+    shown = (values.mean, *(values.values[quantile] for quantile in QUANTILES))
+    table.add_row(name, *(f"{value * factor:,.1f}" for value in shown))

@@ -1,0 +1,165 @@
+"""Results as the repository keeps them: a list of flat objects, the last run of each benchmark."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from deploy.bench.figures import Spread
+
+SECRET_FLAGS = ("--api-key",)
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where figures come from."""
+
+    command: str
+    commit: str
+    date: str
+    """Day of the run, ISO 8601, UTC."""
+
+    @classmethod
+    def collect(cls, argv: Sequence[str], now: datetime.datetime | None = None) -> Provenance:
+        """Describe this run of `pando` with `argv`; credentials are left out."""
+        now = now or datetime.datetime.now(datetime.UTC)
+        return cls(shlex.join(["pando", *redact(argv)]), current_commit(), now.date().isoformat())
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure."""
+
+    benchmark: str
+    model: str
+    tp: int
+    metric: str
+    value: float
+    unit: str
+    command: str
+    commit: str
+    date: str
+    label: str | None = None
+    """What was measured when it was not this repository, or which variant."""
+    low: float | None = None
+    high: float | None = None
+    repeats: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int, str, str | None]:
+        """What a later run of the same thing replaces."""
+        return (self.benchmark, self.model, self.tp, self.metric, self.label)
+
+
+class ResultSheet:
+    """Collects the results of one run."""
+
+    def __init__(self, benchmark: str, model: str, tp: int, provenance: Provenance, label: str | None = None) -> None:
+        """Give all results of the sheet the same head."""
+        self.results: list[Result] = []
+        self._benchmark = benchmark
+        self._model = model
+        self._tp = tp
+        self._provenance = provenance
+        self._label = label
+
+    def add(self, metric: str, value: float | None, unit: str) -> None:
+        """Add a single figure; None is left out."""
+        if value is not None:
+            self._append(metric, value, unit, None)
+
+    def add_spread(self, metric: str, spread: Spread, unit: str) -> None:
+        """Add the median of repeats with its spread."""
+        self._append(metric, spread.median, unit, spread)
+
+    def _append(self, metric: str, value: float, unit: str, spread: Spread | None) -> None:
+        self.results.append(
+            Result(
+                self._benchmark,
+                self._model,
+                self._tp,
+                metric,
+                rounded(value),
+                unit,
+                self._provenance.command,
+                self._provenance.commit,
+                self._provenance.date,
+                self._label,
+                rounded(spread.low) if spread else None,
+                rounded(spread.high) if spread else None,
+                spread.repeats if spread else None,
+            )
+        )
+
+
+def write_results(path: Path, results: Iterable[Result]) -> None:
+    """Write `results` to the list in `path`, replacing what they measure again; absent fields are left out.
+
+    Raises:
+        ValueError: the file is there, but is no list of results.
+    """
+    new = list(results)
+    keys = {result.key for result in new}
+    kept = [entry for entry in _read(path) if _key(entry) not in keys]
+    entries = kept + [{name: value for name, value in asdict(r).items() if value is not None} for r in new]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def rounded(value: float) -> float:
+    """Return `value` with four significant digits; more would claim too much."""
+    return float(f"{value:.4g}")
+
+
+def redact(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the values of secret flags hidden."""
+    shown: list[str] = []
+    for argument in argv:
+        flag, equals, _ = argument.partition("=")
+        if shown and shown[-1] in SECRET_FLAGS:
+            shown.append("***")
+        elif equals and flag in SECRET_FLAGS:
+            shown.append(f"{flag}=***")
+        else:
+            shown.append(argument)
+    return shown
+
+
+def current_commit() -> str:
+    """Return the short commit of this source tree, with a + if it was changed; unknown outside a repository."""
+    folder = Path(__file__).resolve().parent
+    try:
+        commit = _git(folder, "rev-parse", "--short", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{commit}+" if changed else commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    entries = orjson.loads(path.read_bytes())
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{path} is no list of results")
+    return entries
+
+
+def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry.get(name) for name in ("benchmark", "model", "tp", "metric", "label"))

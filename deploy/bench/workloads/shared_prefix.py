@@ -1,0 +1,39 @@
+"""Apps with one system prompt each, asked by many users: what isolation between users costs, or saves."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from deploy.bench.records import BenchRequest, Segment, Session
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixShape:
+    """The defaults are workload S1 of the performance targets."""
+
+    apps: int = 16
+    users: int = 512
+    requests_per_user: int = 2
+    system_tokens: int = 3563
+    question_tokens: int = 223
+    output_tokens: int = 64
+
+
+def shared_prefix_sessions(shape: SharedPrefixShape, seed: int = 0) -> list[Session]:
+    """Return every request of every user in random order; user u always talks to app u mod apps."""
+    if min(shape.apps, shape.users, shape.requests_per_user) < 1:
+        raise ValueError("apps, users and requests per user must be at least 1")
+    sessions = [
+        Session((_request(shape, user, number),))
+        for user in range(shape.users)
+        for number in range(shape.requests_per_user)
+    ]
+    random.Random(seed).shuffle(sessions)
+    return sessions
+
+
+def _request(shape: SharedPrefixShape, user: int, number: int) -> BenchRequest:
+    system = Segment(f"system/{user % shape.apps}", shape.system_tokens, role="system")
+    question = Segment(f"question/{user}/{number}", shape.question_tokens)
+    return BenchRequest((system, question), shape.output_tokens, user=f"user-{user:05d}")

@@ -1,0 +1,89 @@
+"""Replay of hash-id traces in the form that the Mooncake traces have, one JSON object per line.
+
+`{"timestamp": 3052, "input_length": 6758, "output_length": 500, "hash_ids": [46, 47, …]}`: milliseconds, tokens, and
+one id per block of 512 prompt tokens. Equal ids at equal places are equal content. A `user` field, if there is one,
+names the user.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from deploy.bench.arrivals import scale_times
+from deploy.bench.records import BenchRequest, Segment, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """How a trace is fitted to the server under test."""
+
+    count: int | None = None
+    """Only the first so many requests."""
+    speed: float = 1.0
+    """2 plays it twice as fast."""
+    scale: float = 1.0
+    """Lengths, blocks included, times this: long-context traces on small models."""
+    block_tokens: int = BLOCK_TOKENS
+    user: str | None = "trace"
+    """Who asks where the trace does not say; requests of one user may share their prefixes."""
+
+
+def trace_sessions(path: Path, options: TraceOptions) -> list[Session]:
+    """Return the requests of the trace in `path` with their arrival times.
+
+    Raises:
+        ValueError: a line is not of this form; the message names it.
+    """
+    with path.open("rb") as lines:
+        return parse_trace(lines, options, str(path))
+
+
+def parse_trace(lines: Iterable[bytes], options: TraceOptions, name: str = "trace") -> list[Session]:
+    """Return the sessions of a trace given as lines."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if options.count is not None and len(rows) >= options.count:
+            break
+        if line.strip():
+            rows.append(_parse_line(line, f"{name}:{number}"))
+    arrivals = scale_times((row["timestamp"] for row in rows), options.speed)
+    return [Session((_request(row, options),), arrival_s=arrival) for row, arrival in zip(rows, arrivals, strict=True)]
+
+
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{place}: no JSON: {error}") from None
+    numbers = ("timestamp", "input_length", "output_length")
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), int | float) for key in numbers):
+        raise ValueError(f"{place}: timestamp, input_length and output_length must be numbers")
+    if not isinstance(row.get("hash_ids"), list):
+        raise ValueError(f"{place}: hash_ids must be a list")
+    return row
+
+
+def _request(row: dict[str, Any], options: TraceOptions) -> BenchRequest:
+    block = max(1, round(options.block_tokens * options.scale))
+    left = max(1, round(row["input_length"] * options.scale))
+    segments: list[Segment] = []
+    for hash_id in row["hash_ids"]:
+        if left <= 0:
+            break
+        # What is drawn for a key starts alike whatever its length, so a block that is cut short still matches.
+        segments.append(Segment(f"block/{hash_id}", min(block, left)))
+        left -= block
+    if left > 0:
+        segments.append(Segment(f"tail/{row['timestamp']}/{row['input_length']}", left))
+    user = row.get("user", options.user)
+    output = max(1, round(row["output_length"] * options.scale))
+    return BenchRequest(tuple(segments), output, user=None if user is None else str(user))
