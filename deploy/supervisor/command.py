@@ -15,7 +15,7 @@ from common.settings import parse_settings
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.deployment import lay_out
 from deploy.supervisor.probes import Probes
-from deploy.supervisor.supervisor import ServiceFailedError, Supervisor, Timing
+from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"pando up: {error}\n")
         return EXIT_CONFIGURATION
     reporter = JsonReporter() if settings.log.format == "json" else ConsoleReporter([s.name for s in layout.services])
-    return asyncio.run(_run(layout, directory, reporter, Timing(drain_s=arguments.drain_s)))
+    return asyncio.run(_run(layout, directory, reporter))
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
@@ -57,7 +57,6 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     """
     parser = argparse.ArgumentParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
-    parser.add_argument("--drain-s", type=float, default=15.0, help="seconds open requests get to finish (default 15)")
     parser.add_argument("--run-directory", type=Path, help="where sockets and state go, in a folder named by the port")
     return parse_settings(parser, [_long_form(argument) for argument in argv])
 
@@ -67,9 +66,9 @@ def _long_form(argument: str) -> str:
     return SHORTCUTS.get(name, name) + equals + value
 
 
-async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | JsonReporter, timing: Timing) -> int:
+async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | JsonReporter) -> int:
     stopping = asyncio.Event()
-    supervisor = Supervisor(layout, directory, reporter, Probes(), timing)
+    supervisor = Supervisor(layout, directory, reporter, Probes())
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -13,14 +13,14 @@ from deploy.supervisor.events import format_event, parse_line
 from deploy.supervisor.layout import Layout, check_port, free_port, plan_layout
 from deploy.supervisor.probes import Probes
 from deploy.supervisor.state import run_root
-from deploy.supervisor.supervisor import Supervisor, Timing
+from deploy.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
     from common.settings import Settings
-    from deploy.supervisor.supervisor import Reporter
+    from deploy.supervisor.supervisor import Reporter, Timing
 
 
 class PlainReporter:
@@ -77,7 +77,7 @@ class Deployment:
         """Prepare a deployment of `settings` with `ranks` tensor-parallel workers; port 0 takes a free one."""
         self.layout, self.run_directory = lay_out(settings, ranks, root)
         self._reporter = reporter or PlainReporter()
-        self._timing = timing or Timing(drain_s=2.0, stop_s=2.0)
+        self._timing = timing
         self._thread = threading.Thread(target=self._run, name="pando-supervisor", daemon=True)
         self._settled = threading.Event()
         self._failure: BaseException | None = None

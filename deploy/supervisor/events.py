@@ -26,8 +26,10 @@ class LogEvent:
 
     @property
     def progress(self) -> tuple[float, float] | None:
-        """How much of how much is done, for events that tell it in fields `done` and `total`."""
+        """How much of how much is done, for events that tell it in `percent`, or in `done` and `total`."""
         done, total = self.fields.get("done"), self.fields.get("total")
+        if "percent" in self.fields:
+            done, total = self.fields["percent"], 100
         if isinstance(done, int | float) and isinstance(total, int | float) and total > 0:
             return float(done), float(total)
         return None

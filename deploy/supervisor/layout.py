@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # A unix socket's path must fit `sockaddr_un.sun_path`: 108 bytes on Linux, 104 on macOS, with the final zero.
 MAX_SOCKET_PATH = 103
+# What a service gets to end beyond the time in which it lets open requests finish.
+STOP_MARGIN_S = 3.0
 
 
 class Stage(Enum):
@@ -39,6 +41,8 @@ class ServiceSpec:
     settings: Settings
     # Services of one group die together: a rank that lost a peer may hang in a collective for ever.
     group: str
+    # Seconds between the request to end and the kill.
+    stop_s: float = STOP_MARGIN_S
 
     @property
     def is_http(self) -> bool:
@@ -109,15 +113,17 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     services = (
         *workers,
         _service("detokenizer", Stage.COMPUTE, sockets, shared),
-        _service("scheduler", Stage.CONTROL, sockets, shared),
+        _service("scheduler", Stage.CONTROL, sockets, shared, settings.scheduler.drain_s),
         _service("tokenizer", Stage.CONTROL, sockets, shared),
-        ServiceSpec("gateway", "gateway", url, Stage.EDGE, shared, "gateway"),
+        ServiceSpec("gateway", "gateway", url, Stage.EDGE, shared, "gateway", settings.gateway.drain_s + STOP_MARGIN_S),
     )
     return Layout(services, url, settings.model.name)
 
 
-def _service(name: str, stage: Stage, sockets: Mapping[str, str], settings: Settings) -> ServiceSpec:
-    return ServiceSpec(name, f"services.{name}", sockets[name], stage, settings, name)
+def _service(
+    name: str, stage: Stage, sockets: Mapping[str, str], settings: Settings, drain_s: float = 0.0
+) -> ServiceSpec:
+    return ServiceSpec(name, f"services.{name}", sockets[name], stage, settings, name, drain_s + STOP_MARGIN_S)
 
 
 def _for_rank(settings: Settings, address: str, rank: int, ranks: int) -> Settings:

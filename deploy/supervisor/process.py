@@ -82,16 +82,16 @@ class ServiceProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
-    async def stop(self, grace_s: float) -> None:
-        """Ask the service to end, and kill it when it has not within `grace_s`."""
+    async def stop(self) -> None:
+        """Ask the service to end, and kill it when it has not within its grace period."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         self.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), timeout=grace_s)
+            await asyncio.wait_for(process.wait(), timeout=self.spec.stop_s)
         except TimeoutError:
-            self._on_line(self.spec.name, f"did not end within {grace_s:g} s: killed")
+            self._on_line(self.spec.name, f"did not end within {self.spec.stop_s:g} s: killed")
             self.signal(signal.SIGKILL)
             await process.wait()
 

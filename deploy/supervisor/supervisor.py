@@ -70,9 +70,6 @@ class Timing:
     liveness_interval_s: float = 5.0
     # A process that answers no probe for so long is stuck; far above any pause that work can cause.
     hang_after_s: float = 60.0
-    # The gateway lets open requests finish for so long; the others have nothing left to do by then.
-    drain_s: float = 15.0
-    stop_s: float = 5.0
 
 
 class Supervisor:
@@ -232,8 +229,7 @@ class Supervisor:
         for process in self._processes.values():
             stages.setdefault(process.spec.stage, []).append(process)
         for stage in sorted(stages, key=lambda stage: -stage.value):
-            grace = self._timing.drain_s if stage is max(stages, key=lambda stage: stage.value) else self._timing.stop_s
-            await asyncio.gather(*(process.stop(grace) for process in stages[stage]))
+            await asyncio.gather(*(process.stop() for process in stages[stage]))
 
     def _publish(self) -> None:
         services = {

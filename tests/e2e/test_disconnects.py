@@ -49,10 +49,9 @@ def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> N
     wait_until(served.is_idle, timeout_s=20)
     body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
     with served.leaving_nothing_behind():
-        with served.http() as http:
-            # The timeout is how this client goes away.
-            with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
+        # The timeout is how this client goes away.
+        with served.http() as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
         wait_until(lambda: not phases(served), timeout_s=5)
 
 

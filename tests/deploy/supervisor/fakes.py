@@ -54,12 +54,14 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
-def service(directory: Path, name: str, program: str, stage: Stage = Stage.COMPUTE, group: str = "") -> ServiceSpec:
+def service(
+    directory: Path, name: str, program: str, stage: Stage = Stage.COMPUTE, *, group: str = "", stop_s: float = 0.3
+) -> ServiceSpec:
     """Return a service that runs one of the programs beside this file; its address is a file that it makes."""
     address = str(directory / f"{name}.alive")
     settings = Settings()
     settings = settings.model_copy(update={"worker": settings.worker.model_copy(update={"address": address})})
-    return ServiceSpec(name, f"{PROGRAMS}.{program}", address, stage, settings, group or name)
+    return ServiceSpec(name, f"{PROGRAMS}.{program}", address, stage, settings, group or name, stop_s)
 
 
 def layout_of(*services: ServiceSpec) -> Layout:

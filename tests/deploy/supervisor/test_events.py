@@ -26,5 +26,6 @@ def test_what_is_no_event_is_shown_as_it_is() -> None:
 
 def test_progress_is_recognised_by_its_fields() -> None:
     assert parse_line('{"event": "weights.loading", "done": 3, "total": 12}').progress == (3.0, 12.0)
+    assert parse_line('{"event": "worker.configuring", "percent": 40}').progress == (40.0, 100.0)
     assert parse_line('{"event": "weights.loading", "done": 3}').progress is None
     assert parse_line('{"event": "weights.loading", "done": 3, "total": 0}').progress is None

@@ -89,3 +89,9 @@ def test_a_free_port_can_be_listened_on() -> None:
 def test_an_unknown_service_is_reported_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="tokenizer"):
         plan_layout(Settings(), RUN).find("worker-7")
+
+
+def test_services_get_as_long_to_end_as_they_may_take_to_drain() -> None:
+    layout = plan_layout(settings_with(gateway={"drain_s": 40.0}, scheduler={"drain_s": 20.0}), RUN)
+    assert layout.find("gateway").stop_s > 40
+    assert layout.find("scheduler").stop_s > 20

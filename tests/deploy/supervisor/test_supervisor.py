@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from deploy.supervisor.layout import ServiceSpec
 
-TIMING = Timing(probe_interval_s=0.01, liveness_interval_s=0.02, hang_after_s=0.3, drain_s=0.3, stop_s=0.3)
+TIMING = Timing(probe_interval_s=0.01, liveness_interval_s=0.02, hang_after_s=0.3)
 POLICY = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, stable_after_s=30.0, give_up_after=3)
 
 
@@ -37,12 +37,12 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 class Running:
     """A supervisor whose deployment runs beside the test."""
 
-    def __init__(self, directory: Path, *services: ServiceSpec, timing: Timing = TIMING) -> None:
+    def __init__(self, directory: Path, *services: ServiceSpec) -> None:
         self.directory = directory / "run" / "1"
         self.reporter = RecordingReporter()
         self.probes = FileProbes()
         self.stopping = asyncio.Event()
-        self.supervisor = Supervisor(layout_of(*services), self.directory, self.reporter, self.probes, timing, POLICY)
+        self.supervisor = Supervisor(layout_of(*services), self.directory, self.reporter, self.probes, TIMING, POLICY)
 
     @contextlib.asynccontextmanager
     async def deployed(self) -> AsyncIterator[Supervisor]:
@@ -163,7 +163,7 @@ async def test_a_service_that_ignores_the_request_to_end_is_killed_after_its_gra
 
 
 async def test_abort_does_not_wait_for_any_grace(tmp_path: Path) -> None:
-    running = Running(tmp_path, service(tmp_path, "worker", "stubborn"), timing=Timing(0.01, drain_s=60.0, stop_s=60.0))
+    running = Running(tmp_path, service(tmp_path, "worker", "stubborn", stop_s=60.0))
     started = time.monotonic()
     async with running.deployed() as supervisor:
         running.stopping.set()
