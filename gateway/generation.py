@@ -160,7 +160,7 @@ class Generation:
                 return
             case Verdict.MISFIT:
                 self._log.error("generation.misfit", request_id=delta.request_id, first_token=delta.first_token_index)
-                self.on_lost(delta.request_id, MISFIT)
+                self._give_up(delta.request_id, MISFIT)
                 return
             case Verdict.FRESH:
                 pass
@@ -181,8 +181,6 @@ class Generation:
         route = self._routes.pop(request_id, None)
         if route is None:
             return
-        # It may still run there, for nobody.
-        self._ring.abort(request_id)
         self._interrupt(route, route.choices.values(), failure)
 
     def end_silence(self, limit_s: float) -> None:
@@ -191,7 +189,7 @@ class Generation:
         silent = [request_id for request_id, route in self._routes.items() if now - route.heard_at > limit_s]
         for request_id in silent:
             self._log.error("generation.silent", request_id=request_id, seconds=limit_s)
-            self.on_lost(request_id, SILENT)
+            self._give_up(request_id, SILENT)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -224,6 +222,10 @@ class Generation:
             self._metrics.inter_token_seconds.observe(now - last)
         self._last_token_at[choice.index] = now
         self._metrics.completion_tokens.inc(tokens)
+
+    def _give_up(self, request_id: RequestId, failure: RequestFailure) -> None:
+        self._ring.abort(request_id)
+        self.on_lost(request_id, failure)
 
     def _note_admission(self, route: _Route) -> None:
         route.heard_at = self._loop.time()

@@ -19,7 +19,10 @@ class Listener(Protocol):
         """A choice got tokens, text or its end."""
 
     def on_lost(self, request_id: RequestId, failure: RequestFailure) -> None:
-        """A service went away, nothing more will come for this request; it may be submitted again under a new id."""
+        """A service went away and nothing more will come for this request; it may be submitted again under a new id.
+
+        Where it might still run it has been aborted.
+        """
 
 
 class Ring(Protocol):

@@ -1,0 +1,33 @@
+"""`python -m gateway`: the HTTP front end as a process."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY
+
+from common.errors import ConfigurationError
+from common.runtime import run_service
+from common.settings import load_settings
+from gateway.assembly import Gateway
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+def main() -> None:
+    """Run the gateway until a signal."""
+    settings = load_settings("python -m gateway", "OpenAI-compatible HTTP front end of Pando.")
+
+    async def serve(stopping: asyncio.Event) -> None:
+        await Gateway(settings.gateway, REGISTRY).run(stopping)
+
+    try:
+        run_service("gateway", settings.log, serve)
+    except ConfigurationError as error:
+        sys.exit(f"gateway: {error}")
+
+
+if __name__ == "__main__":
+    main()

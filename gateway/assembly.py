@@ -1,0 +1,120 @@
+"""The objects of a gateway process, built from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from common.rpc.channel import open_channel
+from gateway.api.context import Context, Limits
+from gateway.app import create_app
+from gateway.generations import Generations
+from gateway.identity import Identity, TrustedProxy, load_keys, parse_networks
+from gateway.journal import Journal
+from gateway.metrics import GatewayMetrics
+from gateway.resume import ResumePolicy
+from gateway.ring.client import GrpcRing
+from gateway.ring.model import GrpcModel
+from gateway.ring.readiness import RingReadiness
+from gateway.served_model import ServedModel
+from gateway.server import HttpServer
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from common.settings import GatewaySettings
+
+
+class Gateway:
+    """One gateway process. Build it on the event loop that it shall run on."""
+
+    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry) -> None:
+        """Build everything and listen.
+
+        Raises:
+            ConfigurationError: the keys file, a network or the address is wrong.
+        """
+        self._settings = settings
+        identity = build_identity(settings)
+        metrics = GatewayMetrics(registry)
+        self._tokenizer = open_channel(settings.tokenizer)
+        self._detokenizer = open_channel(settings.detokenizer)
+        tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
+        detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
+        model = GrpcModel(tokenizer)
+        served = ServedModel(model)
+        self._ring = GrpcRing(tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire)
+        self._generations = Generations(
+            self._ring, Journal(), resume_policy(settings), metrics, max_open_requests=settings.max_open_requests
+        )
+        context = Context(
+            generations=self._generations,
+            model=model,
+            served=served,
+            identity=identity,
+            readiness=RingReadiness(self._ring, self._tokenizer),
+            metrics=metrics,
+            limits=limits(settings),
+            fingerprint=fingerprint(),
+        )
+        self._server = HttpServer(create_app(context), settings.host, settings.port)
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        return self._server.port
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set and open requests have ended or drained for too long."""
+        settings = self._settings
+        background = (self._ring.run(), self._generations.watch_silence(settings.silence_timeout_s))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(work) for work in background]
+                await self._server.serve(stopping, self._generations, settings.drain_s)
+                for task in running:
+                    task.cancel()
+        finally:
+            await self._tokenizer.close()
+            await self._detokenizer.close()
+
+
+def fingerprint() -> str:
+    """Return what tells a client that the server has changed."""
+    try:
+        return f"pando-{metadata.version('pando')}"
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "pando"
+
+
+def build_identity(settings: GatewaySettings) -> Identity:
+    """Return who decides the principals.
+
+    Raises:
+        ConfigurationError: the keys file or a network is wrong.
+    """
+    keys = load_keys(settings.keys_file) if settings.keys_file else None
+    networks = parse_networks(settings.trusted_proxies)
+    proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
+    return Identity(keys, proxy, settings.default_tenant)
+
+
+def resume_policy(settings: GatewaySettings) -> ResumePolicy:
+    """Return the bounds of our patience with the ring."""
+    return ResumePolicy(
+        attempts=settings.resume_attempts,
+        deadline_s=settings.resume_deadline_s,
+        admission_deadline_s=settings.admission_deadline_s,
+    )
+
+
+def limits(settings: GatewaySettings) -> Limits:
+    """Return the bounds on what one client can make this process hold."""
+    timeout_s = settings.request_timeout_s
+    return Limits(
+        body_bytes=settings.max_body_bytes,
+        stream_buffer_bytes=settings.stream_buffer_bytes,
+        request_timeout_ms=None if timeout_s is None else round(timeout_s * 1000),
+    )

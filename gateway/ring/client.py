@@ -1,0 +1,209 @@
+"""The ring over gRPC: one stream to the tokenizer, one from the detokenizer, for all requests of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+from common.rpc.stream import StreamLink
+from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId
+from common.wire import admission_from_wire
+from gateway.ring.subscription import Subscription
+from gateway.ring.wire import generate_to_wire
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gateway.metrics import GatewayMetrics
+    from gateway.ring.messages import Delta, GenerateRequest
+    from gateway.ring.port import Listener
+    from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+
+TOKENIZER_LINK = "tokenizer"
+DETOKENIZER_LINK = "detokenizer"
+
+# A batch is closed when it has grown to about this size, well below the limit of a message.
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+RETRY_AFTER_MS = 1000
+
+
+@dataclass(slots=True)
+class _Submission:
+    """A request on its way; `unfinished` choices of it will still be heard of."""
+
+    listener: Listener
+    unfinished: int
+    sent: bool = False
+    admitted: bool = False
+
+
+class GrpcRing:
+    """Implements `gateway.ring.port.Ring`. What is queued within one turn of the event loop goes in one message."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizer_pb2_grpc.TokenizerAsyncStub,
+        detokenizer: detokenizer_pb2_grpc.DetokenizerAsyncStub,
+        metrics: GatewayMetrics,
+        *,
+        on_tokenizer_connected: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare the streams; `run` opens them."""
+        self._metrics = metrics
+        self._on_tokenizer_connected = on_tokenizer_connected
+        self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
+        self._link = StreamLink(
+            TOKENIZER_LINK,
+            lambda: tokenizer.Submit(),
+            self._on_response,
+            on_connected=self._on_link_connected,
+            on_disconnected=self._on_link_broken,
+        )
+        self._subscription = Subscription(
+            detokenizer, self._on_delta, self._on_subscription_connected, self._on_subscription_broken
+        )
+        self._submissions: dict[RequestId, _Submission] = {}
+        self._outgoing: dict[RequestId, GenerateRequest] = {}
+        self._aborts: list[RequestId] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._log = get_logger("ring")
+        for link in (TOKENIZER_LINK, DETOKENIZER_LINK):
+            metrics.connected.labels(link).set(0)
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the stream to the tokenizer is up."""
+        return self._link.connected
+
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether text would come back."""
+        return self._subscription.subscriber_id is not None
+
+    async def run(self) -> None:
+        """Keep the streams open until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._link.run())
+            tasks.create_task(self._subscription.run())
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> None:
+        """Queue `request` for the next message."""
+        self._submissions[request.request_id] = _Submission(listener, request.n)
+        self._outgoing[request.request_id] = request
+        self._schedule_flush()
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget the request; if it was sent, tell the ring."""
+        submission = self._submissions.pop(request_id, None)
+        self._outgoing.pop(request_id, None)
+        if submission is not None and submission.sent:
+            self._queue_abort(request_id)
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def _schedule_flush(self) -> None:
+        if self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_handle = None
+        outgoing, self._outgoing = self._outgoing, {}
+        subscriber_id = self._subscription.subscriber_id
+        if subscriber_id is None or not self._link.connected:
+            away = DETOKENIZER_LINK if subscriber_id is None else TOKENIZER_LINK
+            self._lose(outgoing, _away(f"the {away} is not reachable"))
+        elif outgoing:
+            self._send_requests(outgoing, ReplyTo(subscriber_id))
+        if self._aborts and self._link.connected:
+            aborts, self._aborts = self._aborts, []
+            batch = [common_pb2.Abort(request_id=request_id) for request_id in aborts]
+            self._send(tokenizer_pb2.TokenizerSubmitRequest(aborts=batch))
+
+    def _send_requests(self, requests: dict[RequestId, GenerateRequest], reply_to: ReplyTo) -> None:
+        batch: list[RequestId] = []
+        message = tokenizer_pb2.TokenizerSubmitRequest()
+        size = 0
+        for request_id, request in requests.items():
+            encoded = generate_to_wire(request, reply_to)
+            if batch and size + encoded.ByteSize() > MAX_BATCH_BYTES:
+                self._send(message, batch)
+                batch, message, size = [], tokenizer_pb2.TokenizerSubmitRequest(), 0
+            message.generates.append(encoded)
+            batch.append(request_id)
+            size += encoded.ByteSize()
+        self._send(message, batch)
+
+    def _send(self, message: tokenizer_pb2.TokenizerSubmitRequest, batch: Iterable[RequestId] = ()) -> None:
+        try:
+            self._link.send(message)
+        except UnavailableError as error:
+            self._lose(batch, error.to_failure())
+            return
+        for request_id in batch:
+            self._submissions[request_id].sent = True
+
+    def _queue_abort(self, request_id: RequestId) -> None:
+        self._aborts.append(request_id)
+        self._schedule_flush()
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def _on_response(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
+        for encoded in message.admissions:
+            admission = admission_from_wire(encoded)
+            submission = self._submissions.get(admission.request_id)
+            if submission is None:
+                continue
+            submission.admitted = True
+            if admission.rejected is not None:
+                del self._submissions[admission.request_id]
+            submission.listener.on_admission(admission)
+
+    def _on_delta(self, delta: Delta) -> None:
+        submission = self._submissions.get(delta.request_id)
+        if submission is None:
+            return
+        submission.admitted = True
+        if delta.finish is not None:
+            submission.unfinished -= 1
+            if submission.unfinished == 0:
+                del self._submissions[delta.request_id]
+        submission.listener.on_delta(delta)
+
+    def _on_link_connected(self) -> None:
+        self._metrics.connected.labels(TOKENIZER_LINK).set(1)
+        self._on_tokenizer_connected()
+        self._schedule_flush()
+
+    def _on_link_broken(self, reason: str) -> None:
+        """What was not admitted may never have arrived; the rest goes on without the tokenizer."""
+        self._metrics.connected.labels(TOKENIZER_LINK).set(0)
+        lost = [request_id for request_id, submission in self._submissions.items() if not submission.admitted]
+        self._lose(lost, _away(f"the tokenizer went away: {reason}"))
+
+    def _on_subscription_connected(self) -> None:
+        self._metrics.connected.labels(DETOKENIZER_LINK).set(1)
+
+    def _on_subscription_broken(self, reason: str) -> None:
+        """Nothing more will come for anything that was submitted under the broken subscription."""
+        self._metrics.connected.labels(DETOKENIZER_LINK).set(0)
+        self._lose(list(self._submissions), _away(f"the detokenizer went away: {reason}"))
+
+    def _lose(self, request_ids: Iterable[RequestId], failure: RequestFailure) -> None:
+        for request_id in request_ids:
+            submission = self._submissions.pop(request_id, None)
+            if submission is None:
+                continue
+            self._outgoing.pop(request_id, None)
+            if submission.sent:
+                # It may have arrived, or still run there, for nobody.
+                self._queue_abort(request_id)
+            submission.listener.on_lost(request_id, failure)
+
+
+def _away(message: str) -> RequestFailure:
+    return RequestFailure(ErrorCode.UNAVAILABLE, message, retryable=True, retry_after_ms=RETRY_AFTER_MS)

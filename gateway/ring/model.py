@@ -1,0 +1,59 @@
+"""Questions to the tokenizer over gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from common.rpc.status import to_error
+from gateway.ring.messages import Tokenization
+from gateway.ring.wire import chat_to_wire, model_from_wire
+from protos.gen.pando.v1 import tokenizer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from gateway.ring.messages import ChatPrompt, ModelInfo
+    from protos.gen.pando.v1 import tokenizer_pb2_grpc
+
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+CARD_TIMEOUT_S = 2.0
+
+
+class GrpcModel:
+    """Implements `gateway.ring.port.Model`."""
+
+    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub) -> None:
+        """Ask the tokenizer behind `stub`."""
+        self._stub = stub
+
+    async def get_model(self) -> ModelInfo:
+        """Return what is served."""
+        call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
+        return model_from_wire(await _answer(call))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
+        """Encode a text."""
+        request = tokenizer_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        answer = await _answer(self._stub.Tokenize(request, timeout=TIMEOUT_S))
+        return Tokenization(tuple(answer.ids), tuple(answer.tokens))
+
+    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        """Decode ids."""
+        request = tokenizer_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
+        return (await _answer(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
+
+    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+        """Apply the chat template and encode the result."""
+        request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat))
+        return Tokenization(tuple((await _answer(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise to_error(error) from error

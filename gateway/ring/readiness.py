@@ -1,0 +1,38 @@
+"""Whether a request would be served now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.rpc.channel import is_serving
+from protos.gen.pando.v1 import tokenizer_pb2
+
+if TYPE_CHECKING:
+    import grpc
+
+    from gateway.ring.client import GrpcRing
+
+TOKENIZER_SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
+
+
+class RingReadiness:
+    """Implements `gateway.ring.port.Readiness`.
+
+    The tokenizer's health covers the scheduler, whose health covers the workers and its own way to the detokenizer.
+    """
+
+    def __init__(self, ring: GrpcRing, tokenizer: grpc.aio.Channel) -> None:
+        """Judge by the state of `ring` and the health that the tokenizer reports."""
+        self._ring = ring
+        self._tokenizer = tokenizer
+
+    async def missing(self) -> list[str]:
+        """Return what is missing, each in a few words."""
+        missing = []
+        if not self._ring.is_linked:
+            missing.append("tokenizer: not connected")
+        elif not await is_serving(self._tokenizer, TOKENIZER_SERVICE):
+            missing.append("tokenizer: connected, but it cannot serve (is the scheduler or a worker away?)")
+        if not self._ring.is_subscribed:
+            missing.append("detokenizer: not subscribed")
+        return missing

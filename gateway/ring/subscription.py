@@ -1,0 +1,77 @@
+"""The stream on which all text comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+import grpc
+
+from common.logs import get_logger
+from common.types import SubscriberId
+from gateway.ring.wire import delta_from_wire
+from protos.gen.pando.v1 import detokenizer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.ring.messages import Delta
+    from protos.gen.pando.v1 import detokenizer_pb2_grpc
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+
+class Subscription:
+    """Keeps one subscription at the detokenizer open, under a fresh id each time.
+
+    An id names one subscription only: what was submitted under an earlier one was reported as gone when that broke.
+    The callbacks run on the event loop and must not block.
+    """
+
+    def __init__(
+        self,
+        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub,
+        on_delta: Callable[[Delta], None],
+        on_connected: Callable[[], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        """Subscribe at `stub` once `run` is called."""
+        self.subscriber_id: SubscriberId | None = None
+        self._stub = stub
+        self._on_delta = on_delta
+        self._on_connected = on_connected
+        self._on_broken = on_broken
+        self._log = get_logger("subscription")
+
+    async def run(self) -> None:
+        """Subscribe, again and again, until cancelled."""
+        backoff = FIRST_BACKOFF_S
+        while True:
+            was_connected = await self._run_once()
+            backoff = FIRST_BACKOFF_S if was_connected else min(backoff * 2, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff)
+
+    async def _run_once(self) -> bool:
+        """Subscribe and receive until that breaks; return whether it had been connected."""
+        subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
+        call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
+        reason = "closed by the peer"
+        try:
+            await call.wait_for_connection()
+            self.subscriber_id = subscriber_id
+            self._log.info("subscription.connected", subscriber_id=subscriber_id)
+            self._on_connected()
+            async for message in call:
+                for delta in message.deltas:
+                    self._on_delta(delta_from_wire(delta))
+        except grpc.RpcError as error:
+            reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+        finally:
+            was_connected, self.subscriber_id = self.subscriber_id is not None, None
+            call.cancel()
+            if was_connected:
+                self._log.warning("subscription.broken", subscriber_id=subscriber_id, reason=reason)
+                self._on_broken(reason)
+        return was_connected

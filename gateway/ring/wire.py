@@ -1,0 +1,111 @@
+"""The gateway's converter between protobuf and its own values; no protobuf goes further in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from common.types import RequestId
+from common.wire import (
+    cache_mode_to_wire,
+    finish_from_wire,
+    principal_to_wire,
+    reply_to_wire,
+    resume_to_wire,
+    sampling_to_wire,
+    stop_to_wire,
+    trace_to_wire,
+)
+from gateway.ring.messages import ChatPrompt, Delta, LogprobText, ModelInfo, PromptUsage, TokenPrompt, TokenText
+from protos.gen.pando.v1 import tokenizer_pb2
+
+if TYPE_CHECKING:
+    from common.types import ReplyTo
+    from gateway.ring.messages import ChatMessage, GenerateRequest
+    from protos.gen.pando.v1 import detokenizer_pb2
+
+
+def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_pb2.GenerateRequest:
+    """Encode a request whose text goes to `reply_to`."""
+    message = tokenizer_pb2.GenerateRequest(
+        request_id=request.request_id,
+        principal=principal_to_wire(request.principal),
+        reply_to=reply_to_wire(reply_to),
+        model=request.model,
+        sampling=sampling_to_wire(request.sampling),
+        stop=stop_to_wire(request.stop),
+        n=request.n,
+        priority=request.priority,
+        cache_mode=cache_mode_to_wire(request.cache_mode),
+        skip_special_tokens=request.skip_special_tokens,
+        resume=resume_to_wire(request.resume),
+        timeout_ms=request.timeout_ms,
+        trace=trace_to_wire(request.trace),
+    )
+    match request.prompt:
+        case str(text):
+            message.text = text
+        case ChatPrompt() as chat:
+            message.chat.CopyFrom(chat_to_wire(chat))
+        case TokenPrompt(ids):
+            message.token_ids.ids.extend(ids)
+        case _ as never:
+            assert_never(never)
+    return message
+
+
+def chat_to_wire(chat: ChatPrompt) -> tokenizer_pb2.ChatPrompt:
+    """Encode a conversation."""
+    return tokenizer_pb2.ChatPrompt(
+        messages=[_message_to_wire(message) for message in chat.messages],
+        tools_json=chat.tools_json,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_variables_json=chat.template_variables_json,
+    )
+
+
+def _message_to_wire(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
+    return tokenizer_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        tool_calls_json=message.tool_calls_json,
+        reasoning_content=message.reasoning_content,
+    )
+
+
+def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
+    """Decode what a step added to a choice."""
+    usage = None
+    if message.HasField("prompt_usage"):
+        usage = PromptUsage(message.prompt_usage.prompt_tokens, message.prompt_usage.cached_tokens)
+    return Delta(
+        request_id=RequestId(message.request_id),
+        choice_index=message.choice_index,
+        first_token_index=message.first_token_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=tuple(_logprob_from_wire(entry) for entry in message.logprobs) if message.logprobs else (),
+        prompt_usage=usage,
+        finish=finish_from_wire(message.finish) if message.HasField("finish") else None,
+    )
+
+
+def _logprob_from_wire(message: detokenizer_pb2.LogprobText) -> LogprobText:
+    return LogprobText(_token_from_wire(message.token), tuple(_token_from_wire(token) for token in message.top))
+
+
+def _token_from_wire(message: detokenizer_pb2.TokenText) -> TokenText:
+    return TokenText(message.token_id, message.logprob, message.text)
+
+
+def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
+    """Decode what is served."""
+    return ModelInfo(
+        name=message.model,
+        max_context_tokens=message.max_context_tokens,
+        vocabulary_size=message.vocabulary_size,
+        has_chat_template=message.has_chat_template,
+        created_unix_s=message.created_unix_s,
+    )
