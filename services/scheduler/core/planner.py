@@ -41,7 +41,6 @@ class Planner:
         self._memory = memory
         self._tenancy = tenancy
         self._next_step = 1
-        self._is_blocked_by_memory = False
         self.paused = False
 
     @property
@@ -56,8 +55,7 @@ class Planner:
         bookkeeping alone is worth a message.
         """
         prefilling = self._prefilling()
-        steps = 1 if prefilling or self._could_start() else self._lease_steps(decode_step_s)
-        decoding, grants, steps = self._plan_decode(steps)
+        decoding, grants = self._plan_decode()
         budget = self._config.max_step_tokens - len(decoding)
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
@@ -68,6 +66,8 @@ class Planner:
                 return self.plan(now, epoch, decode_step_s, idle=idle)
             if not (idle and self._tenancy.has_changes):
                 return None
+        # Whoever could start has started above, so a lease delays nobody.
+        steps = 1 if prefills else self._extend(decoding, self._lease_steps(decode_step_s), grants)
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
         self._next_step += 1
@@ -88,39 +88,45 @@ class Planner:
         sequences = [sequence for row in rows if (sequence := self._rows.sequences[row]) is not None]
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
-    def _could_start(self) -> bool:
-        has_room = self._rows.free_slots > 0 and not self._is_blocked_by_memory and not self.paused
-        return has_room and len(self._queue) > 0
-
     def _lease_steps(self, decode_step_s: float | None) -> int:
         """Return how many steps fill the lease time; an unmeasured step is taken for a long one."""
         if not decode_step_s:
             return 1
         return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
 
-    def _plan_decode(self, steps: int) -> tuple[NDArray[np.int64], list[PageGrant], int]:
-        """Give each decoding row the pages for `steps` more tokens; return rows, grants, and the steps that fit."""
+    def _plan_decode(self) -> tuple[NDArray[np.int64], list[PageGrant]]:
+        """Give each decoding row the page for one more token, retracting rows until there are enough; return both."""
+        grants: list[PageGrant] = []
         while True:
             live = self._rows.live()
-            target = np.minimum(self._rows.planned[live] + steps, self._rows.limit[live])
-            missing = -(-target // self._config.page_size) - self._rows.page_count[live]
-            needed = int(missing[missing > 0].sum())
-            pages = self._memory.try_allocate(needed)
-            if pages is not None:
-                break
-            if steps > 1:
-                steps = 1
-            else:
-                self._retract(self._victim())
-        grants, start = [], 0
-        for index in np.flatnonzero(missing > 0):
-            row, count = RowSlot(int(live[index])), int(missing[index])
-            grants.append(self._grant(row, pages[start : start + count]))
+            if self._try_advance(live, 1, grants):
+                return live, grants
+            self._retract(self._victim())
+
+    def _extend(self, live: NDArray[np.int64], steps: int, grants: list[PageGrant]) -> int:
+        """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
+        # A lease longer than any row has tokens left would only be ended early.
+        left = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0))
+        steps = min(steps, left + 1)
+        if steps > 1 and self._try_advance(live, steps - 1, grants):
+            return steps
+        return 1
+
+    def _try_advance(self, live: NDArray[np.int64], tokens: int, grants: list[PageGrant]) -> bool:
+        """Plan up to `tokens` more tokens for each row, with the pages for them; change nothing if they lack."""
+        target = np.minimum(self._rows.planned[live] + tokens, self._rows.limit[live])
+        missing = -(-target // self._config.page_size) - self._rows.page_count[live]
+        short = np.flatnonzero(missing > 0)
+        pages = self._memory.try_allocate(int(missing[short].sum()))
+        if pages is None:
+            return False
+        start = 0
+        for index in short:
+            count = int(missing[index])
+            grants.append(self._grant(RowSlot(int(live[index])), pages[start : start + count]))
             start += count
         self._rows.planned[live] = target
-        # A lease longer than any row has tokens left would only be ended early.
-        longest = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0)) + steps
-        return live, grants, min(steps, longest)
+        return True
 
     def _victim(self) -> Sequence:
         """Return who gives its pages back: the lowest priority, then the youngest."""
@@ -166,7 +172,6 @@ class Planner:
     def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
         """Start waiting sequences while there is room; return what the workers must open."""
         opens: list[RowOpen] = []
-        self._is_blocked_by_memory = False
         if self.paused or budget <= 0 or not self._rows.free_slots or not len(self._queue):
             return opens
         for sequence in self._queue.candidates(self._memory.match):
@@ -174,7 +179,6 @@ class Planner:
                 break
             lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lease is None:
-                self._is_blocked_by_memory = True
                 break
             opens.append(self._open(sequence, lease, now))
             budget -= self._plan_chunk(sequence, budget, prefills, grants)

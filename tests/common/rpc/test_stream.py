@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.errors import UnavailableError
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from common.rpc.stream import StreamLink
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import grpc
+
+
+class Echo(tokenizer_pb2_grpc.TokenizerServicer):
+    """Admits every abort it is sent, which is enough to see order and identity of messages."""
+
+    async def Submit(
+        self,
+        request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[tokenizer_pb2.TokenizerSubmitResponse]:
+        async for message in request_iterator:
+            admissions = [common_pb2.Admission(request_id=abort.request_id) for abort in message.aborts]
+            yield tokenizer_pb2.TokenizerSubmitResponse(admissions=admissions)
+
+
+class Link:
+    """A link with everything it reported."""
+
+    def __init__(self, channel: grpc.aio.Channel, max_queued: int = 100) -> None:
+        self.received: list[str] = []
+        self.connections = 0
+        self.breaks: list[str] = []
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        self.link = StreamLink(
+            "echo",
+            lambda: stub.Submit(),
+            self._on_message,
+            on_connected=self._on_connected,
+            on_disconnected=self.breaks.append,
+            max_queued=max_queued,
+        )
+
+    def _on_message(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
+        self.received.extend(admission.request_id for admission in message.admissions)
+
+    def _on_connected(self) -> None:
+        self.connections += 1
+
+    def send(self, name: str) -> None:
+        self.link.send(tokenizer_pb2.TokenizerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def start_echo(path: Path) -> RpcServer:
+    server = RpcServer("pando.v1.Tokenizer", f"unix:{path}/echo.sock")
+    server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Echo())
+    await server.start()
+    return server
+
+
+@pytest.fixture
+async def link(tmp_path: Path) -> AsyncIterator[Link]:
+    async with open_channel(f"unix:{tmp_path}/echo.sock") as channel:
+        link = Link(channel)
+        task = asyncio.create_task(link.link.run())
+        yield link
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_messages_arrive_in_order(link: Link, tmp_path: Path) -> None:
+    server = await start_echo(tmp_path)
+    await until(lambda: link.link.connected)
+    names = [f"m{index}" for index in range(50)]
+    for name in names:
+        link.send(name)
+    await until(lambda: len(link.received) == 50)
+    assert link.received == names
+    await server.stop(0)
+
+
+async def test_it_connects_before_anything_is_sent_and_again_after_a_break(link: Link, tmp_path: Path) -> None:
+    first = await start_echo(tmp_path)
+    await until(lambda: link.connections == 1)
+    await first.stop(0)
+    await until(lambda: link.breaks)
+    second = await start_echo(tmp_path)
+    await until(lambda: link.connections == 2)
+    link.send("after")
+    await until(lambda: link.received == ["after"])
+    await second.stop(0)
+
+
+async def test_sending_to_an_absent_peer_fails_at_once(link: Link) -> None:
+    with pytest.raises(UnavailableError, match="echo is not reachable"):
+        link.send("lost")
+
+
+async def test_a_full_queue_refuses_instead_of_growing(tmp_path: Path) -> None:
+    server = await start_echo(tmp_path)
+    async with open_channel(server.address) as channel:
+        link = Link(channel, max_queued=3)
+        task = asyncio.create_task(link.link.run())
+        await until(lambda: link.link.connected)
+        for name in "abc":
+            link.send(name)
+        with pytest.raises(UnavailableError, match="does not keep up"):
+            link.send("d")
+        await until(lambda: link.received == ["a", "b", "c"])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await server.stop(0)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.settings import Settings, load_settings, parse_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def parse(*argv: str, environ: dict[str, str] | None = None) -> Settings:
+    return parse_settings(argparse.ArgumentParser(), argv, environ or {})[0]
+
+
+def test_defaults_need_nothing() -> None:
+    settings = parse()
+    assert settings.gateway.port == 8000
+    assert settings.model.name == "smollm2-135m-instruct"
+
+
+def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pando.toml"
+    file.write_text("[scheduler]\nmax_rows = 3\npage_size = 8\nqueue_depth = 3\n")
+    monkeypatch.setenv("PANDO_SCHEDULER__PAGE_SIZE", "32")
+    monkeypatch.setenv("PANDO_SCHEDULER__QUEUE_DEPTH", "4")
+    settings = parse("--config", str(file), "--scheduler.queue_depth", "5")
+    scheduler = settings.scheduler
+    assert (scheduler.max_rows, scheduler.page_size, scheduler.queue_depth) == (3, 32, 5)
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "pando.toml"
+    file.write_text("[gateway]\nport = 81\n")
+    assert parse(environ={"PANDO_CONFIG": str(file)}).gateway.port == 81
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[scheduler]\nmax_row = 3\n", "unknown setting: scheduler.max_row"),
+        ("[schedular]\nmax_rows = 3\n", "unknown setting: schedular"),
+        ("[scheduler]\nmax_rows = 0\n", "scheduler.max_rows"),
+        ("[scheduler]\nmax_rows = many\n", "pando.toml"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "pando.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        parse("--config", str(file))
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not found"):
+        parse("--config", "/nowhere/pando.toml")
+
+
+def test_an_unknown_variable_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="PANDO_SCHEDULER__MAX_ROW"):
+        parse(environ={"PANDO_SCHEDULER__MAX_ROW": "3"})
+
+
+def test_variables_that_a_cluster_injects_are_ignored() -> None:
+    parse(environ={"PANDO_GATEWAY_SERVICE_HOST": "10.0.0.1", "PANDO_GATEWAY_PORT": "tcp://10.0.0.1:80"})
+
+
+def test_an_unknown_flag_or_value_ends_the_process_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings("pando", "", ["--scheduler.max_rows", "0"], {})
+    assert ended.value.code == 2
+    assert "scheduler.max_rows" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load_settings("pando", "", ["--scheduler.max_row", "1"], {})
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse().scheduler.max_rows = 3  # type: ignore[misc]  # that it is refused is the point

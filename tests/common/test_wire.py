@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+
+from common import wire
+from common.errors import InvalidRequestError
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from tests.common import strategies
+
+if TYPE_CHECKING:
+    from common.types import Admission, Finish, Principal, SamplingParams, ScheduleRequest, StopConditions, TokenLogprob
+
+
+def reparsed(message: scheduler_pb2.ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
+    return scheduler_pb2.ScheduleRequest.FromString(message.SerializeToString())
+
+
+@given(strategies.schedule_requests)
+def test_a_request_survives_the_wire(request: ScheduleRequest) -> None:
+    back = wire.schedule_request_from_wire(reparsed(wire.schedule_request_to_wire(request)))
+    assert back.token_ids.tolist() == request.token_ids.tolist()
+    assert dataclasses.replace(back, token_ids=request.token_ids) == request
+
+
+@given(strategies.sampling)
+def test_sampling_survives_the_wire(sampling: SamplingParams) -> None:
+    assert wire.sampling_from_wire(wire.sampling_to_wire(sampling)) == sampling
+
+
+@given(strategies.stops)
+def test_stop_conditions_survive_the_wire(stop: StopConditions) -> None:
+    assert wire.stop_from_wire(wire.stop_to_wire(stop)) == stop
+
+
+@given(strategies.finishes)
+def test_a_finish_survives_the_wire(finish: Finish) -> None:
+    encoded = wire.finish_to_wire(finish).SerializeToString()
+    assert wire.finish_from_wire(common_pb2.Finish.FromString(encoded)) == finish
+
+
+@given(strategies.logprobs)
+def test_logprobs_survive_the_wire(logprob: TokenLogprob) -> None:
+    assert wire.logprob_from_wire(wire.logprob_to_wire(logprob)) == logprob
+
+
+@given(strategies.admissions)
+def test_an_admission_survives_the_wire(admission: Admission) -> None:
+    encoded = wire.admission_to_wire(admission).SerializeToString()
+    assert wire.admission_from_wire(common_pb2.Admission.FromString(encoded)) == admission
+
+
+@given(strategies.principals)
+def test_a_principal_survives_the_wire(principal: Principal) -> None:
+    assert wire.principal_from_wire(wire.principal_to_wire(principal)) == principal
+
+
+@pytest.mark.parametrize("parts", [{}, {"tenant": "t"}, {"user": "u"}, {"tenant": "", "user": ""}])
+def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match="tenant and user"):
+        wire.principal_from_wire(common_pb2.Principal(**parts))
+
+
+def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None:
+    sampling = wire.sampling_from_wire(common_pb2.SamplingParams())
+    assert sampling.is_greedy
+    assert sampling.top_p == 1.0
+    assert not sampling.has_penalties
+
+
+def test_every_error_code_has_a_wire_value() -> None:
+    values = set(common_pb2.ErrorCode.values()) - {common_pb2.ERROR_CODE_UNSPECIFIED}
+    assert {wire.failure_from_wire(common_pb2.RequestError(code=value)).code.name for value in values} == {
+        common_pb2.ErrorCode.Name(value).removeprefix("ERROR_CODE_") for value in values
+    }
