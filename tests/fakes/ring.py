@@ -1,0 +1,152 @@
+"""A ring in one process: it answers each request by a script, and can lose requests on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.types import Admission, Finish, FinishReason, RequestFailure, RequestId
+from gateway.ring.messages import (
+    ChatPrompt,
+    Delta,
+    GenerateRequest,
+    LogprobText,
+    ModelInfo,
+    PromptUsage,
+    Tokenization,
+    TokenText,
+)
+
+if TYPE_CHECKING:
+    from common.errors import PandoError
+    from gateway.ring.port import Listener
+
+Event = Admission | Delta
+Script = Callable[[GenerateRequest], Iterable[Event]]
+
+STOP = Finish(FinishReason.STOP)
+LENGTH = Finish(FinishReason.LENGTH)
+PROMPT = PromptUsage(prompt_tokens=7, cached_tokens=4)
+CARD = ModelInfo("tiny", 2048, 1_114_112, has_chat_template=True, created_unix_s=1_700_000_000)
+
+
+class FakeRing:
+    """Implements `gateway.ring.port.Ring`. Without a script requests stay open until the test tells their listeners."""
+
+    def __init__(self, script: Script | None = None, pause_s: float = 0.0) -> None:
+        self.script = script
+        self.pause_s = pause_s
+        self.submitted: list[GenerateRequest] = []
+        self.aborted: list[RequestId] = []
+        self.listeners: dict[RequestId, Listener] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> None:
+        self.submitted.append(request)
+        self.listeners[request.request_id] = listener
+        if self.script is not None:
+            task = asyncio.get_running_loop().create_task(self._play(request, self.script))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def abort(self, request_id: RequestId) -> None:
+        if self.listeners.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+    def tell(self, event: Event) -> None:
+        """Pass an event to whoever listens for its request, as the real ring does: unknown ids are dropped."""
+        listener = self.listeners.get(event.request_id)
+        if listener is None:
+            return
+        if isinstance(event, Delta):
+            listener.on_delta(event)
+        else:
+            listener.on_admission(event)
+
+    def lose(self, request_id: RequestId, failure: RequestFailure) -> None:
+        """Let the connection break that the request depended on."""
+        self.listeners.pop(request_id).on_lost(request_id, failure)
+
+    async def _play(self, request: GenerateRequest, script: Script) -> None:
+        for event in script(request):
+            await asyncio.sleep(self.pause_s)
+            self.tell(event)
+
+
+def says(
+    *words: str, finish: Finish = STOP, usage: PromptUsage = PROMPT, logprobs: Sequence[LogprobText] = ()
+) -> Script:
+    """A script that gives every choice one token per word, and continues where a resumed request stopped."""
+
+    def script(request: GenerateRequest) -> Iterable[Event]:
+        yield Admission(request.request_id, usage.prompt_tokens)
+        first = len(request.resume.token_ids) if request.resume else 0
+        for number, word in enumerate(words[first:], start=first):
+            for choice in range(request.n):
+                yield Delta(
+                    request.request_id,
+                    choice,
+                    first_token_index=number,
+                    token_ids=(1000 + number,),
+                    text=word,
+                    logprobs=tuple(logprobs[number : number + 1]) if request.sampling.top_logprobs is not None else (),
+                    prompt_usage=usage if number == first else None,
+                    finish=finish if number == len(words) - 1 else None,
+                )
+
+    return script
+
+
+def rejects(failure: RequestFailure) -> Script:
+    """A script that refuses every request."""
+    return lambda request: [Admission(request.request_id, 0, failure)]
+
+
+def logprob(text: str, value: float, *others: tuple[str, float]) -> LogprobText:
+    """A token with its alternatives."""
+    top = [TokenText(number, other, word.encode()) for number, (word, other) in enumerate(others)]
+    return LogprobText(TokenText(0, value, text.encode()), tuple(top))
+
+
+@dataclass
+class FakeModel:
+    """Implements `gateway.ring.port.Model`: a token is a character's code point."""
+
+    card: ModelInfo = CARD
+    error: PandoError | None = None
+    questions: int = 0
+
+    async def get_model(self) -> ModelInfo:
+        self.questions += 1
+        self._check()
+        return self.card
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
+        self._check()
+        start = "\x02" if add_special_tokens else ""
+        return Tokenization(tuple(map(ord, start + text)), tuple(start + text))
+
+    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        self._check()
+        return "".join(chr(token) for token in ids if not (skip_special_tokens and token == 2))
+
+    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+        self._check()
+        text = "".join(f"<{message.role}>{message.content}" for message in chat.messages)
+        return Tokenization(tuple(map(ord, text)))
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class FakeReadiness:
+    """Implements `gateway.ring.port.Readiness`."""
+
+    lacking: list[str] = field(default_factory=list)
+
+    async def missing(self) -> list[str]:
+        return self.lacking

@@ -1,0 +1,98 @@
+"""A gateway over fakes, as tests use it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from common.settings import GatewaySettings
+from gateway.api.context import Context
+from gateway.app import create_app
+from gateway.assembly import build_identity, limits, resume_policy
+from gateway.generations import Generations
+from gateway.journal import Journal
+from gateway.metrics import GatewayMetrics
+from gateway.served_model import ServedModel
+from tests.fakes.ring import FakeModel, FakeReadiness, FakeRing, Script, says
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastapi import FastAPI
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class FakedGateway:
+    """An application over a fake ring."""
+
+    ring: FakeRing
+    settings: GatewaySettings = field(default_factory=GatewaySettings)
+    model: FakeModel = field(default_factory=FakeModel)
+    readiness: FakeReadiness = field(default_factory=FakeReadiness)
+    journal: Journal = field(default_factory=Journal)
+    peer: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self.metrics = GatewayMetrics(CollectorRegistry())
+        policy = resume_policy(self.settings)
+        self.generations = Generations(
+            self.ring, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
+        )
+        self.app: FastAPI = create_app(
+            Context(
+                generations=self.generations,
+                model=self.model,
+                served=ServedModel(self.model),
+                identity=build_identity(self.settings),
+                readiness=self.readiness,
+                metrics=self.metrics,
+                limits=limits(self.settings),
+                fingerprint="pando-test",
+            )
+        )
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app, client=(self.peer, 50000))
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, **fields})
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", {"model": "tiny", "prompt": "Hello", **fields})
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+        async with self.client() as client:
+            return await client.post(path, json=body, headers=headers)
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        async with self.client() as client:
+            return await client.get(path, headers=headers)
+
+
+def gateway_saying(*words: str, **settings: Any) -> FakedGateway:
+    return faked(says(*words), **settings)
+
+
+def faked(script: Script | None, **settings: Any) -> FakedGateway:
+    return FakedGateway(FakeRing(script), GatewaySettings(**settings))
+
+
+def stable(text: str) -> str:
+    """Replace what differs from run to run."""
+    text = re.sub(r"(chatcmpl|cmpl)-[0-9a-f]{32}", r"\1-ID", text)
+    return re.sub(r'"created":\d+', '"created":0', text)
+
+
+def events(text: str) -> Iterable[str]:
+    """The data of each server-sent event."""
+    assert text.endswith("\n\n")
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        assert event.startswith("data: "), event
+        yield event.removeprefix("data: ")

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.types import CacheMode, Principal, SamplingParams, StopConditions
+from gateway.ring.messages import ChatMessage, ChatPrompt
+from tests.fakes.ring import LENGTH, PROMPT, logprob, says
+from tests.gateway.support import HELLO, faked, gateway_saying
+
+
+async def test_whole_chat_completion_has_openai_shape() -> None:
+    gateway = gateway_saying("Hi", " there")
+    response = await gateway.chat()
+    assert response.status_code == 200
+    body = response.json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hi there", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": PROMPT.prompt_tokens,
+        "completion_tokens": 2,
+        "total_tokens": PROMPT.prompt_tokens + 2,
+        "prompt_tokens_details": {"cached_tokens": PROMPT.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def test_choices_are_numbered_and_their_tokens_summed() -> None:
+    body = (await gateway_saying("a", "b", "c").chat(n=3)).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["completion_tokens"] == 9
+    assert body["usage"]["prompt_tokens"] == PROMPT.prompt_tokens
+
+
+async def test_every_field_reaches_the_ring() -> None:
+    gateway = gateway_saying("x")
+    response = await gateway.chat(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        seed=7,
+        logit_bias={"5": -100, "6": 1.5},
+        logprobs=True,
+        top_logprobs=3,
+        max_completion_tokens=20,
+        max_tokens=99,
+        min_tokens=2,
+        stop=["\n", "END"],
+        stop_token_ids=[2, 3],
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        n=2,
+        priority=-4,
+        cache_mode="none",
+        user="ada",
+    )
+    assert response.status_code == 200
+    (request,) = gateway.ring.submitted
+    assert request.sampling == SamplingParams(0.5, 0.9, 40, 0.05, 1.1, 0.2, -0.3, 7, {5: -100.0, 6: 1.5}, 3)
+    assert request.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
+    assert (request.n, request.priority, request.cache_mode) == (2, -4, CacheMode.NONE)
+    assert request.skip_special_tokens is False
+    assert request.principal == Principal("default", "ada")
+    assert request.model == "tiny"
+    assert request.trace is not None
+
+
+async def test_defaults_are_those_of_openai() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat()
+    (request,) = gateway.ring.submitted
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, None)
+    assert request.stop == StopConditions()
+    assert request.sampling.top_logprobs is None
+    assert request.n == 1
+    assert request.skip_special_tokens is True
+
+
+async def test_a_null_field_means_its_default() -> None:
+    names = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "max_tokens",
+        "seed",
+        "logprobs",
+        "stream",
+        "tools",
+        "user",
+        "logit_bias",
+    )
+    response = await gateway_saying("x").chat(**dict.fromkeys(names))
+    assert response.status_code == 200
+
+
+async def test_unknown_fields_are_ignored() -> None:
+    response = await gateway_saying("x").chat(store=True, metadata={"a": "b"}, cache_control={"type": "ephemeral"})
+    assert response.status_code == 200
+
+
+async def test_requests_without_a_seed_get_different_ones() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat()
+    await gateway.chat()
+    first, second = gateway.ring.submitted
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_negative_seed_is_taken_modulo_two_to_the_64() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat(seed=-1)
+    assert gateway.ring.submitted[0].sampling.seed == 2**64 - 1
+
+
+async def test_top_p_of_zero_keeps_the_most_likely_token() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat(top_p=0)
+    # The wire carries single precision and reads 0 as "unset", so something small but positive must be sent.
+    assert 0 < gateway.ring.submitted[0].sampling.top_p <= 1e-5
+
+
+async def test_messages_reach_the_template_as_they_are() -> None:
+    gateway = gateway_saying("x")
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    response = await gateway.chat(
+        messages=[
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ada"},
+            {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
+            {"role": "tool", "content": "3", "tool_call_id": "c1"},
+            {"role": "assistant", "content": None},
+        ],
+        tools=[tool],
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert response.status_code == 200
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == (
+        ChatMessage("system", "Be kind."),
+        ChatMessage("user", "a\nb", name="ada"),
+        ChatMessage(
+            "assistant", None, tool_calls_json=json.dumps(calls, separators=(",", ":")), reasoning_content="hm"
+        ),
+        ChatMessage("tool", "3", tool_call_id="c1"),
+        ChatMessage("assistant", ""),
+    )
+    assert [json.loads(text) for text in prompt.tools_json] == [tool]
+    assert prompt.template_variables_json == '{"enable_thinking":false}'
+
+
+async def test_tools_stay_out_of_the_prompt_if_none_may_be_chosen() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools_json == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "generation_prompt", "continues"),
+    [
+        ({}, True, False),
+        ({"add_generation_prompt": False}, False, False),
+        ({"continue_final_message": True}, False, True),
+    ],
+)
+async def test_generation_prompt_flags(fields: dict[str, Any], generation_prompt: bool, continues: bool) -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat(**fields)
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.add_generation_prompt, prompt.continue_final_message) == (generation_prompt, continues)
+
+
+async def test_logprobs_are_reported_for_each_token() -> None:
+    entries = [logprob("Hi", -0.1, ("Hi", -0.1), ("Ho", -2.5)), logprob("!", -0.5, ("!", -0.5), ("?", float("-inf")))]
+    gateway = faked(says("Hi", "!", logprobs=entries))
+    body = (await gateway.chat(logprobs=True, top_logprobs=2)).json()
+    first, second = body["choices"][0]["logprobs"]["content"]
+    assert first["token"] == "Hi"
+    assert first["bytes"] == [72, 105]
+    assert [top["token"] for top in first["top_logprobs"]] == ["Hi", "Ho"]
+    assert second["top_logprobs"][1]["logprob"] == -9999.0
+    assert body["choices"][0]["logprobs"]["refusal"] is None
+
+
+async def test_length_is_reported_as_such() -> None:
+    body = (await faked(says("a", finish=LENGTH)).chat(max_tokens=1)).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_model_without_template_is_pointed_to_completions() -> None:
+    gateway = gateway_saying("x")
+    gateway.model.card = type(gateway.model.card)("tiny", 10, 10, has_chat_template=False, created_unix_s=0)
+    response = await gateway.chat()
+    assert response.status_code == 400
+    assert "/v1/completions" in response.json()["error"]["message"]
+
+
+async def test_journal_is_empty_when_all_is_done() -> None:
+    gateway = gateway_saying("x")
+    await gateway.chat()
+    await gateway.chat(stream=True)
+    assert len(gateway.journal) == 0
+    assert gateway.ring.aborted == []
+
+
+async def test_same_user_has_one_principal_and_strangers_have_their_own() -> None:
+    gateway = gateway_saying("x")
+    for fields in ({"user": "ada"}, {"user_id": "ada"}, {"safety_identifier": "ada"}, {}, {}):
+        await gateway.chat(messages=HELLO, **fields)
+    principals = [request.principal for request in gateway.ring.submitted]
+    assert principals[0] == principals[1] == principals[2]
+    assert len(set(principals)) == 3
