@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -157,7 +158,7 @@ def banner(layout: Layout) -> str:
     return (
         f"Pando serves {layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -d '{body}'\n\n"
+        f"    -d {shlex.quote(body)}\n\n"
         f"  pando chat --url {layout.url}\n\n"
         "Ctrl-C ends it: open requests finish first, a second Ctrl-C does not wait for them."
     )

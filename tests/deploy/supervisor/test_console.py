@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from common.settings import Settings
+from deploy.supervisor.console import ConsoleReporter, JsonReporter, banner
+from deploy.supervisor.layout import plan_layout
+from deploy.supervisor.supervisor import ServiceFailedError
+
+NAMES = ["worker", "gateway"]
+LAYOUT = plan_layout(Settings(), Path("/run/pando/8000"))
+FAILURE = ServiceFailedError("worker", "died", ('{"event": "weights.broken", "level": "error"}', "plain words"))
+
+
+def reporter(*, terminal: bool) -> tuple[ConsoleReporter, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=200, highlight=False, soft_wrap=True)
+    return ConsoleReporter(NAMES, console), output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_banner_s_curl_is_whole_and_for_the_served_model(terminal: bool) -> None:
+    shown, output = reporter(terminal=terminal)
+    shown.ready(LAYOUT)
+    text = output.getvalue()
+    assert f"curl {LAYOUT.url}/v1/chat/completions" in text
+    body = text.split("-d '")[1].split("'")[0]
+    assert json.loads(body)["model"] == LAYOUT.model
+
+
+def test_markup_in_a_service_s_words_stays_as_it_is() -> None:
+    shown, output = reporter(terminal=False)
+    shown.line("worker", "[bold]not markup[/bold]")
+    assert output.getvalue() == "      worker | [bold]not markup[/bold]\n"
+
+
+def test_progress_moves_a_bar_on_a_terminal_and_is_a_line_elsewhere() -> None:
+    event = json.dumps({"event": "worker.configuring", "percent": 40, "stage": "weights"})
+    on_terminal, output = reporter(terminal=True)
+    on_terminal.begin()
+    on_terminal.line("scheduler", event)
+    on_terminal.end()
+    assert "percent=40" not in output.getvalue()
+    plain, output = reporter(terminal=False)
+    plain.begin()
+    plain.line("scheduler", event)
+    plain.end()
+    assert "percent=40" in output.getvalue()
+
+
+def test_a_failure_shows_the_end_of_the_culprit_s_log() -> None:
+    shown, output = reporter(terminal=False)
+    shown.failed(FAILURE)
+    assert "worker died; the end of its log:" in output.getvalue()
+    assert "worker | ERROR weights.broken" in output.getvalue()
+    assert "worker | plain words" in output.getvalue()
+
+
+def test_json_output_is_json_in_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = JsonReporter()
+    shown.begin()
+    shown.line("worker", '{"event": "a", "service": "worker"}')
+    shown.line("worker", "Segmentation fault")
+    shown.note("worker died")
+    shown.ready(LAYOUT)
+    shown.failed(FAILURE)
+    shown.end()
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [event["event"] for event in events] == [
+        "a",
+        "Segmentation fault",
+        "worker died",
+        "deployment.ready",
+        "deployment.failed",
+    ]
+    assert all("service" in event for event in events)
+
+
+def test_the_banner_quotes_a_model_s_name_safely() -> None:
+    settings = Settings()
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"served_name": 'a"b'})})
+    body = banner(plan_layout(settings, Path("/run/pando/8000"))).split("-d '")[1].split("'")[0]
+    assert json.loads(body)["model"] == 'a"b'

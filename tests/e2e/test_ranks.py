@@ -1,0 +1,41 @@
+"""Two tensor-parallel ranks on the CPU: the same model, the same answers, and one fate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.settings import GatewaySettings, Settings
+from tests.e2e.conftest import require_model, serve
+from tests.e2e.served import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def served_by_two(run_root: Path) -> Iterator[Served]:
+    require_model()
+    yield from serve(Settings(gateway=GatewaySettings(port=0)), run_root, ranks=2)
+
+
+def test_two_ranks_answer_as_one_does(served: Served, served_by_two: Served) -> None:
+    for prompt in ("The capital of France is", "1, 2, 3, 4, 5,"):
+        assert served_by_two.complete(prompt, max_tokens=12) == served.complete(prompt, max_tokens=12)
+
+
+def test_when_one_rank_dies_both_start_again_and_serve(served_by_two: Served) -> None:
+    deployment = served_by_two.deployment
+    before = [deployment.pid_of(f"worker-{rank}") for rank in range(2)]
+    deployment.kill("worker-1")
+    wait_until(
+        lambda: all(deployment.pid_of(f"worker-{rank}") not in (None, before[rank]) for rank in range(2)), timeout_s=30
+    )
+    wait_until(served_by_two.is_ready, timeout_s=60)
+    assert served_by_two.complete(max_tokens=3).startswith(" Paris")
