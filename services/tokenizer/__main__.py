@@ -1,0 +1,106 @@
+"""Run the tokenizer: `python -m services.tokenizer --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+from common.rpc.channel import is_serving, open_channel
+from common.rpc.server import RpcServer
+from common.runtime import run_service
+from common.settings import Settings, load_settings
+from common.tokenization import load_served_model
+from protos.gen.pando.v1 import tokenizer_pb2_grpc
+from services.tokenizer import metrics
+from services.tokenizer.chat_template import ChatTemplates
+from services.tokenizer.encoding import Encoder
+from services.tokenizer.limits import Limits
+from services.tokenizer.relay import Relay
+from services.tokenizer.scheduler_link import SchedulerLink
+from services.tokenizer.service import EncodingPool, TokenizerService
+
+if TYPE_CHECKING:
+    import grpc
+
+    from common.tokenization import TextModel
+
+NAME = "pando.v1.Tokenizer"
+SCHEDULER_NAME = "pando.v1.Scheduler"
+HEALTH_INTERVAL_S = 0.25
+DRAIN_INTERVAL_S = 0.05
+
+
+def main() -> None:
+    """Read the settings and serve until a signal comes."""
+    settings = load_settings("python -m services.tokenizer", "Chat templates, text to token ids, request validation.")
+    # The tokenizers library sizes its own thread pool by this, when it first encodes.
+    os.environ.setdefault("RAYON_NUM_THREADS", str(settings.tokenizer.threads))
+    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer.metrics_port)
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    """Run the tokenizer until `stopping` is set; exit with status 1 if the configuration cannot work."""
+    server = RpcServer(NAME, settings.tokenizer.address)
+    channel = open_channel(settings.tokenizer.scheduler)
+    with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
+        try:
+            link, relay, service = build(settings, load_served_model(settings.model), channel, executor)
+            server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
+            await server.start()
+        except ConfigurationError as error:
+            get_logger("tokenizer").error("service.misconfigured", reason=str(error))
+            await channel.close()
+            sys.exit(1)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(link.run(relay))
+                health = tasks.create_task(report_health(server, link, channel))
+                await stopping.wait()
+                health.cancel()
+                await server.set_serving(False)
+                await drained(relay, settings.tokenizer.drain_s)
+                running.cancel()
+        finally:
+            await server.stop(grace_s=0.2)
+            await channel.close()
+
+
+def build(
+    settings: Settings, model: TextModel, channel: grpc.aio.Channel, executor: ThreadPoolExecutor
+) -> tuple[SchedulerLink, Relay, TokenizerService]:
+    """Make the service's objects."""
+    limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size)
+    templates = ChatTemplates(model.chat_templates, model.special_tokens)
+    pool = EncodingPool(Encoder(model, templates), executor)
+    link = SchedulerLink(channel)
+    relay = Relay(limits, link, pool.encode, settings.tokenizer.max_pending_requests)
+    return link, relay, TokenizerService(relay, pool, limits, int(time.time()))
+
+
+async def report_health(server: RpcServer, link: SchedulerLink, channel: grpc.aio.Channel) -> None:
+    """Say that a request would be served while the scheduler says so."""
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            can_serve = link.is_connected and await is_serving(channel, SCHEDULER_NAME)
+            metrics.SCHEDULER_CONNECTED.set(can_serve)
+            await server.set_serving(can_serve)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+async def drained(relay: Relay, timeout_s: float) -> None:
+    """Wait until the pending requests have been answered, for at most `timeout_s`."""
+    for _ in range(int(timeout_s / DRAIN_INTERVAL_S)):
+        if not relay.pending:
+            break
+        await asyncio.sleep(DRAIN_INTERVAL_S)
+
+
+if __name__ == "__main__":
+    main()

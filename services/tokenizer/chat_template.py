@@ -1,0 +1,196 @@
+"""Renders conversations with a model's chat templates, by the conventions of `transformers`.
+
+Templates are code from a model's files: they run in jinja's immutable sandbox and see nothing but JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from common.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from jinja2.parser import Parser
+
+    from services.tokenizer.requests import ChatMessage, ChatPrompt
+
+# A value decoded from JSON; templates read free-form schemas.
+Json: TypeAlias = Any
+
+_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+# Put behind a message that is to be continued, to find its end in the rendered text; whether the blank comes through
+# shows whether the template trims messages.
+_MARK: Final = "\ue000pando:continue\ue000 "
+# What a template, which is code, may raise on input that its author had not thought of.
+_TEMPLATE_FAILURES: Final = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+class ChatTemplates:
+    """The chat templates of one model, compiled."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile `sources`, by name; a template that doesn't compile fails when it is asked for."""
+        self._environment = _environment(now)
+        self._sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def __bool__(self) -> bool:
+        """Whether the model has a chat template at all."""
+        return bool(self._sources)
+
+    def render(self, chat: ChatPrompt) -> str:
+        """Return the prompt for `chat`.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation, or cannot work with it.
+        """
+        tools = [_parse_object(tool, "tools") for tool in chat.tools_json] or None
+        messages = [_plain_message(message) for message in chat.messages]
+        variables = _parse_object(chat.template_variables_json or "{}", "chat_template_kwargs")
+        if not messages:
+            raise InvalidRequestError("messages must not be empty", param="messages")
+        if clashing := _RESERVED & variables.keys():
+            raise InvalidRequestError(f"reserved: {', '.join(sorted(clashing))}", param="chat_template_kwargs")
+        if chat.continue_final_message:
+            _mark_final(messages, add_generation_prompt=chat.add_generation_prompt)
+        context = {"documents": None} | self._special_tokens | variables
+        try:
+            text = self._template(has_tools=tools is not None).render(
+                messages=messages, tools=tools, add_generation_prompt=chat.add_generation_prompt, **context
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
+        return _cut_at_mark(text, messages[-1]["content"]) if chat.continue_final_message else text
+
+    def _template(self, *, has_tools: bool) -> jinja2.Template:
+        name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise InvalidRequestError("the model has no chat template; use completions instead", param="messages")
+        if name not in self._compiled:
+            self._compiled[name] = self._environment.from_string(self._sources[name])
+        return self._compiled[name]
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+    # Functions in place of types: there is less to reach from them.
+    environment.globals["dict"] = lambda *pairs, **entries: dict(*pairs, **entries)
+    del environment.globals["lipsum"]
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        """Return the tag's body, with a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Json,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML, and models know JSON unescaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _plain_message(message: ChatMessage) -> dict[str, Json]:
+    """Return the message as templates know it: without what is absent, arguments of tool calls as objects."""
+    plain: dict[str, Json] = {"role": message.role}
+    if message.reasoning_content is not None:
+        # Some templates look for it under its older name.
+        plain["thinking"] = message.reasoning_content
+    for key in ("content", "name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, key)
+        if value is not None:
+            plain[key] = value
+    if message.tool_calls_json is not None:
+        calls = _parse(message.tool_calls_json, "messages")
+        if not isinstance(calls, list):
+            raise InvalidRequestError("tool_calls must be an array", param="messages")
+        plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return plain
+
+
+def _with_parsed_arguments(call: Json) -> Json:
+    """The API carries arguments as JSON in a string; templates would write that string escaped once more."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _parse_object(text: str, param: str) -> dict[str, Json]:
+    value = _parse(text, param)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{param}: a JSON object is expected", param=param)
+    return value
+
+
+def _parse(text: str, param: str) -> Json:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param) from error
+
+
+def _mark_final(messages: list[dict[str, Json]], *, add_generation_prompt: bool) -> None:
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+        )
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise InvalidRequestError("the final message has no content to continue", param="continue_final_message")
+    messages[-1]["content"] = content + _MARK
+
+
+def _cut_at_mark(text: str, marked_content: str) -> str:
+    """Return `text` up to the end of the content that is to be continued."""
+    content = marked_content.removesuffix(_MARK)
+    end = text.rfind(_MARK.strip())
+    if end < 0 or content.strip() not in text:
+        raise InvalidRequestError(
+            "the model's chat template leaves out the final message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    is_trimmed = not text.startswith(_MARK, end)
+    return text[:end].rstrip() if is_trimmed else text[:end]

@@ -1,0 +1,85 @@
+"""Prompts to token ids, many in one call. Nothing here may run on the event loop: encoding is what takes time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from common.errors import ContextLengthError, PandoError
+from services.tokenizer.requests import ChatPrompt, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.tokenization import TextModel
+    from common.types import TokenIds
+    from services.tokenizer.chat_template import ChatTemplates
+    from services.tokenizer.requests import Prompt
+
+Encoded: TypeAlias = "TokenIds | PandoError"
+
+
+class Encoder:
+    """Tokenizer and chat templates of one model. Thread-safe: the tokenizer is immutable and frees the interpreter."""
+
+    def __init__(self, model: TextModel, templates: ChatTemplates) -> None:
+        """Encode for `model`."""
+        self._tokenizer = model.tokenizer
+        self._templates = templates
+        self._max_context_tokens = model.max_context_tokens
+        # No token stands for more characters: byte-level entries have a letter per byte, others one per character.
+        self._longest_token = max(map(len, model.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._templates)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
+        """Return the ids of each prompt, or why there are none; texts get the model's BOS, chats bring their own."""
+        encoded: list[Encoded | None] = [None] * len(prompts)
+        texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+        for i, prompt in enumerate(prompts):
+            try:
+                match prompt:
+                    case TokenPrompt():
+                        encoded[i] = prompt.token_ids
+                    case TextPrompt():
+                        texts[True].append((i, self._guarded(prompt.text, "prompt")))
+                    case ChatPrompt():
+                        texts[False].append((i, self._guarded(self._templates.render(prompt), "messages")))
+            except PandoError as error:
+                encoded[i] = error
+        for add_special_tokens, entries in texts.items():
+            if entries:
+                batch = [text for _, text in entries]
+                found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+                for (i, _), encoding in zip(entries, found, strict=True):
+                    encoded[i] = np.array(encoding.ids, dtype=np.int32)
+        return [result for result in encoded if result is not None]
+
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Return the ids of a text and the vocabulary entry of each."""
+        encoding = self._tokenizer.encode(self._guarded(text, "text"), add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.tokens
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render(self, chat: ChatPrompt) -> tuple[str, list[int]]:
+        """Return the prompt that a conversation becomes, as text and ids."""
+        text = self._guarded(self._templates.render(chat), "messages")
+        return text, self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _guarded(self, text: str, what: str) -> str:
+        """Return `text` unless it cannot possibly fit: encoding megabytes to find that out would hold up others."""
+        least = -(-len(text) // self._longest_token)
+        if least > self._max_context_tokens:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._max_context_tokens} tokens. However, your {what} came "
+                f"to {len(text)} characters, at least {least} tokens. Please reduce the length of the {what}.",
+                param=what,
+            )
+        return text

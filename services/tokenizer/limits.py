@@ -1,0 +1,140 @@
+"""What a request may ask for. Pure checks that raise; gateways check much of it too, but not every caller is one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from services.tokenizer.requests import ChatPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.types import Resume, SamplingParams, StopConditions, TokenIds
+    from services.tokenizer.requests import GenerateRequest, Prompt
+
+MAX_CHOICES: Final = 128
+MAX_TOP_LOGPROBS: Final = 20
+MAX_LOGIT_BIASES: Final = 1024
+# Bound the detokenizer's work and memory for one request.
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARACTERS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the served model allows."""
+
+    model: str
+    max_context_tokens: int
+    vocabulary_size: int
+
+
+def check_request(request: GenerateRequest, limits: Limits) -> None:
+    """Check all that can be told without the encoded prompt.
+
+    Raises:
+        ModelNotFoundError: another model is asked for.
+        InvalidRequestError: a field is out of range; `param` names it.
+    """
+    if request.model != limits.model:
+        raise ModelNotFoundError(f"The model `{request.model}` does not exist", param="model")
+    _check_range(request.n, 1, MAX_CHOICES, "n")
+    if request.timeout_ms is not None and request.timeout_ms < 1:
+        raise InvalidRequestError("timeout must be at least 1 ms", param="timeout")
+    _check_sampling(request.sampling, limits)
+    _check_stop(request.stop, limits)
+    if request.resume is not None:
+        _check_resume(request.resume, request, limits)
+
+
+def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) -> None:
+    """Check the encoded prompt.
+
+    Raises:
+        InvalidRequestError: it is empty, or an id is outside the vocabulary.
+        ContextLengthError: there is no room for it and for what is to be generated.
+    """
+    param = _param(request.prompt)
+    if not len(token_ids):
+        raise InvalidRequestError("the prompt is empty", param=param)
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= limits.vocabulary_size:
+        wrong = low if low < 0 else high
+        message = f"token id {wrong} is outside the vocabulary of {limits.vocabulary_size}"
+        raise InvalidRequestError(message, param=param)
+    context, length = limits.max_context_tokens, len(token_ids)
+    asked = request.stop.max_tokens
+    what = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    maximum = f"This model's maximum context length is {context} tokens."
+    if length >= context:
+        message = f"{maximum} However, your {what} resulted in {length} tokens. Please reduce the length of the {what}."
+        raise ContextLengthError(message, param=param)
+    if asked is not None and length + asked > context:
+        message = (
+            f"{maximum} However, you requested {length + asked} tokens ({length} in the {what}, {asked} in the "
+            f"completion). Please reduce the length of the {what} or completion."
+        )
+        raise ContextLengthError(message, param=param)
+
+
+def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
+    _check_range(sampling.temperature, 0, 2, "temperature")
+    _check_range(sampling.top_p, 0, 1, "top_p")
+    _check_range(sampling.min_p, 0, 1, "min_p")
+    _check_range(sampling.presence_penalty, -2, 2, "presence_penalty")
+    _check_range(sampling.frequency_penalty, -2, 2, "frequency_penalty")
+    if sampling.top_k is not None:
+        _check_range(sampling.top_k, 1, None, "top_k")
+    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
+        raise InvalidRequestError("repetition_penalty must be greater than 0", param="repetition_penalty")
+    if sampling.top_logprobs is not None:
+        _check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
+    _check_range(len(sampling.logit_bias), 0, MAX_LOGIT_BIASES, "logit_bias", "the number of entries")
+    _check_ids(sampling.logit_bias, limits, "logit_bias")
+    for bias in sampling.logit_bias.values():
+        _check_range(bias, -100, 100, "logit_bias", "each value")
+
+
+def _check_stop(stop: StopConditions, limits: Limits) -> None:
+    if stop.max_tokens is not None:
+        _check_range(stop.max_tokens, 1, None, "max_tokens")
+        _check_range(stop.min_tokens, 0, stop.max_tokens, "min_tokens")
+    _check_ids(stop.stop_token_ids, limits, "stop_token_ids")
+    if not all(stop.stop_strings):
+        raise InvalidRequestError("a stop text must not be empty", param="stop")
+    _check_range(len(stop.stop_strings), 0, MAX_STOP_STRINGS, "stop", "the number of texts")
+    _check_range(sum(map(len, stop.stop_strings)), 0, MAX_STOP_CHARACTERS, "stop", "the number of characters")
+
+
+def _check_resume(resume: Resume, request: GenerateRequest, limits: Limits) -> None:
+    if request.n != 1:
+        raise InvalidRequestError("only a request for one choice can be resumed", param="n")
+    _check_ids(resume.token_ids, limits, "resume")
+    longest = request.stop.max_tokens
+    if longest is not None and len(resume.token_ids) >= longest:
+        message = f"resume: {len(resume.token_ids)} tokens were generated already, and max_tokens is {longest}"
+        raise InvalidRequestError(message, param="resume")
+
+
+def _check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocabulary_size:
+            message = f"{param}: token id {token_id} is outside the vocabulary of {limits.vocabulary_size}"
+            raise InvalidRequestError(message, param=param)
+
+
+def _check_range(value: float, low: float, high: float | None, param: str, what: str | None = None) -> None:
+    """Raise unless low <= value <= high; NaN never is."""
+    if low <= value and (high is None or value <= high):
+        return
+    wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+    # Values cross the wire as 32-bit floats: 2.1 comes back as 2.0999999.
+    name = param if what is None else f"{param}: {what}"
+    raise InvalidRequestError(f"{name} must be {wanted}, got {value:g}", param=param)
+
+
+def _param(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"

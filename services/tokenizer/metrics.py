@@ -1,0 +1,20 @@
+"""What the tokenizer tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+REQUESTS_TOTAL = Counter("pando_tokenizer_requests_total", "Requests that gateways submitted.")
+REJECTIONS_TOTAL = Counter("pando_tokenizer_rejections_total", "Requests answered with a rejection.", ["code"])
+PENDING_REQUESTS = Gauge("pando_tokenizer_pending_requests", "Requests that wait for their admission.")
+PROMPT_TOKENS = Histogram(
+    "pando_tokenizer_prompt_tokens",
+    "Length of admitted prompts.",
+    buckets=(16, 64, 256, 1024, 4096, 16_384, 65_536, 262_144),
+)
+ENCODE_SECONDS = Histogram(
+    "pando_tokenizer_encode_seconds",
+    "Time to render and encode the prompts of one message, waiting for a thread included.",
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5),
+)
+SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")

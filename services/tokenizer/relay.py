@@ -1,0 +1,232 @@
+"""Carries requests from gateways to the scheduler and admissions back.
+
+A request is known here from its arrival until its admission has been relayed, and not a moment longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import InvalidRequestError, PandoError, QueueFullError, UnavailableError
+from common.logs import get_logger
+from common.types import Admission, ErrorCode, RequestFailure, ScheduleRequest
+from services.tokenizer.limits import check_prompt, check_request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from common.types import RequestId, TokenIds
+    from services.tokenizer.encoding import Encoded
+    from services.tokenizer.limits import Limits
+    from services.tokenizer.requests import GenerateRequest, Prompt
+
+RETRY_AFTER_MS = 1000
+
+
+class Scheduler(Protocol):
+    """Where encoded requests go."""
+
+    def submit(self, requests: Sequence[ScheduleRequest]) -> None:
+        """Send requests; raise UnavailableError if the scheduler is away."""
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        """Have requests ended, now or as soon as the scheduler is back."""
+
+
+class Phase(Enum):
+    """How far a request has come."""
+
+    ENCODING = "encoding"
+    SENT = "sent"
+
+
+class GatewaySession:
+    """One gateway's stream: the admissions it is owed."""
+
+    def __init__(self) -> None:
+        """Begin with nothing owed."""
+        self._admissions: list[Admission] = []
+        self._owed = asyncio.Event()
+
+    def post(self, admission: Admission) -> None:
+        """Owe the gateway one more admission."""
+        self._admissions.append(admission)
+        self._owed.set()
+
+    async def take(self) -> Sequence[Admission]:
+        """Wait for admissions and return all there are."""
+        await self._owed.wait()
+        self._owed.clear()
+        taken, self._admissions = self._admissions, []
+        return taken
+
+
+@dataclass(slots=True)
+class _Pending:
+    session: GatewaySession
+    phase: Phase
+
+
+class Relay:
+    """Owns the requests that have not been admitted yet. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        scheduler: Scheduler,
+        encode: Callable[[Sequence[Prompt]], Awaitable[Sequence[Encoded]]],
+        max_pending: int,
+    ) -> None:
+        """Relay to `scheduler` what `encode` makes of prompts; `encode` works away from the event loop."""
+        self._limits = limits
+        self._scheduler = scheduler
+        self._encode = encode
+        self._max_pending = max_pending
+        self._pending: dict[RequestId, _Pending] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = get_logger("relay")
+
+    @property
+    def pending(self) -> int:
+        """Number of requests that wait for their admission."""
+        return len(self._pending)
+
+    def submit(self, session: GatewaySession, requests: Sequence[GenerateRequest]) -> None:
+        """Take in one message's requests; each is answered by one admission, sooner or later."""
+        batch = [request for request in requests if self._try_accept(session, request)]
+        if batch:
+            task = asyncio.create_task(self._process(session, batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def reject(self, session: GatewaySession, request_id: RequestId, error: PandoError) -> None:
+        """Answer a request that could not even be read."""
+        session.post(Admission(request_id, 0, error.to_failure()))
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        """End requests by their exact ids, wherever they are."""
+        elsewhere = []
+        for request_id in request_ids:
+            pending = self._pending.get(request_id)
+            if pending is not None and pending.phase is Phase.ENCODING:
+                # It never reaches the scheduler: who forwards it finds it missing.
+                self._answer(Admission(request_id, 0, _aborted()))
+            else:
+                elsewhere.append(request_id)
+        if elsewhere:
+            self._scheduler.abort(elsewhere)
+
+    def on_admissions(self, admissions: Iterable[Admission]) -> None:
+        """Relay the scheduler's answers to the gateways that asked."""
+        for admission in admissions:
+            self._answer(admission)
+
+    def on_scheduler_lost(self) -> None:
+        """Answer for the scheduler what it has not answered; should it have heard of them, it is to forget them."""
+        unanswered = [request_id for request_id, pending in self._pending.items() if pending.phase is Phase.SENT]
+        error = UnavailableError("the scheduler went away; try again", retry_after_ms=RETRY_AFTER_MS)
+        for request_id in unanswered:
+            self._answer(Admission(request_id, 0, error.to_failure()))
+        if unanswered:
+            self._scheduler.abort(unanswered)
+
+    def close(self, session: GatewaySession) -> None:
+        """Forget a gateway that left, and end what it had not been told was admitted."""
+        mine = [request_id for request_id, pending in self._pending.items() if pending.session is session]
+        sent = [request_id for request_id in mine if self._pending.pop(request_id).phase is Phase.SENT]
+        if sent:
+            self._scheduler.abort(sent)
+
+    def _try_accept(self, session: GatewaySession, request: GenerateRequest) -> bool:
+        try:
+            if request.request_id in self._pending:
+                # No admission: it would be taken for that of the request which has the id.
+                self._log.error("request.duplicate", request_id=request.request_id)
+                return False
+            if len(self._pending) >= self._max_pending:
+                raise QueueFullError("too many requests are being submitted", retry_after_ms=RETRY_AFTER_MS)
+            check_request(request, self._limits)
+        except PandoError as error:
+            self.reject(session, request.request_id, error)
+            return False
+        self._pending[request.request_id] = _Pending(session, Phase.ENCODING)
+        return True
+
+    async def _process(self, session: GatewaySession, batch: Sequence[GenerateRequest]) -> None:
+        try:
+            encoded = await self._encode([request.prompt for request in batch])
+        except Exception as error:  # noqa: BLE001  (the edge of the task: whatever it is, the gateway gets an answer)
+            self._log.error("encoding.failed", exc_info=error)
+            failure = RequestFailure(ErrorCode.INTERNAL, "the prompt could not be encoded")
+            for request in batch:
+                self._answer_own(session, Admission(request.request_id, 0, failure))
+            return
+        ready = []
+        for request, result in zip(batch, encoded, strict=True):
+            if not self._is_own(session, request.request_id):
+                continue  # aborted meanwhile
+            scheduled = self._try_schedule(request, result)
+            if isinstance(scheduled, Admission):
+                self._answer(scheduled)
+            else:
+                ready.append(scheduled)
+        self._forward(ready)
+
+    def _try_schedule(self, request: GenerateRequest, encoded: Encoded) -> ScheduleRequest | Admission:
+        if isinstance(encoded, PandoError):
+            return Admission(request.request_id, 0, encoded.to_failure())
+        try:
+            check_prompt(encoded, request, self._limits)
+        except PandoError as error:
+            return Admission(request.request_id, len(encoded), error.to_failure())
+        return _scheduled(request, encoded)
+
+    def _forward(self, requests: Sequence[ScheduleRequest]) -> None:
+        if not requests:
+            return
+        try:
+            self._scheduler.submit(requests)
+        except UnavailableError as error:
+            for request in requests:
+                self._answer(Admission(request.request_id, len(request.token_ids), error.to_failure()))
+            return
+        for request in requests:
+            self._pending[request.request_id].phase = Phase.SENT
+
+    def _answer(self, admission: Admission) -> None:
+        pending = self._pending.pop(admission.request_id, None)
+        if pending is not None:
+            pending.session.post(admission)
+
+    def _answer_own(self, session: GatewaySession, admission: Admission) -> None:
+        if self._is_own(session, admission.request_id):
+            self._answer(admission)
+
+    def _is_own(self, session: GatewaySession, request_id: RequestId) -> bool:
+        pending = self._pending.get(request_id)
+        return pending is not None and pending.session is session
+
+
+def _aborted() -> RequestFailure:
+    return InvalidRequestError("the request was aborted before it was admitted").to_failure()
+
+
+def _scheduled(request: GenerateRequest, token_ids: TokenIds) -> ScheduleRequest:
+    return ScheduleRequest(
+        request_id=request.request_id,
+        principal=request.principal,
+        reply_to=request.reply_to,
+        token_ids=token_ids,
+        sampling=request.sampling,
+        stop=request.stop,
+        n=request.n,
+        priority=request.priority,
+        cache_mode=request.cache_mode,
+        skip_special_tokens=request.skip_special_tokens,
+        resume=request.resume,
+        timeout_ms=request.timeout_ms,
+        trace=request.trace,
+    )

@@ -1,0 +1,108 @@
+"""The one stream to the scheduler, as values without protobuf."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.rpc.stream import StreamLink
+from common.wire import admission_from_wire, schedule_request_to_wire
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import grpc
+
+    from common.types import RequestId, ScheduleRequest
+    from services.tokenizer.relay import Relay
+
+# Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
+MAX_MESSAGE_TOKENS = 2_000_000
+# Aborts kept for a scheduler that is away; more only cost it work that is thrown away.
+MAX_KEPT_ABORTS = 65_536
+
+
+class SchedulerLink:
+    """Sends batches, and tells the relay what comes back."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        """Prepare a stream on `channel`; `run` opens it."""
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._relay: Relay | None = None
+        self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
+        self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
+            StreamLink(
+                "scheduler",
+                lambda: stub.Submit(),
+                self._on_message,
+                on_connected=self._on_connected,
+                on_disconnected=self._on_disconnected,
+            )
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the stream is open."""
+        return self._link.connected
+
+    async def run(self, relay: Relay) -> None:
+        """Keep the stream open until cancelled; `relay` hears of admissions and losses."""
+        self._relay = relay
+        await self._link.run()
+
+    def submit(self, requests: Sequence[ScheduleRequest]) -> None:
+        """Send requests, in as few messages as possible; all of them or none.
+
+        Raises:
+            UnavailableError: the scheduler is away, or does not keep up.
+        """
+        sent: list[RequestId] = []
+        for part in split(requests):
+            message = scheduler_pb2.SchedulerSubmitRequest(schedules=map(schedule_request_to_wire, part))
+            try:
+                self._link.send(message)
+            except UnavailableError:
+                self.abort(sent)
+                raise
+            sent.extend(request.request_id for request in part)
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        """Send aborts now, or once the scheduler is back: it may go on with what it was sent."""
+        self._kept_aborts.extend(request_ids)
+        if self.is_connected:
+            self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        aborts = [common_pb2.Abort(request_id=request_id) for request_id in self._kept_aborts]
+        with contextlib.suppress(UnavailableError):
+            self._link.send(scheduler_pb2.SchedulerSubmitRequest(aborts=aborts))
+            self._kept_aborts.clear()
+
+    def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
+        if self._relay is not None:
+            self._relay.on_admissions(admission_from_wire(admission) for admission in message.admissions)
+
+    def _on_connected(self) -> None:
+        if self._kept_aborts:
+            self._send_aborts()
+
+    def _on_disconnected(self, _reason: str) -> None:
+        if self._relay is not None:
+            self._relay.on_scheduler_lost()
+
+
+def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOKENS) -> Iterator[list[ScheduleRequest]]:
+    """Cut requests into runs of at most `max_tokens` prompt tokens; a longer prompt stands alone."""
+    part: list[ScheduleRequest] = []
+    tokens = 0
+    for request in requests:
+        if part and tokens + len(request.token_ids) > max_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(request)
+        tokens += len(request.token_ids)
+    if part:
+        yield part

@@ -1,0 +1,157 @@
+"""The gRPC face of the tokenizer.
+
+`Submit` writes by `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally`
+only when it is collected, and what a gateway holds has to be freed when its stream breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
+
+from common.errors import PandoError
+from common.types import RequestId
+from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer import metrics
+from services.tokenizer.relay import GatewaySession
+from services.tokenizer.wire import admissions_to_wire, chat_from_wire, generate_from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from concurrent.futures import Executor
+
+    from common.types import Admission
+    from services.tokenizer.encoding import Encoded, Encoder
+    from services.tokenizer.limits import Limits
+    from services.tokenizer.relay import Relay
+    from services.tokenizer.requests import Prompt
+
+# Requests and responses differ by method.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class EncodingPool:
+    """Runs an encoder in threads."""
+
+    def __init__(self, encoder: Encoder, executor: Executor) -> None:
+        """Encode in `executor`, which the caller shuts down."""
+        self.encoder = encoder
+        self._executor = executor
+
+    async def encode(self, prompts: Sequence[Prompt]) -> Sequence[Encoded]:
+        """Encode one message's prompts in one call."""
+        started = time.perf_counter()
+        encoded = await asyncio.get_running_loop().run_in_executor(self._executor, self.encoder.encode, prompts)
+        metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
+        return encoded
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Encode a text to ids and vocabulary entries."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: self.encoder.encode_text(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Decode ids."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, lambda: self.encoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def render(self, message: tokenizer_pb2.ChatPrompt) -> tuple[str, list[int]]:
+        """Render a conversation."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, self.encoder.render, chat_from_wire(message)
+        )
+
+
+class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
+    """Decode, call relay or pool, encode."""
+
+    def __init__(self, relay: Relay, pool: EncodingPool, limits: Limits, created_unix_s: int) -> None:
+        """Serve the model that `limits` names, loaded at `created_unix_s`."""
+        self._relay = relay
+        self._pool = pool
+        self._limits = limits
+        self._created_unix_s = created_unix_s
+
+    async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
+        self, request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest], context: Context
+    ) -> None:
+        """Take in a gateway's requests and aborts; answer with admissions."""
+        session = GatewaySession()
+        writer = asyncio.create_task(_answer(session, context))
+        try:
+            async for message in request_iterator:
+                self._take_in(session, message)
+                metrics.PENDING_REQUESTS.set(self._relay.pending)
+        finally:
+            writer.cancel()
+            self._relay.close(session)
+            metrics.PENDING_REQUESTS.set(self._relay.pending)
+
+    def _take_in(self, session: GatewaySession, message: tokenizer_pb2.TokenizerSubmitRequest) -> None:
+        requests = []
+        for generate in message.generates:
+            try:
+                requests.append(generate_from_wire(generate))
+            except PandoError as error:
+                self._relay.reject(session, RequestId(generate.request_id), error)
+        metrics.REQUESTS_TOTAL.inc(len(message.generates))
+        self._relay.submit(session, requests)
+        if message.aborts:
+            self._relay.abort([RequestId(abort.request_id) for abort in message.aborts])
+
+    async def Tokenize(  # noqa: N802
+        self, request: tokenizer_pb2.TokenizeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encode a text."""
+        ids, tokens = await self._pool.tokenize(request.text, add_special_tokens=request.add_special_tokens)
+        limit = self._limits.max_context_tokens
+        return tokenizer_pb2.TokenizeResponse(ids=ids, tokens=tokens, max_context_tokens=limit)
+
+    async def Detokenize(  # noqa: N802
+        self, request: tokenizer_pb2.DetokenizeRequest, context: Context
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        """Decode ids; ids outside the vocabulary stand for nothing."""
+        text = await self._pool.detokenize(list(request.ids), skip_special_tokens=request.skip_special_tokens)
+        return tokenizer_pb2.DetokenizeResponse(text=text)
+
+    async def RenderChat(  # noqa: N802
+        self, request: tokenizer_pb2.RenderChatRequest, context: Context
+    ) -> tokenizer_pb2.RenderChatResponse:
+        """Show the prompt that a conversation becomes."""
+        text, ids = await self._pool.render(request.chat)
+        return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
+
+    async def GetModel(  # noqa: N802
+        self, request: tokenizer_pb2.GetModelRequest, context: Context
+    ) -> tokenizer_pb2.GetModelResponse:
+        """Tell what is served."""
+        return tokenizer_pb2.GetModelResponse(
+            model=self._limits.model,
+            max_context_tokens=self._limits.max_context_tokens,
+            vocabulary_size=self._limits.vocabulary_size,
+            has_chat_template=self._pool.encoder.has_chat_template,
+            created_unix_s=self._created_unix_s,
+        )
+
+
+async def _answer(session: GatewaySession, context: Context) -> None:
+    # An error here means that the stream has broken; its reader learns of it by itself.
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        while True:
+            admissions = await session.take()
+            for admission in admissions:
+                _count(admission)
+            await context.write(admissions_to_wire(admissions))
+
+
+def _count(admission: Admission) -> None:
+    if admission.rejected is not None:
+        metrics.REJECTIONS_TOTAL.labels(admission.rejected.code.value).inc()
+    else:
+        metrics.PROMPT_TOKENS.observe(admission.prompt_tokens)

@@ -1,0 +1,95 @@
+"""Protobuf messages of this service, to and from the values of `requests.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.types import RequestId
+from common.wire import (
+    admission_to_wire,
+    cache_mode_from_wire,
+    principal_from_wire,
+    reply_to_from_wire,
+    resume_from_wire,
+    sampling_from_wire,
+    stop_from_wire,
+    trace_from_wire,
+)
+from protos.gen.pando.v1 import tokenizer_pb2
+from services.tokenizer.requests import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.types import Admission
+    from services.tokenizer.requests import Prompt
+
+
+def generate_from_wire(message: tokenizer_pb2.GenerateRequest) -> GenerateRequest:
+    """Decode a request.
+
+    Raises:
+        InvalidRequestError: identity, reply-to, request id or prompt is missing.
+    """
+    if not message.request_id:
+        raise InvalidRequestError("request_id must be set", param="request_id")
+    return GenerateRequest(
+        request_id=RequestId(message.request_id),
+        principal=principal_from_wire(message.principal),
+        reply_to=reply_to_from_wire(message.reply_to),
+        model=message.model,
+        prompt=_prompt_from_wire(message),
+        sampling=sampling_from_wire(message.sampling),
+        stop=stop_from_wire(message.stop),
+        n=message.n,
+        priority=message.priority,
+        cache_mode=cache_mode_from_wire(message.cache_mode),
+        skip_special_tokens=message.skip_special_tokens,
+        resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
+        timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
+        trace=trace_from_wire(message.trace),
+    )
+
+
+def chat_from_wire(message: tokenizer_pb2.ChatPrompt) -> ChatPrompt:
+    """Decode a conversation."""
+    has_variables = message.HasField("template_variables_json")
+    return ChatPrompt(
+        messages=tuple(_message_from_wire(entry) for entry in message.messages),
+        tools_json=tuple(message.tools_json),
+        add_generation_prompt=message.add_generation_prompt,
+        continue_final_message=message.continue_final_message,
+        template_variables_json=message.template_variables_json if has_variables else None,
+    )
+
+
+def admissions_to_wire(admissions: Sequence[Admission]) -> tokenizer_pb2.TokenizerSubmitResponse:
+    """Encode what a gateway is owed."""
+    return tokenizer_pb2.TokenizerSubmitResponse(admissions=[admission_to_wire(admission) for admission in admissions])
+
+
+def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            return chat_from_wire(message.chat)
+        case "token_ids":
+            # fixed32 may exceed int32; such ids wrap to negative ones, which no vocabulary has.
+            return TokenPrompt(np.array(message.token_ids.ids, dtype=np.uint32).astype(np.int32))
+        case _:
+            raise InvalidRequestError("the prompt is missing", param="prompt")
+
+
+def _message_from_wire(message: tokenizer_pb2.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content if message.HasField("content") else None,
+        name=message.name if message.HasField("name") else None,
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+        tool_calls_json=message.tool_calls_json if message.HasField("tool_calls_json") else None,
+        reasoning_content=message.reasoning_content if message.HasField("reasoning_content") else None,
+    )
