@@ -92,7 +92,7 @@ class RadixCache:
 
     def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
         """Add the whole pages of `token_ids` below the lease; `prompt_tokens` matters only to caches with evidence."""
-        node = self._leases[lease.lease_id]
+        node = self._held_node(lease)
         key = PagedKey(token_ids, self.page_size)
         assert len(pages) >= key.pages, "a row's page table covers its tokens"
         first = len(lease.pages)
@@ -121,8 +121,8 @@ class RadixCache:
 
     def release(self, lease: Lease) -> None:
         """Unlock the lease's path, from its end upwards."""
-        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released or replaced before"
-        node = self._leases.pop(lease.lease_id)
+        node = self._held_node(lease)
+        del self._leases[lease.lease_id]
         if node is None:
             return
         self._touch(node)
@@ -168,6 +168,10 @@ class RadixCache:
         pages.flags.writeable = False
         self._leases[lease.lease_id] = node
         return lease
+
+    def _held_node(self, lease: Lease) -> Node | None:
+        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released or replaced before"
+        return self._leases[lease.lease_id]
 
     def _split(self, node: Node, pages: int) -> Node:
         """Cut an edge; the upper half is out of its order in `unlocked` until the caller locks it."""

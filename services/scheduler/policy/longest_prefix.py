@@ -18,9 +18,10 @@ class LongestPrefixMatch:
     those who arrived more than `patience_s` before the newest one go first, by arrival.
     """
 
-    def __init__(self, window: int = 128, patience_s: float = 5.0) -> None:
+    def __init__(self, window: int = 128, patience_s: float = 30.0) -> None:
         """Match at most `window` sequences; let a sequence be overtaken by those that come within `patience_s`."""
         assert window > 0
+        assert patience_s >= 0
         self._window = window
         self._patience_s = patience_s
 
@@ -31,9 +32,7 @@ class LongestPrefixMatch:
             return
         # Compared with the newest arrival and not with now: without newcomers nobody is overtaken for ever.
         deadline = by_arrival[-1].arrived_at - self._patience_s
-        impatient = next(
-            (index for index, sequence in enumerate(by_arrival) if sequence.arrived_at >= deadline), len(by_arrival)
-        )
+        impatient = next(index for index, sequence in enumerate(by_arrival) if sequence.arrived_at >= deadline)
         yield from islice(by_arrival, impatient)
         window_end = impatient + self._window
         yield from sorted(by_arrival[impatient:window_end], key=match, reverse=True)

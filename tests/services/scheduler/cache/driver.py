@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.types import Principal
 from services.scheduler.cache.factory import CacheName, make_cache
-from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
+from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
 
 ANN = Principal("tenant", "ann")
 BOB = Principal("tenant", "bob")
@@ -33,10 +38,7 @@ class Driver:
 
     def admit(self, principal: Principal, ids: list[int], *, may_use_cache: bool = True) -> Row:
         array = int32(ids)
-        if may_use_cache:
-            lease = self.cache.commit(principal, array)
-        else:
-            lease = self.cache.commit_nothing(principal)
+        lease = self.cache.commit(principal, array) if may_use_cache else self.cache.commit_nothing(principal)
         fresh = self.allocator.try_allocate(-(-len(ids) // self.cache.page_size) - len(lease.pages))
         assert fresh is not None
         return Row(lease, array, np.concatenate([lease.pages, fresh]))
@@ -60,3 +62,10 @@ class Driver:
 
     def peek(self, principal: Principal, ids: list[int]) -> int:
         return self.cache.peek(principal, int32(ids))
+
+    def edges(self, principal: Principal | None = None) -> list[list[int]]:
+        return [node.token_ids.tolist() for node in self.cache.dump(principal)]
+
+    def violations(self) -> list[str]:
+        assert isinstance(self.cache, RadixCache)
+        return violations(self.cache)

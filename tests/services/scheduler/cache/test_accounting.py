@@ -4,7 +4,7 @@ from services.scheduler.cache.accounting import account, audit, repair
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
 
-def test_the_four_terms_add_up_to_the_capacity():
+def test_the_four_terms_add_up_to_the_capacity() -> None:
     driver = Driver(capacity=10)
     driver.serve(ANN, [1, 2, 3, 4])
     row = driver.admit(BOB, [5, 6, 7, 8, 9])
@@ -15,7 +15,7 @@ def test_the_four_terms_add_up_to_the_capacity():
     assert accounting.is_exact
 
 
-def test_a_forgotten_row_shows_as_unaccounted_references():
+def test_a_forgotten_row_shows_as_unaccounted_references() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
     driver.cache.release(row.lease)
@@ -24,24 +24,25 @@ def test_a_forgotten_row_shows_as_unaccounted_references():
     assert not accounting.is_exact
 
 
-def test_audit_of_sound_books_is_clean():
+def test_audit_of_sound_books_is_clean() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4])
     row = driver.admit(ANN, [1, 2, 3, 4, 5])
     assert audit(driver.allocator, driver.cache, {"row": row.table}).is_clean
 
 
-def test_audit_names_a_leaked_page_and_who_had_it():
+def test_audit_names_a_leaked_page_and_who_had_it() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2])
     pages = driver.allocator.try_allocate(1, owner=42)
+    assert pages is not None
     report = audit(driver.allocator, driver.cache, {})
     (fault,) = report.leaked
     assert (fault.page, fault.references, fault.holders, fault.owner) == (pages[0], 1, 0, 42)
     assert not report.dangling
 
 
-def test_audit_names_the_holders_of_a_page_with_one_reference_too_many():
+def test_audit_names_the_holders_of_a_page_with_one_reference_too_many() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
     driver.insert(row)
@@ -51,7 +52,7 @@ def test_audit_names_the_holders_of_a_page_with_one_reference_too_many():
     assert (fault.rows, fault.nodes, fault.references) == (("request-1/0",), (node.node_id,), 3)
 
 
-def test_audit_finds_a_page_that_a_row_names_without_a_reference():
+def test_audit_finds_a_page_that_a_row_names_without_a_reference() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
     driver.allocator.release(row.table[1:])
@@ -59,7 +60,7 @@ def test_audit_finds_a_page_that_a_row_names_without_a_reference():
     assert (fault.page, fault.references, fault.rows) == (row.table[1], 0, ("row",))
 
 
-def test_repair_frees_leaked_pages_and_keeps_the_cache():
+def test_repair_frees_leaked_pages_and_keeps_the_cache() -> None:
     driver = Driver(capacity=8)
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.try_allocate(3)
@@ -72,7 +73,7 @@ def test_repair_frees_leaked_pages_and_keeps_the_cache():
     assert driver.allocator.free_pages == 8
 
 
-def test_repair_flushes_a_cache_whose_pages_others_may_have_written():
+def test_repair_flushes_a_cache_whose_pages_others_may_have_written() -> None:
     driver = Driver(capacity=8)
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.release(int32([0]))
@@ -82,7 +83,7 @@ def test_repair_flushes_a_cache_whose_pages_others_may_have_written():
     assert audit(driver.allocator, driver.cache, {}).is_clean
 
 
-def test_repair_of_sound_books_changes_nothing():
+def test_repair_of_sound_books_changes_nothing() -> None:
     driver = Driver(capacity=8)
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.try_allocate(1)

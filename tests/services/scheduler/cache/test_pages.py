@@ -17,6 +17,12 @@ def int32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def take(allocator: PageAllocator, count: int) -> np.ndarray:
+    pages = allocator.try_allocate(count)
+    assert pages is not None
+    return pages
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Holders take, share and give back sets of pages; a counter of their pages is the model."""
 
@@ -59,7 +65,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.holders[pick % len(self.holders)] = old[count:]
         self.holders.append(new[:count])
         held = self.held()
-        assert self.allocator.exchange(old[:count], new[:count]) == sum(held[page] == 0 for page in old[:count].tolist())
+        assert self.allocator.exchange(old[:count], new[:count]) == sum(
+            held[page] == 0 for page in old[:count].tolist()
+        )
 
     def held(self) -> Counter[int]:
         return Counter(page for pages in self.holders for page in pages.tolist())
@@ -77,27 +85,27 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_first_pages_are_handed_out_in_ascending_order():
-    assert PageAllocator(4).try_allocate(3).tolist() == [0, 1, 2]
+def test_first_pages_are_handed_out_in_ascending_order() -> None:
+    assert take(PageAllocator(4), 3).tolist() == [0, 1, 2]
 
 
-def test_pages_freed_last_are_handed_out_first():
+def test_pages_freed_last_are_handed_out_first() -> None:
     allocator = PageAllocator(4)
     allocator.try_allocate(4)
     allocator.release(int32(1, 3))
     allocator.release(int32(0))
-    assert allocator.try_allocate(3).tolist() == [0, 3, 1]
+    assert take(allocator, 3).tolist() == [0, 3, 1]
 
 
-def test_nothing_is_taken_when_not_all_pages_can_be():
+def test_nothing_is_taken_when_not_all_pages_can_be() -> None:
     allocator = PageAllocator(3)
     assert allocator.try_allocate(4) is None
     assert allocator.free_pages == 3
 
 
-def test_double_free_is_an_assertion_and_changes_nothing():
+def test_double_free_is_an_assertion_and_changes_nothing() -> None:
     allocator = PageAllocator(3)
-    pages = allocator.try_allocate(2)
+    pages = take(allocator, 2)
     allocator.release(pages[:1])
     with pytest.raises(AssertionError, match=r"released free pages \[0\]"):
         allocator.release(pages)
@@ -105,26 +113,26 @@ def test_double_free_is_an_assertion_and_changes_nothing():
     assert allocator.is_consistent()
 
 
-def test_one_call_cannot_release_a_page_twice():
+def test_one_call_cannot_release_a_page_twice() -> None:
     allocator = PageAllocator(3)
     allocator.try_allocate(1)
     with pytest.raises(AssertionError):
         allocator.release(int32(0, 0))
 
 
-def test_free_pages_cannot_be_retained():
+def test_free_pages_cannot_be_retained() -> None:
     with pytest.raises(AssertionError, match="retained free pages"):
         PageAllocator(3).retain(int32(1))
 
 
-def test_exchange_of_a_page_for_itself_never_frees_it():
+def test_exchange_of_a_page_for_itself_never_frees_it() -> None:
     allocator = PageAllocator(3)
-    pages = allocator.try_allocate(2)
+    pages = take(allocator, 2)
     assert allocator.exchange(pages, pages[::-1]) == 0
     assert allocator.counts.tolist() == [1, 1, 0]
 
 
-def test_owner_of_the_last_allocation_is_remembered():
+def test_owner_of_the_last_allocation_is_remembered() -> None:
     allocator = PageAllocator(3)
     allocator.try_allocate(2, owner=np.array([7, 8]))
     allocator.release(int32(1))
@@ -133,17 +141,17 @@ def test_owner_of_the_last_allocation_is_remembered():
     assert allocator.last_owner(1) == 9
 
 
-def test_counts_cannot_be_written_from_outside():
+def test_counts_cannot_be_written_from_outside() -> None:
     with pytest.raises(ValueError, match="read-only"):
         PageAllocator(3).counts[0] = 1
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20))
-def test_restored_allocator_hands_out_exactly_the_unreferenced_pages(counts: list[int]):
+def test_restored_allocator_hands_out_exactly_the_unreferenced_pages(counts: list[int]) -> None:
     allocator = PageAllocator(len(counts))
     allocator.try_allocate(len(counts) // 2)
     allocator.restore(np.array(counts, np.int32))
     assert allocator.is_consistent()
     free = [page for page, count in enumerate(counts) if count == 0]
-    assert allocator.try_allocate(len(free)).tolist() == free
+    assert take(allocator, len(free)).tolist() == free
     assert allocator.free_pages == 0

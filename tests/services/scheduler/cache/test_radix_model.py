@@ -1,4 +1,4 @@
-"""Random lives of rows of several users: the tree behaves as the naive oracle, and no page is ever lost or overwritten."""
+"""Random lives of several users' rows: the tree does what the naive oracle does, and no page is lost or overwritten."""
 
 from __future__ import annotations
 

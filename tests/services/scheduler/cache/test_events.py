@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from services.scheduler.cache.events import CacheEvents
+from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeView
+from tests.services.scheduler.cache.driver import ANN, BOB, Driver
+
+
+def watched() -> tuple[Driver, list[CacheEvent]]:
+    driver = Driver()
+    events: list[CacheEvent] = []
+    driver.cache.events.subscribe(events.append)
+    return driver, events
+
+
+def short(event: CacheEvent) -> tuple[CacheEventKind, list[int], int]:
+    assert event.node is not None
+    return event.kind, event.node.token_ids.tolist(), event.node.depth_tokens
+
+
+def test_insert_split_and_eviction_are_told_in_order() -> None:
+    driver, events = watched()
+    driver.serve(ANN, [1, 2, 3, 4])
+    driver.serve(ANN, [1, 2, 5, 6])
+    driver.cache.evict(1)
+    assert [short(event) for event in events] == [
+        (CacheEventKind.INSERTED, [1, 2, 3, 4], 4),
+        (CacheEventKind.SPLIT, [1, 2], 2),
+        (CacheEventKind.SPLIT, [3, 4], 4),
+        (CacheEventKind.INSERTED, [5, 6], 4),
+        (CacheEventKind.EVICTED, [], 2),
+    ]
+    assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
+
+
+def test_trimmed_leaf_shows_what_is_left() -> None:
+    driver, events = watched()
+    driver.serve(ANN, [1, 2, 3, 4])
+    driver.cache.evict(1)
+    assert short(events[-1]) == (CacheEventKind.EVICTED, [1, 2], 2)
+
+
+def test_flush_tells_what_went_and_then_that_it_is_over() -> None:
+    driver, events = watched()
+    driver.serve(ANN, [1, 2])
+    driver.serve(BOB, [3, 4])
+    driver.cache.flush()
+    assert [event.kind for event in events[2:]] == [
+        CacheEventKind.EVICTED,
+        CacheEventKind.EVICTED,
+        CacheEventKind.FLUSHED,
+    ]
+    assert events[-1].node is None
+
+
+def test_snapshot_and_events_together_give_the_tree() -> None:
+    driver = Driver()
+    driver.serve(ANN, [1, 2, 3, 4])
+    mirror: dict[NodeId, NodeView] = {node.node_id: node for node in driver.cache.dump()}
+
+    def apply(event: CacheEvent) -> None:
+        if event.node is None:
+            return
+        if event.node.edge_tokens:
+            mirror[event.node.node_id] = event.node
+        else:
+            del mirror[event.node.node_id]
+
+    driver.cache.events.subscribe(apply)
+    driver.serve(ANN, [1, 2, 3, 4, 5, 6, 7, 8])
+    driver.serve(BOB, [1, 2])
+    driver.serve(ANN, [1, 2, 9, 9])
+    driver.cache.evict(3)
+
+    def shape(nodes: list[NodeView]) -> list[tuple[object, ...]]:
+        return sorted(
+            (node.node_id, node.parent_id, node.token_ids.tolist(), node.pages.tolist(), node.depth_tokens)
+            for node in nodes
+        )
+
+    assert shape(list(mirror.values())) == shape(list(driver.cache.dump()))
+
+
+def test_sequence_rises_also_while_nobody_listens() -> None:
+    driver = Driver()
+    driver.serve(ANN, [1, 2])
+    assert driver.cache.events.sequence == 1
+    events: list[CacheEvent] = []
+    driver.cache.events.subscribe(events.append)
+    driver.serve(ANN, [3, 4])
+    assert events[0].sequence == 2
+
+
+def test_unsubscribed_listener_hears_nothing_and_others_go_on() -> None:
+    driver, events = watched()
+    others: list[CacheEvent] = []
+    unsubscribe = driver.cache.events.subscribe(others.append)
+    unsubscribe()
+    unsubscribe()
+    driver.serve(ANN, [1, 2])
+    assert (len(events), len(others)) == (1, 0)
+
+
+def test_nodes_are_described_only_for_listeners() -> None:
+    def view() -> NodeView:
+        raise AssertionError("nobody asked")
+
+    events = CacheEvents()
+    events.emit(CacheEventKind.INSERTED, view)
+    assert events.sequence == 1

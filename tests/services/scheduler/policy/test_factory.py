@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from common.settings import SchedulerSettings
+from services.scheduler.policy.factory import PolicyName, make_policy
+from services.scheduler.policy.first_come import FirstComeFirstServed
+from services.scheduler.policy.longest_prefix import LongestPrefixMatch
+from services.scheduler.policy.priority import PriorityFirst
+from tests.services.scheduler.policy.waiting import handles, waiting_sequence
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fcfs", FirstComeFirstServed), ("lpm", LongestPrefixMatch), ("priority", PriorityFirst)]
+)
+def test_each_name_makes_its_policy(name: PolicyName, kind: type) -> None:
+    assert isinstance(make_policy(name), kind)
+
+
+def test_the_settings_offer_exactly_these_names() -> None:
+    assert get_args(SchedulerSettings.model_fields["policy"].annotation) == get_args(PolicyName)
+
+
+def test_first_come_is_first_served() -> None:
+    waiting = [waiting_sequence(handle, priority=handle) for handle in range(3)]
+    assert handles(make_policy("fcfs").order(waiting, lambda _: 0)) == [0, 1, 2]

@@ -1,0 +1,47 @@
+"""Waiting sequences in one line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import (
+    Principal,
+    ReplyTo,
+    RequestId,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    SubscriberId,
+)
+from services.scheduler.core.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def waiting_sequence(handle: int, *, arrived_at: float = 0.0, priority: int = 0, user: str = "ann") -> Sequence:
+    ids = np.array([1, 2, 3], np.int32)
+    request = ScheduleRequest(
+        request_id=RequestId(f"request-{handle}"),
+        principal=Principal("tenant", user),
+        reply_to=ReplyTo(SubscriberId("gateway")),
+        token_ids=ids,
+        sampling=SamplingParams(),
+        stop=StopConditions(),
+        priority=priority,
+    )
+    return Sequence(
+        request=request,
+        choice_index=0,
+        handle=handle,
+        sampling=request.sampling,
+        token_ids=ids,
+        max_total_tokens=8,
+        arrived_at=arrived_at,
+    )
+
+
+def handles(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.handle for sequence in sequences]
