@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.chat.client import ChatClient, ChatError, ChatOptions, UnreachableError
+from tests.fakes.openai_server import free_url
+
+if TYPE_CHECKING:
+    from deploy.chat.client import Answer
+    from tests.fakes.openai_server import FakeOpenAIServer
+
+MESSAGES = [{"role": "user", "content": "one two three"}]
+
+
+def ask(server: FakeOpenAIServer, model: str = "good", pieces: list[str] | None = None) -> Answer:
+    client = ChatClient(server.url)
+    received: list[str] = [] if pieces is None else pieces
+    try:
+        options = ChatOptions(model, user="ann", max_tokens=4)
+        return client.ask(MESSAGES, options, received.append)
+    finally:
+        client.close()
+
+
+def test_an_answer_comes_in_pieces_with_its_figures(server: FakeOpenAIServer) -> None:
+    server.chunk_interval_s = 0.02
+    pieces: list[str] = []
+    answer = ask(server, pieces=pieces)
+    assert pieces == [" w0", " w1", " w2", " w3"]
+    assert answer.text == " w0 w1 w2 w3"
+    assert (answer.prompt_tokens, answer.completion_tokens, answer.finish_reason) == (3, 4, "length")
+    assert answer.time_to_first_s is not None
+    assert answer.time_to_first_s >= 0.02
+    assert answer.tokens_per_s is not None
+    assert 0 < answer.tokens_per_s < 60
+
+
+def test_the_second_question_of_a_user_finds_the_first(server: FakeOpenAIServer) -> None:
+    assert ask(server).cached_tokens == 0
+    assert ask(server).cached_tokens == 3
+    assert {body["user"] for body in server.bodies} == {"ann"}
+
+
+def test_a_server_without_usage_still_chats(server: FakeOpenAIServer) -> None:
+    answer = ask(server, "no-usage")
+    assert answer.text
+    assert (answer.completion_tokens, answer.tokens_per_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("overloaded", "429: come back later"),
+        ("unheard-of", "404: no model"),
+        ("error-midway", "the worker died"),
+        ("no-done", "broke off"),
+        ("breaks-off", "broke"),
+        ("not-json", "unreadable"),
+    ],
+)
+def test_failures_are_explained(server: FakeOpenAIServer, model: str, message: str) -> None:
+    with pytest.raises(ChatError, match=message):
+        ask(server, model)
+
+
+def test_what_came_before_a_failure_is_kept(server: FakeOpenAIServer) -> None:
+    pieces: list[str] = []
+    with pytest.raises(ChatError):
+        ask(server, "error-midway", pieces)
+    assert pieces == [" w0", " w1"]
+
+
+def test_an_interrupt_closes_the_connection(server: FakeOpenAIServer) -> None:
+    server.chunk_interval_s = 0.05
+
+    def interrupt(_piece: str) -> None:
+        raise KeyboardInterrupt
+
+    client = ChatClient(server.url)
+    with pytest.raises(KeyboardInterrupt):
+        client.ask(MESSAGES, ChatOptions("good", "ann", max_tokens=1000), interrupt)
+    deadline = time.monotonic() + 5
+    while server.disconnects == 0:
+        assert time.monotonic() < deadline, "the server never saw the client leave"
+        time.sleep(0.01)
+    client.close()
+
+
+def test_a_server_that_is_away_is_named_with_what_to_do() -> None:
+    url = free_url()
+    with pytest.raises(UnreachableError, match=rf"{url}.*pando up.*--url"):
+        ChatClient(url).find_model()
+
+
+def test_the_first_listed_model_is_taken_and_none_is_explained(server: FakeOpenAIServer) -> None:
+    server.listed = ["b", "a"]
+    assert ChatClient(f"{server.url}/v1/").find_model() == "b"
+    server.listed = []
+    with pytest.raises(ChatError, match="lists no model"):
+        ChatClient(server.url).find_model()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://host", "http://h:port"])
+def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(ChatError, match="not a URL"):
+        ChatClient(url).find_model()

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from deploy.cli import main
+from tests.fakes.openai_server import free_url
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.fakes.openai_server import FakeOpenAIServer
+
+
+def test_a_prompt_is_answered_on_standard_output(server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "one two", "--system", "be brief", "--max-tokens", "3", "--temperature", "0.5"]
+    assert main(["chat", "--url", server.url, *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == " w0 w1 w2\n"
+    assert "3 tokens" in captured.err
+    assert "0 of them cached" in captured.err
+    (body,) = server.bodies
+    assert [message["content"] for message in body["messages"]] == ["be brief", "one two"]
+    assert (body["temperature"], body["max_tokens"]) == (0.5, 3)
+
+
+def test_piped_text_is_a_prompt(
+    server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from\na pipe\n"))
+    assert main(["chat", "--url", server.url]) == 0
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "from\na pipe"}]
+    assert capsys.readouterr().out.endswith("w7\n")
+
+
+def test_sessions_are_different_users_unless_named(server: FakeOpenAIServer) -> None:
+    for flags in ([], [], ["--user", "ann"]):
+        assert main(["chat", "--url", server.url, "--prompt", "hi", *flags]) == 0
+    first, second, third = (body["user"] for body in server.bodies)
+    assert first != second
+    assert third == "ann"
+
+
+def test_nothing_to_ask_is_an_error(
+    server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--url", server.url]) == 1
+    assert "nothing to ask" in capsys.readouterr().err
+
+
+def test_a_server_that_is_away_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    url = free_url()
+    assert main(["chat", "--url", url, "--prompt", "hi"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert url in captured.err
+    assert "pando up" in captured.err
+
+
+def test_an_answer_that_breaks_off_fails(server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", server.url, "--model", "error-midway", "--prompt", "hi"]) == 1
+    assert "the worker died" in capsys.readouterr().err

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from deploy.chat.conversation import Conversation
+
+
+def test_turns_follow_the_system_prompt() -> None:
+    talk = Conversation("be brief")
+    talk.ask("hi")
+    talk.answer("hello")
+    assert [message["role"] for message in talk.ask("again")] == ["system", "user", "assistant", "user"]
+
+
+def test_a_question_without_an_answer_is_taken_back() -> None:
+    talk = Conversation()
+    talk.ask("hi")
+    talk.answer("")
+    assert talk.messages == []
+
+
+def test_reset_keeps_the_system_prompt() -> None:
+    talk = Conversation("be brief")
+    talk.ask("hi")
+    talk.answer("hello")
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
