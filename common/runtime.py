@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from common.errors import ConfigurationError
 from common.logs import configure_logging, get_logger
 from common.metrics import start_metrics_server
 
@@ -23,14 +25,18 @@ def run_service(
 ) -> None:
     """Run `main` until it returns; SIGTERM and SIGINT set the event it is given, so that it can drain.
 
-    A second signal ends the process at once.
+    A second signal ends the process at once. A ConfigurationError from `main` is logged and ends it with status 1.
     """
     configure_logging(name, log)
     if metrics_port is not None:
         start_metrics_server(metrics_port)
     logger = get_logger("runtime")
-    with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_run(name, main))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(_run(name, main))
+    except ConfigurationError as error:
+        logger.error("service.misconfigured", reason=str(error))
+        sys.exit(1)
     logger.info("service.stopped")
 
 

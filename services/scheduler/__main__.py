@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.logs import get_logger
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.stream import StreamLink
@@ -34,7 +32,11 @@ def main() -> None:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
-    """Run the scheduler until `stopping` is set; exit with status 1 if the configuration cannot work."""
+    """Run the scheduler until `stopping` is set.
+
+    Raises:
+        ConfigurationError: the settings cannot work, here or in a worker.
+    """
     loop = SchedulerLoop(settings.scheduler)
     group = WorkerGroup(settings.scheduler.workers, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
     channel = open_channel(settings.scheduler.detokenizer)
@@ -50,6 +52,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     server = RpcServer(NAME, settings.scheduler.address)
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, SchedulerService(loop, settings.scheduler))
     await server.start()
+    misconfigured: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -63,11 +66,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             for task in running:
                 task.cancel()
     except* ConfigurationError as errors:
-        get_logger("scheduler").error("service.misconfigured", reason=str(errors.exceptions[0]))
-        sys.exit(1)
+        misconfigured = next(iter(errors.exceptions))
     finally:
         await server.stop(grace_s=0.2)
         await channel.close()
+    if misconfigured is not None:
+        raise misconfigured
 
 
 async def drained(loop: SchedulerLoop, timeout_s: float) -> None:

@@ -1,0 +1,333 @@
+"""The scheduler process as its neighbours see it: real gRPC, a simulated worker, a recording detokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from common.errors import ConfigurationError
+from common.rpc.channel import is_serving, open_channel
+from common.rpc.server import RpcServer
+from common.settings import Settings
+from common.types import Principal
+from common.wire import principal_to_wire, schedule_request_to_wire
+from protos.gen.pando.v1 import (
+    common_pb2,
+    detokenizer_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    worker_pb2_grpc,
+)
+from services.scheduler.__main__ import NAME, serve
+from tests.fakes.detokenizer_service import RecordingDetokenizer
+from tests.fakes.simulated_worker import expected_output
+from tests.fakes.worker_service import FakeWorkerService
+from tests.services.scheduler.core.harness import STOP_ID, make_request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+PROMPT = [(17 * position) % 900 + 10 for position in range(30)]
+
+
+async def until(condition: Callable[[], Any], seconds: float = 15) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (what is awaited signals nothing)
+            await asyncio.sleep(0.01)
+
+
+async def until_state(ring: Ring, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not condition(await ring.state()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+class Ring:
+    """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
+
+    def __init__(self, folder: Path, **scheduler: Any) -> None:
+        self.workers = [FakeWorkerService(), FakeWorkerService()]
+        self.detokenizer = RecordingDetokenizer()
+        self.admissions: dict[str, common_pb2.Admission] = {}
+        self._folder = folder
+        self._stack = AsyncExitStack()
+        self._stopping = asyncio.Event()
+        self._worker_servers: list[RpcServer] = []
+        section = {
+            "address": self.address("scheduler"),
+            "workers": (self.address("worker0"), self.address("worker1")),
+            "detokenizer": self.address("detokenizer"),
+            "page_size": 4,
+            "max_rows": 4,
+            "max_step_tokens": 16,
+            "drain_s": 0.5,
+            "admin_token": "let me in",
+            **scheduler,
+        }
+        self.settings = Settings.model_validate({"scheduler": section})
+
+    def address(self, name: str) -> str:
+        return f"unix:{self._folder}/{name}.sock"
+
+    async def start(self) -> None:
+        await self.start_workers()
+        await self.start_detokenizer()
+        self.running = asyncio.create_task(serve(self.settings, self._stopping))
+        self.channel = await self._stack.enter_async_context(open_channel(self.address("scheduler")))
+        self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
+        self._call = self.stub.Submit(wait_for_ready=True)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            self.admissions.update({admission.request_id: admission for admission in message.admissions})
+
+    async def start_workers(self) -> None:
+        for number, worker in enumerate(self.workers):
+            server = RpcServer("pando.v1.Worker", self.address(f"worker{number}"))
+            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, worker)
+            await server.start()
+            self._worker_servers.append(server)
+
+    async def stop_workers(self) -> None:
+        for server in self._worker_servers:
+            await server.stop(0)
+        self._worker_servers = []
+
+    async def start_detokenizer(self) -> None:
+        self._detokenizer_server = RpcServer("pando.v1.Detokenizer", self.address("detokenizer"))
+        self._detokenizer_server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, self.detokenizer)
+        await self._detokenizer_server.start()
+
+    async def stop_detokenizer(self) -> None:
+        await self._detokenizer_server.stop(0)
+
+    async def ready(self, *, serving: bool = True) -> None:
+        async with asyncio.timeout(15):
+            while await is_serving(self.channel, NAME) is not serving:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def submit(self, name: str, prompt: list[int] | None = None, **changes: Any) -> common_pb2.Admission:
+        request = schedule_request_to_wire(make_request(name, prompt or PROMPT, **changes))
+        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[request]))
+        await until(lambda: name in self.admissions)
+        return self.admissions[name]
+
+    async def abort(self, name: str) -> None:
+        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
+
+    async def finished(self, *names: str) -> None:
+        await until(lambda: all(name in self.detokenizer.finishes for name in names))
+
+    async def state(self) -> scheduler_pb2.GetStateResponse:
+        return await self.stub.GetState(scheduler_pb2.GetStateRequest(include_requests=True), timeout=5)
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        self._reader.cancel()
+        self._call.cancel()
+        await asyncio.gather(self.running, self._reader, return_exceptions=True)
+        await self._stack.aclose()
+        await self.stop_workers()
+        await self.stop_detokenizer()
+
+
+@pytest.fixture
+async def ring(tmp_path: Path) -> AsyncIterator[Ring]:
+    ring = Ring(tmp_path)
+    await ring.start()
+    await ring.ready()
+    yield ring
+    await ring.stop()
+
+
+def output(max_tokens: int = 8, prompt: list[int] = PROMPT) -> list[int]:
+    return expected_output(prompt, len(prompt) + max_tokens, (STOP_ID,))
+
+
+async def test_tokens_reach_the_detokenizer_and_all_ranks_run_the_same_plans(ring: Ring) -> None:
+    admission = await ring.submit("one")
+    assert not admission.HasField("rejected")
+    assert admission.prompt_tokens == len(PROMPT)
+    await ring.finished("one")
+    assert ring.detokenizer.output_of("one") == output()
+    await until(lambda: len(ring.workers[0].plans) == len(ring.workers[1].plans))
+    pairs = zip(*(worker.plans for worker in ring.workers), strict=True)
+    assert all(lhs.step_id == rhs.step_id and lhs.prefills == rhs.prefills for lhs, rhs in pairs)
+    assert [request.rank for worker in ring.workers for request in worker.configured] == [0, 1]
+
+
+async def test_a_bad_request_is_rejected_alone(ring: Ring) -> None:
+    bad = scheduler_pb2.ScheduleRequest(request_id="bad", token_ids=[1])
+    good = schedule_request_to_wire(make_request("good", PROMPT))
+    await ring._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[bad, good]))
+    await until(lambda: {"bad", "good"} <= set(ring.admissions))
+    assert ring.admissions["bad"].rejected.code == common_pb2.ERROR_CODE_INVALID_REQUEST
+    await ring.finished("good")
+
+
+async def test_an_abort_frees_row_and_pages(ring: Ring) -> None:
+    ring.workers[0].step_s = 0.02
+    await ring.submit("endless", max_tokens=None)
+    await until(lambda: ring.detokenizer.output_of("endless"))
+    await ring.abort("endless")
+    await ring.finished("endless")
+    assert ring.detokenizer.finishes["endless"].finish.reason == common_pb2.FINISH_REASON_ABORT
+    state = await ring.state()
+    assert (state.running_rows, state.waiting_requests, len(state.requests)) == (0, 0, 0)
+    tier = state.tiers[0]
+    assert tier.free_pages + tier.evictable_pages == tier.capacity_pages
+
+
+async def test_stop_text_found_by_the_detokenizer_ends_the_row(ring: Ring) -> None:
+    ring.detokenizer.stop_after["stopped"] = 3
+    ring.workers[0].step_s = 0.01
+    await ring.submit("stopped", max_tokens=60)
+    await until(lambda: len(ring.detokenizer.output_of("stopped")) >= 3)
+    await until_state(ring, lambda state: not state.running_rows)
+    assert len(ring.detokenizer.output_of("stopped")) < 60
+
+
+async def test_a_request_whose_gateway_is_gone_is_ended(ring: Ring) -> None:
+    ring.detokenizer.gone.add("orphan")
+    ring.workers[0].step_s = 0.01
+    await ring.submit("orphan", max_tokens=60)
+    await until_state(ring, lambda state: not state.requests)
+    assert len(ring.detokenizer.output_of("orphan")) < 60
+
+
+@pytest.mark.parametrize("how", ["error", "death"])
+async def test_rows_go_on_after_the_workers_come_back(ring: Ring, how: str) -> None:
+    for worker in ring.workers:
+        worker.step_s = 0.01
+    if how == "error":
+        ring.workers[1].fail_at_step = 6
+    await ring.submit("patient", max_tokens=30)
+    await until(lambda: len(ring.detokenizer.output_of("patient")) >= 3 or len(ring.workers[0].configured) > 1)
+    if how == "death":
+        await ring.stop_workers()
+        await until(lambda: ring.running)
+        await ring.start_workers()
+    await ring.finished("patient")
+    assert ring.detokenizer.output_of("patient") == output(30)
+    assert all(len(worker.configured) == 2 for worker in ring.workers)
+    # What was found out at the first start is kept, so that what was admitted still fits.
+    assert ring.workers[0].configured[1].device_pages == 64
+
+
+async def test_a_worker_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, worker_timeout_s=0.5)
+    await ring.start()
+    await ring.ready()
+    ring.workers[0].hangs = True
+    await ring.submit("slow")
+    await until(lambda: len(ring.workers[0].configured) > 1)
+    ring.workers[0].hangs = False
+    await ring.finished("slow")
+    assert ring.detokenizer.output_of("slow") == output()
+    await ring.stop()
+
+
+async def test_a_refused_configuration_ends_the_process(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.workers[1].refusal = "no such model: x"
+    await ring.start()
+    with pytest.raises(ConfigurationError, match="no such model: x"):
+        await asyncio.wait_for(asyncio.shield(ring.running), 10)
+    await ring.stop()
+
+
+async def test_without_its_detokenizer_it_serves_nobody_and_forgets_what_that_knew(ring: Ring) -> None:
+    ring.workers[0].step_s = 0.02
+    await ring.submit("cut off", max_tokens=90)
+    await until(lambda: ring.detokenizer.output_of("cut off"))
+    await ring.stop_detokenizer()
+    await until_state(ring, lambda state: not state.requests)
+    await ring.ready(serving=False)
+    refused = await ring.submit("too early")
+    assert refused.rejected.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    assert refused.rejected.retryable
+    await ring.start_detokenizer()
+    await ring.ready()
+    ring.workers[0].step_s = 0.0
+    await ring.submit("again")
+    await ring.finished("again")
+    assert ring.detokenizer.output_of("again") == output()
+
+
+async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring) -> None:
+    await ring.submit("alice's", user="alice")
+    await ring.submit("bob's", user="bob")
+    await ring.finished("alice's", "bob's")
+    request = scheduler_pb2.DumpTreeRequest(include_token_ids=True)
+    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5)]
+    assert len(nodes) >= 2
+    assert not any(node.HasField("owner") or node.token_ids for node in nodes)
+    wrong = (("authorization", "Bearer let me out"),)
+    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5, metadata=wrong)]
+    assert not any(node.HasField("owner") or node.token_ids for node in nodes)
+    admin = (("authorization", "Bearer let me in"),)
+    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5, metadata=admin)]
+    assert {node.owner.user for node in nodes} == {"alice", "bob"}
+    assert list(nodes[0].token_ids[:4]) == PROMPT[:4]
+    own = scheduler_pb2.DumpTreeRequest(principal=principal_to_wire(Principal("tenant", "alice")))
+    nodes = [response.node async for response in ring.stub.DumpTree(own, timeout=5, metadata=admin)]
+    assert {node.owner.user for node in nodes} == {"alice"}
+
+
+async def test_a_watcher_sees_the_tree_first_and_then_each_change(ring: Ring) -> None:
+    await ring.submit("before")
+    await ring.finished("before")
+    call = ring.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=10)
+    events = aiter(call)
+    snapshot = []
+    while (event := await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
+        snapshot.append(event)
+    assert snapshot
+    await ring.submit("after", user="bob")
+    event = await anext(events)
+    assert event.kind == scheduler_pb2.CACHE_EVENT_KIND_INSERTED
+    assert event.sequence > snapshot[-1].sequence
+    call.cancel()
+
+
+async def test_flush_pause_and_resume_do_what_they_say(ring: Ring) -> None:
+    await ring.submit("first")
+    await ring.finished("first")
+    freed = await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5)
+    assert freed.freed_pages > 0
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5)
+    await ring.submit("second")
+    state = await ring.state()
+    assert state.paused
+    assert [request.phase for request in state.requests] == ["WAITING"]
+    await ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=5)
+    await ring.finished("second")
+    assert ring.detokenizer.cached["second"] == 0
+
+
+async def test_before_the_workers_are_there_it_says_so(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.workers = []
+    await ring.start()
+    rejected = (await ring.submit("early")).rejected
+    assert rejected.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await ring.state()).worker_group == "CONNECTING"
+    await ring.stop()
+
+
+async def test_a_stopping_scheduler_lets_open_requests_finish(ring: Ring) -> None:
+    ring.workers[0].step_s = 0.005
+    await ring.submit("last words", max_tokens=20)
+    ring._stopping.set()
+    await ring.finished("last words")
+    assert ring.detokenizer.output_of("last words") == output(20)
+    await asyncio.wait_for(asyncio.gather(ring.running, return_exceptions=True), 5)
