@@ -41,7 +41,7 @@ def _structure(cache: RadixCache, node: Node) -> Iterator[str]:
         yield f"node {node.node_id} is locked more often than its parent"
     if parent is not cache.tree.root and parent.last_access < node.last_access:
         yield f"node {node.node_id} was used after its parent"
-    if (node.lock_ref == 0) != (node in cache.unlocked):
+    if (node.lock_ref == 0) != (node in cache.locks.unlocked):
         yield f"node {node.node_id} with lock_ref {node.lock_ref} is on the wrong side of `unlocked`"
 
 
@@ -56,14 +56,14 @@ def _totals(cache: RadixCache) -> Iterator[str]:
     pages = [page for node in nodes for page in node.pages.tolist()]
     if len(pages) != len(set(pages)):
         yield "a page is in two nodes"
-    if set(cache.unlocked) - set(nodes):
+    if set(cache.locks.unlocked) - set(nodes):
         yield "`unlocked` holds nodes that are not in the tree"
 
 
 def _recency(cache: RadixCache) -> Iterator[str]:
     seen: set[Node] = set()
     last_access = 0
-    for node in cache.unlocked:
+    for node in cache.locks.unlocked:
         if not seen.issuperset(node.children.values()):
             yield f"node {node.node_id} would be evicted before its children"
         if node.last_access < last_access:

@@ -68,11 +68,11 @@ def detach_unnoticed(cache: RadixCache) -> None:
 
 
 def forget_unlocked(cache: RadixCache) -> None:
-    del cache.unlocked[nodes(cache)["ann", "5", "6"]]
+    del cache.locks.unlocked[nodes(cache)["ann", "5", "6"]]
 
 
 def reorder(cache: RadixCache) -> None:
-    cache.unlocked.move_to_end(nodes(cache)["ann", "5", "6"])
+    cache.locks.unlocked.move_to_end(nodes(cache)["ann", "5", "6"])
 
 
 def use_before_parent(cache: RadixCache) -> None:
@@ -113,6 +113,6 @@ def test_parent_before_child_in_eviction_order_is_found() -> None:
     parent = nodes(cache)["ann", "1", "2"]
     parent.lock_ref = 0
     nodes(cache)["ann", "3", "4"].lock_ref = 0
-    cache.unlocked[parent] = None
-    cache.unlocked[nodes(cache)["ann", "3", "4"]] = None
+    cache.locks.unlocked[parent] = None
+    cache.locks.unlocked[nodes(cache)["ann", "3", "4"]] = None
     assert any("before its children" in violation for violation in violations(cache))
