@@ -43,7 +43,7 @@ class Failing(tokenizer_pb2_grpc.TokenizerServicer):
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     server = RpcServer(NAME, f"unix:{tmp_path}/server.sock")
-    server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Failing())
+    server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Failing())  # type: ignore[abstract]  # the rest is unused
     await server.start()
     await server.set_serving(True)
     yield server.address
@@ -103,7 +103,7 @@ async def test_health_tells_alive_from_serving(tmp_path: Path) -> None:
 
 
 async def test_reflection_lists_the_service(channel: grpc.aio.Channel) -> None:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # stubs know no aio
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     answer = await call.read()
     assert NAME in {service.name for service in answer.list_services_response.service}

@@ -66,7 +66,7 @@ async def until(condition: Any) -> None:
 
 async def start_echo(path: Path) -> RpcServer:
     server = RpcServer("pando.v1.Tokenizer", f"unix:{path}/echo.sock")
-    server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Echo())
+    server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Echo())  # type: ignore[abstract]  # the rest is unused
     await server.start()
     return server
 

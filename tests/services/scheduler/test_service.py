@@ -52,7 +52,7 @@ class Ring:
 
     def __init__(self, folder: Path, **scheduler: Any) -> None:
         self.workers = [FakeWorkerService(), FakeWorkerService()]
-        self.detokenizer = RecordingDetokenizer()
+        self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
         self.admissions: dict[str, common_pb2.Admission] = {}
         self._folder = folder
         self._stack = AsyncExitStack()

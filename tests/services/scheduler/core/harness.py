@@ -133,7 +133,7 @@ class Harness:
         if output is None:
             return
         for sequence in output.opens:
-            name = (sequence.request.request_id, sequence.choice_index)
+            name: tuple[str, int] = (sequence.request.request_id, sequence.choice_index)
             assert sequence.handle not in self._names, "opened twice"
             self._names[sequence.handle] = name
             self.cached[name] = sequence.cached_tokens or 0
