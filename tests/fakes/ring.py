@@ -42,14 +42,24 @@ class FakeRing:
         self.aborted: list[RequestId] = []
         self.listeners: dict[RequestId, Listener] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._submitted = asyncio.Event()
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         self.submitted.append(request)
         self.listeners[request.request_id] = listener
+        self._submitted.set()
         if self.script is not None:
             task = asyncio.get_running_loop().create_task(self._play(request, self.script))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def submissions(self, count: int) -> list[GenerateRequest]:
+        """Wait until so many requests have been submitted, and return them."""
+        async with asyncio.timeout(5):
+            while len(self.submitted) < count:
+                self._submitted.clear()
+                await self._submitted.wait()
+        return self.submitted
 
     def abort(self, request_id: RequestId) -> None:
         if self.listeners.pop(request_id, None) is not None:
