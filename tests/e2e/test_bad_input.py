@@ -18,12 +18,16 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "a message without a role": ({"messages": [{"content": "Hi"}]}, 400, "role"),
     "max_tokens is text": ({"max_tokens": "many"}, 400, "max_tokens"),
     "max_tokens is negative": ({"max_tokens": -1}, 400, "max_tokens"),
-    "max_tokens beyond the context": ({"max_tokens": 10_000_000}, 400, "max_tokens"),
+    "max_tokens beyond the context": ({"max_tokens": 10_000_000}, 400, "context length"),
     "temperature is negative": ({"temperature": -0.5}, 400, "temperature"),
     "top_p above one": ({"top_p": 1.5}, 400, "top_p"),
     "n is zero": ({"n": 0}, 400, "n"),
     "a model that is not served": ({"model": "gpt-17"}, 404, "gpt-17"),
-    "a prompt longer than the context": ({"messages": [{"role": "user", "content": "word " * 20_000}]}, 400, "context"),
+    "a prompt longer than the context": (
+        {"messages": [{"role": "user", "content": "word " * 20_000}]},
+        400,
+        "context length",
+    ),
 }
 
 
