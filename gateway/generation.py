@@ -128,10 +128,16 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        if self._unfinished and cause:
+        if self._unfinished and self._failure is None and cause:
             self._metrics.aborts.labels(cause).inc()
         self._abort_routes()
         self._wake()
+
+    def fail(self, failure: RequestFailure, cause: str) -> None:
+        """End it with an error for the client, unless it has ended; counted under `cause`."""
+        if self._unfinished and self._failure is None and not self._closed:
+            self._metrics.aborts.labels(cause).inc()
+            self._fail(failure)
 
     # --- what the ring tells (gateway.ring.port.Listener) -------------------------------------------------------------
 
@@ -205,8 +211,7 @@ class Generation:
         self._buffered_bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
         if self._buffer_bytes is not None and self._buffered_bytes > self._buffer_bytes:
             self._updates.clear()
-            self._metrics.aborts.labels("slow_client").inc()
-            self._fail(STUCK)
+            self.fail(STUCK, "slow_client")
             self.on_overflow()
             return
         self._wake()

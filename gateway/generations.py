@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from common.errors import QueueFullError, UnavailableError
+from common.errors import QueueFullError, RequestFailedError
+from common.types import ErrorCode, RequestFailure
 from gateway.generation import Generation
 from gateway.journal import JournalEntry
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000
+SHUTDOWN = RequestFailure(
+    ErrorCode.UNAVAILABLE, "this server is shutting down", retryable=True, retry_after_ms=RETRY_AFTER_MS
+)
 
 
 class Generations:
@@ -44,10 +48,10 @@ class Generations:
 
         Raises:
             QueueFullError: too many requests are open.
-            UnavailableError: this process is about to end.
+            RequestFailedError: this process is about to end.
         """
         if self.draining:
-            raise UnavailableError("this server is shutting down", retry_after_ms=RETRY_AFTER_MS)
+            raise RequestFailedError(SHUTDOWN)
         if len(self._journal) + len(requests) > self._max_open_requests:
             raise QueueFullError("too many requests are open at this server", retry_after_ms=RETRY_AFTER_MS)
         entries = list(_numbered(requests))
@@ -83,11 +87,13 @@ class Generations:
                 generation.end_silence(limit_s)
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests, and wait up to `limit_s` for the open ones to end."""
+        """Refuse new requests, wait up to `limit_s` for the open ones to end, and fail what is left then."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
+        for generation in list(self._open):
+            generation.fail(SHUTDOWN, "shutdown")
 
 
 def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:

@@ -40,7 +40,7 @@ class RequestContext:
         request_id = _request_id(scope)
         exchange = _Exchange(send, request_id)
         structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(http_request_id=request_id)
+        structlog.contextvars.bind_contextvars(http_request_id=request_id.decode())
         started = time.monotonic()
         try:
             await self._app(scope, receive, exchange.send)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from tests.gateway.listening import listening
+from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
+
+if TYPE_CHECKING:
+    from starlette.types import Message
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LONG = [f" word{number}" for number in range(10_000)]
+
+
+async def send_request(port: int, *, stream: bool, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = orjson.dumps({"model": "tiny", "messages": HELLO, "stream": stream, **fields})
+    writer.write(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def seconds_until_aborted(gateway: FakedGateway, count: int = 1) -> float:
+    started = time.perf_counter()
+    async with asyncio.timeout(5):
+        while len(gateway.ring.aborted) < count:  # noqa: ASYNC110  (what is measured is the abort itself)
+            await asyncio.sleep(0.001)
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_that_leaves_while_its_prompt_is_computed_is_aborted(stream: bool) -> None:
+    gateway = faked(None)
+    async with listening(gateway) as port:
+        _, writer = await send_request(port, stream=stream)
+        (request,) = await gateway.ring.submissions(1)
+        writer.close()
+        # The target is 100 ms; the bound leaves room for a busy machine.
+        assert await seconds_until_aborted(gateway) < 1
+    assert gateway.ring.aborted == [request.request_id]
+    assert len(gateway.journal) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_that_leaves_in_the_middle_of_its_answer_is_aborted(stream: bool) -> None:
+    gateway = gateway_saying(*LONG)
+    gateway.ring.pause_s = 0.002
+    async with listening(gateway) as port:
+        reader, writer = await send_request(port, stream=stream)
+        await gateway.ring.submissions(1)
+        if stream:
+            await reader.readuntil(b"word3")
+        writer.transport.abort()
+        assert await seconds_until_aborted(gateway) < 1
+    assert len(gateway.ring.aborted) == 1
+    assert len(gateway.journal) == 0
+    assert b'pando_gateway_aborts_total{cause="disconnect"} 1.0' in gateway.metrics.exposition()
+
+
+async def test_only_the_client_that_left_is_aborted() -> None:
+    gateway = gateway_saying(*LONG[:100])
+    gateway.ring.pause_s = 0.002
+    async with listening(gateway) as port:
+        staying, _ = await send_request(port, stream=True)
+        leaving, writer = await send_request(port, stream=True)
+        await leaving.readuntil(b"word3")
+        writer.transport.abort()
+        await seconds_until_aborted(gateway)
+        rest = await staying.readuntil(b"[DONE]")
+    assert b"word99" in rest
+    assert gateway.ring.aborted == [gateway.ring.submitted[1].request_id]
+
+
+async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() -> None:
+    gateway = gateway_saying(*[" x" * 2000] * 10_000)
+    gateway.settings = gateway.settings.model_copy(update={"stream_buffer_bytes": 65_536})
+    gateway.__post_init__()
+    async with listening(gateway) as port:
+        reader, writer = await send_request(port, stream=True)
+        assert await seconds_until_aborted(gateway) < 5
+        received = await reader.read()  # up to the end of the connection
+        writer.close()
+    assert b"[DONE]" not in received
+    assert b'pando_gateway_aborts_total{cause="slow_client"} 1.0' in gateway.metrics.exposition()
+
+
+async def test_client_that_leaves_before_its_body_is_complete_disturbs_nobody() -> None:
+    gateway = gateway_saying("x")
+    async with listening(gateway) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"Content-Length: 99\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+        assert (await gateway.complete()).status_code == 200
+    assert (
+        b'pando_gateway_requests_total{route="/v1/chat/completions",status="499"} 1.0' in gateway.metrics.exposition()
+    )
+
+
+async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> None:
+    gateway = faked(None)
+    body = orjson.dumps({"model": "tiny", "messages": HELLO})
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(_message: Message) -> None:
+        return
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
+        "headers": [], "client": ("127.0.0.1", 1), "server": ("x", 80), "scheme": "http", "http_version": "1.1",
+        "root_path": "",
+    }  # fmt: skip
+    task = asyncio.create_task(gateway.app(scope, receive, send))
+    await gateway.ring.submissions(1)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(gateway.ring.aborted) == 1
+    assert b'pando_gateway_aborts_total{cause="shutdown"} 1.0' in gateway.metrics.exposition()

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from common.errors import UnavailableError
+from gateway.trace import TRACEPARENT, trace_of
+from tests.gateway.support import HELLO, gateway_saying
+
+
+async def test_alive_even_if_nothing_can_be_served() -> None:
+    gateway = gateway_saying("x")
+    gateway.readiness.lacking = ["tokenizer: not connected"]
+    assert (await gateway.get("/health")).status_code == 200
+    response = await gateway.get("/ready")
+    assert response.status_code == 503
+    assert response.json() == {"status": "unavailable", "missing": ["tokenizer: not connected"]}
+
+
+async def test_ready_when_nothing_is_missing() -> None:
+    response = await gateway_saying("x").get("/ready")
+    assert response.status_code == 200
+    assert response.json() == {"status": "ready", "missing": []}
+
+
+async def test_metrics_count_what_happened() -> None:
+    gateway = gateway_saying("a", "b")
+    await gateway.chat(stream=True)
+    await gateway.chat(temperature=-1)
+    text = (await gateway.get("/metrics")).text
+    assert 'pando_gateway_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'pando_gateway_requests_total{route="/v1/chat/completions",status="400"} 1.0' in text
+    assert "pando_gateway_completion_tokens_total 2.0" in text
+    assert "pando_gateway_prompt_tokens_total 7.0" in text
+    assert "pando_gateway_cached_prompt_tokens_total 4.0" in text
+    assert "pando_gateway_open_requests 0.0" in text
+    assert "pando_gateway_time_to_first_token_seconds_count 1.0" in text
+    assert "pando_gateway_inter_token_latency_seconds_count 1.0" in text
+
+
+async def test_models_show_the_context_length() -> None:
+    gateway = gateway_saying("x")
+    (card,) = (await gateway.get("/v1/models")).json()["data"]
+    assert card["id"] == "tiny"
+    assert card["max_model_len"] == 2048
+    assert (await gateway.get("/v1/models/tiny")).json() == card
+    missing = await gateway.get("/v1/models/org/other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_model_card_outlives_the_tokenizer() -> None:
+    gateway = gateway_saying("x")
+    assert (await gateway.get("/v1/models")).status_code == 200
+    gateway.model.error = UnavailableError("away")
+    assert (await gateway.get("/v1/models")).status_code == 200
+    assert gateway.model.questions == 1
+
+
+async def test_tokenize_and_detokenize() -> None:
+    gateway = gateway_saying("x")
+    encoded = (await gateway.post("/tokenize", {"prompt": "hi", "return_token_strs": True})).json()
+    assert encoded == {"count": 3, "max_model_len": 2048, "tokens": [2, 104, 105], "token_strs": ["\x02", "h", "i"]}
+    plain = (await gateway.post("/tokenize", {"prompt": "hi", "add_special_tokens": False})).json()
+    assert plain == {"count": 2, "max_model_len": 2048, "tokens": [104, 105]}
+    chat = (await gateway.post("/tokenize", {"model": "tiny", "messages": HELLO})).json()
+    assert chat["count"] == len("<user>Hello")
+    decoded = (await gateway.post("/detokenize", {"tokens": [2, 104, 105]})).json()
+    assert decoded == {"prompt": "\x02hi"}
+    assert (await gateway.post("/detokenize", {"tokens": [-1]})).status_code == 400
+    assert (await gateway.post("/tokenize", {"model": "other", "prompt": "x"})).status_code == 404
+
+
+async def test_api_description_shows_the_bodies() -> None:
+    description = (await gateway_saying("x").get("/openapi.json")).json()
+    body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+
+
+@pytest.mark.parametrize("given", ["abc-123", "req_1.2:3/4+5=@x", "a" * 128])
+async def test_sane_request_id_of_the_client_is_kept(given: str) -> None:
+    response = await gateway_saying("x").get("/health", {"x-request-id": given})
+    assert response.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "a;b", "é"])
+async def test_other_request_ids_are_replaced(given: str) -> None:
+    async with gateway_saying("x").client() as client:
+        response = await client.get("/health", headers={b"x-request-id": given.encode("latin-1")})
+    assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+async def test_request_id_is_on_streams_too() -> None:
+    assert (await gateway_saying("x").chat(stream=True)).headers["x-request-id"]
+
+
+def test_trace_of_the_caller_is_continued() -> None:
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    trace = trace_of({"traceparent": caller, "tracestate": "vendor=1"})
+    match = TRACEPARENT.fullmatch(trace.traceparent)
+    assert match is not None
+    assert match[2] == "0af7651916cd43dd8448eb211c80319c"
+    assert match[3] != "b7ad6b7169203331"
+    assert match[4] == "01"
+    assert trace.tracestate == "vendor=1"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "00-0-0-01",
+        "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+        "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+        "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-extra",
+        "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01",
+    ],
+)
+def test_malformed_trace_begins_a_new_one(given: str) -> None:
+    trace = trace_of({"traceparent": given, "tracestate": "vendor=1"})
+    assert TRACEPARENT.fullmatch(trace.traceparent)
+    assert "0af7651916cd43dd8448eb211c80319c" not in trace.traceparent
+    assert trace.tracestate is None
