@@ -39,9 +39,15 @@ OUTPUT_TOKENS = 64
 PREFIX_TOKENS = 1016
 SUFFIX_TOKENS = 8
 
-# metric, heading, decimals
-SINGLE_ROWS = (("one_stream_ttft", "one stream: TTFT, ms", 0), ("one_stream_decode", "decode, tok/s", 1))
-PREFIX_ROWS = (("prefix_cold_ttft", "prefix: cold TTFT, ms", 0), ("prefix_warm_ttft", "warm TTFT, ms", 0))
+# metric, name, decimals
+SINGLE_ROWS = (
+    ("one_stream_ttft", "one stream: time to first token, ms", 0),
+    ("one_stream_decode", "one stream: decode, tok/s", 1),
+)
+PREFIX_ROWS = (
+    ("prefix_cold_ttft", "prefix, cold: time to first token, ms", 0),
+    ("prefix_warm_ttft", "prefix, warm: time to first token, ms", 0),
+)
 
 
 @dataclass(slots=True)
@@ -187,14 +193,12 @@ def _target_options(arguments: argparse.Namespace, url: str) -> TargetOptions:
 def _table(servers: Sequence[Samples], arguments: argparse.Namespace) -> Table:
     title = f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; prefix {PREFIX_TOKENS} tokens; median (least-largest)"
     table = Table(title=title, title_justify="left")
-    table.add_column("server")
-    streams = ((f"streams_{count}_output", f"{count} streams, tok/s", 1) for count in arguments.streams)
-    rows = (*SINGLE_ROWS, *streams, *PREFIX_ROWS)
-    for _, heading, _ in rows:
-        table.add_column(heading, justify="right")
+    table.add_column("")
     for samples in servers:
-        shown = (spread_text(samples.spread(metric), decimals) for metric, _, decimals in rows)
-        table.add_row(samples.label or samples.model, *shown)
+        table.add_column(samples.label or samples.model, justify="right")
+    streams = ((f"streams_{count}_output", f"{count} streams: output, tok/s", 1) for count in arguments.streams)
+    for metric, name, decimals in (*SINGLE_ROWS, *streams, *PREFIX_ROWS):
+        table.add_row(name, *(spread_text(samples.spread(metric), decimals) for samples in servers))
     return table
 
 

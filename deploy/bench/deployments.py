@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class QuietReporter:
-    """Shows only what services complain about: a benchmark's output is its table."""
+    """Shows only what has gone wrong: a benchmark's output is its table."""
 
-    LOUD = frozenset({"warning", "error", "critical"})
+    LOUD = frozenset({"error", "critical"})
 
     def line(self, service: str, text: str) -> None:
-        """Show a service's warnings and errors."""
+        """Show a service's errors."""
         event = parse_line(text)
         if event.level in self.LOUD:
             sys.stderr.write(format_event(service, event) + "\n")
@@ -70,3 +70,10 @@ def make_deployment(
     if config is not None:
         argv += ["--config", config]
     return Deployment(load_settings("pando bench", "", argv), ranks, root=root, reporter=QuietReporter())
+
+
+def described_model(deployment: Deployment) -> str:
+    """Return the model's name for results, which must not pass for those of a real model if there is none."""
+    spec = deployment.layout.services[0]
+    load_format = spec.settings.model.load_format
+    return f"{deployment.layout.model} ({load_format})" if load_format in ("dummy", "fake") else deployment.layout.model

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from common.errors import ConfigurationError
 from common.types import CacheMode
-from deploy.bench.deployments import add_setting_arguments, make_deployment
+from deploy.bench.deployments import add_setting_arguments, described_model, make_deployment
 from deploy.bench.figures import Spread
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.report import NOT_REPORTED, print_failure, spread_text
@@ -88,7 +88,7 @@ def run_offline(arguments: argparse.Namespace) -> int:
         with deployment or nullcontext():
             if deployment is not None:
                 addresses = (deployment.address_of("scheduler"), deployment.address_of("detokenizer"))
-                model = arguments.model or deployment.layout.model
+                model = arguments.model or described_model(deployment)
             else:
                 addresses, model = find_ring(arguments)
             runs = asyncio.run(_measure(arguments, requests, addresses))

@@ -163,10 +163,12 @@ class RingClient:
         """Return queues, rows and pages."""
         return await self._scheduler.GetState(scheduler_pb2.GetStateRequest(), timeout=10)
 
-    async def _wait_for(self, name: str, call: grpc.aio.Call) -> None:
+    async def _wait_for(self, name: str, call: AnyStream) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.initial_metadata()
+                # A call that failed has empty metadata and does not raise before this.
+                await call.wait_for_connection()
         except TimeoutError:
             raise RingError(f"the {name} at {self._addresses[name]} does not answer") from None
         except grpc.RpcError as error:

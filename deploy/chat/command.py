@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from common.errors import ConfigurationError
 from deploy.chat.client import ChatClient, ChatError, ChatOptions
 from deploy.chat.conversation import Conversation
 from deploy.chat.terminal import Terminal, describe, printable, read_from_terminal
-from deploy.supervisor.state import find_state
+from deploy.supervisor.state import read_state, run_root
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "PANDO_API_KEY"
@@ -92,9 +92,16 @@ def ask_once(client: ChatClient, options: ChatOptions, conversation: Conversatio
     sys.stderr.write(describe(answer) + "\n")
 
 
-def running_url() -> str:
-    """Return the URL of the deployment that runs on this machine, or the default one."""
-    try:
-        return find_state().url
-    except ConfigurationError:
+def running_url(root: Path | None = None) -> str:
+    """Return the URL of the deployment that runs on this machine; without one, the default.
+
+    Raises:
+        ChatError: several run, none of them at the default URL.
+    """
+    found = (read_state(folder) for folder in sorted((root or run_root()).glob("*")))
+    urls = [state.url for state in found if state is not None]
+    if not urls or DEFAULT_URL in urls:
         return DEFAULT_URL
+    if len(urls) > 1:
+        raise ChatError(f"several deployments run here ({', '.join(urls)}): choose one with --url")
+    return urls[0]

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import TYPE_CHECKING
 
+import pytest
+
+from deploy.chat.client import ChatError
+from deploy.chat.command import running_url
 from deploy.cli import main
+from deploy.supervisor.state import DeploymentState, write_state
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
     from tests.fakes.openai_server import FakeOpenAIServer
 
@@ -61,3 +67,24 @@ def test_a_server_that_is_away_is_explained(capsys: pytest.CaptureFixture[str]) 
 def test_an_answer_that_breaks_off_fails(server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", server.url, "--model", "error-midway", "--prompt", "hi"]) == 1
     assert "the worker died" in capsys.readouterr().err
+
+
+def write_deployment(root: Path, url: str) -> None:
+    folder = root / url.rpartition(":")[2]
+    folder.mkdir()
+    write_state(folder, DeploymentState(os.getpid(), url, "tiny"))
+
+
+def test_the_deployment_that_runs_here_is_the_default(tmp_path: Path) -> None:
+    assert running_url(tmp_path) == "http://127.0.0.1:8000"
+    write_deployment(tmp_path, "http://127.0.0.1:8123")
+    assert running_url(tmp_path) == "http://127.0.0.1:8123"
+
+
+def test_among_several_deployments_one_must_be_chosen_unless_one_is_the_default(tmp_path: Path) -> None:
+    write_deployment(tmp_path, "http://127.0.0.1:8123")
+    write_deployment(tmp_path, "http://127.0.0.1:8124")
+    with pytest.raises(ChatError, match=r"8123.*8124.*--url"):
+        running_url(tmp_path)
+    write_deployment(tmp_path, "http://127.0.0.1:8000")
+    assert running_url(tmp_path) == "http://127.0.0.1:8000"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.types import CacheMode, ScheduleRequest
+from deploy.bench.offline import evaluate
+from deploy.bench.prompts import PromptMaker
+from deploy.bench.ring_client import ChoiceRecord, RingClient, RingError, schedule_requests
+from deploy.bench.workloads.random_text import random_sessions
+from tests.fakes.echo_ring import CACHED_TOKENS, running_ring
+from tests.fakes.openai_server import free_url
+
+if TYPE_CHECKING:
+    from deploy.bench.records import BenchRequest
+
+WORK = [session.requests[0] for session in random_sessions(5, 20, 7)]
+
+
+def encoded(work: list[BenchRequest] = WORK) -> list[ScheduleRequest]:
+    return schedule_requests(work, PromptMaker(), 0.6, CacheMode.DEFAULT)
+
+
+async def drive(mode: str, timeout_s: float = 10.0) -> list[ChoiceRecord]:
+    async with running_ring(mode) as ring, RingClient(ring.address, ring.address) as client:
+        return await client.run(encoded(), timeout_s)
+
+
+async def test_every_token_and_finish_is_counted() -> None:
+    records = await drive("finish")
+    assert [(record.tokens, record.prompt_tokens, record.cached_tokens) for record in records] == [
+        (7, 20, CACHED_TOKENS)
+    ] * 5
+    run = evaluate(WORK, records)
+    assert (run.input_tokens, run.output_tokens, run.expected_tokens, run.cached_tokens) == (100, 35, 35, 15)
+    assert run.output_tokens_per_s == pytest.approx(35 / run.duration_s)
+    assert run.first_token_s is not None
+
+
+async def test_several_batches_go_over_one_connection() -> None:
+    async with running_ring() as ring, RingClient(ring.address, ring.address) as client:
+        for _ in range(3):
+            assert sum(record.tokens for record in await client.run(encoded(), 10)) == 35
+        assert len({request.request_id for request in ring.requests}) == 15
+        assert len(ring.mailboxes) == 1
+        assert (await client.get_state()).running_rows == 7
+
+
+async def test_requests_are_what_the_workload_says_and_share_no_principal() -> None:
+    async with running_ring() as ring, RingClient(ring.address, ring.address) as client:
+        await client.run(encoded(), 10)
+        await client.run(encoded(), 10)
+    assert {(len(r.token_ids), r.stop.max_tokens, r.stop.ignore_eos, r.n) for r in ring.requests} == {(20, 7, True, 1)}
+    assert {round(request.sampling.temperature, 3) for request in ring.requests} == {0.6}
+    assert len({request.principal.user for request in ring.requests}) == 10
+    assert [r.token_ids for r in ring.requests[:5]] == [r.token_ids for r in ring.requests[5:]]
+
+
+@pytest.mark.parametrize(("mode", "message"), [("reject", "queue_full: too many"), ("fail", "took too long")])
+async def test_a_failed_request_leaves_no_figure(mode: str, message: str) -> None:
+    records = await drive(mode)
+    with pytest.raises(RingError, match=message):
+        evaluate(WORK, records)
+
+
+async def test_missing_tokens_show() -> None:
+    run = evaluate(WORK, await drive("short"))
+    assert (run.output_tokens, run.expected_tokens) == (30, 35)
+
+
+async def test_requests_that_never_finish_time_out() -> None:
+    with pytest.raises(RingError, match="5 requests had not finished"):
+        await drive("hang", timeout_s=0.2)
+
+
+async def test_a_broken_stream_ends_the_run() -> None:
+    async with running_ring("hang") as ring, RingClient(ring.address, ring.address) as client:
+        await client.start(encoded())
+        waiting = asyncio.create_task(client.finish(10))
+        await asyncio.sleep(0.05)
+        ring.break_streams()
+        with pytest.raises(RingError, match="detokenizer broke"):
+            await waiting
+
+
+async def test_a_service_that_is_away_is_named() -> None:
+    address = free_url().removeprefix("http://")
+    async with running_ring() as ring:
+        with pytest.raises(RingError, match=f"scheduler at {address}"):
+            async with RingClient(address, ring.address):
+                pass
