@@ -56,7 +56,9 @@ def test_audit_finds_a_page_that_a_row_names_without_a_reference() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
     driver.allocator.release(row.table[1:])
-    (fault,) = audit(driver.allocator, driver.cache, {"row": row.table}).dangling
+    report = audit(driver.allocator, driver.cache, {"row": row.table})
+    (fault,) = report.dangling
+    assert not report.leaked
     assert (fault.page, fault.references, fault.rows) == (row.table[1], 0, ("row",))
 
 

@@ -32,6 +32,15 @@ def test_insert_split_and_eviction_are_told_in_order() -> None:
     assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
 
 
+def test_split_halves_were_last_used_when_the_whole_was() -> None:
+    driver, events = watched()
+    driver.serve(ANN, [1, 2, 3, 4])
+    (whole,) = driver.cache.dump()
+    driver.serve(ANN, [1, 2, 5])
+    halves = [event.node for event in events if event.kind is CacheEventKind.SPLIT]
+    assert [half.last_access for half in halves if half] == [whole.last_access] * 2
+
+
 def test_trimmed_leaf_shows_what_is_left() -> None:
     driver, events = watched()
     driver.serve(ANN, [1, 2, 3, 4])

@@ -91,3 +91,13 @@ def test_table_shorter_than_the_tokens_is_an_assertion() -> None:
     row = driver.admit(ANN, [1, 2, 3, 4])
     with pytest.raises(AssertionError, match="page table"):
         driver.cache.insert(row.lease, row.ids, row.table[:1], 4)
+
+
+def test_the_tree_keeps_its_pages_whatever_the_row_does_to_its_table() -> None:
+    driver = Driver()
+    row = driver.admit(ANN, [1, 2, 3, 4, 5])
+    insertion = driver.insert(row)
+    pages = row.table[:2].tolist()
+    row.table[:] = 0
+    assert insertion.pages.tolist() == pages
+    assert driver.admit(ANN, [1, 2, 3, 4, 5]).lease.pages.tolist() == pages
