@@ -12,6 +12,7 @@ from common.runtime import run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from protos.gen.pando.v1 import detokenizer_pb2_grpc
+from services.detokenizer.factory import DecoderFactory
 from services.detokenizer.hub import Hub
 from services.detokenizer.service import DetokenizerService
 
@@ -29,7 +30,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Run the detokenizer until `stopping` is set; exit with status 1 if the configuration cannot work."""
     server = RpcServer(NAME, settings.detokenizer.address)
     try:
-        hub = Hub(load_served_model(settings.model))
+        hub = Hub(DecoderFactory(load_served_model(settings.model)))
         server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
         await server.start()
     except ConfigurationError as error:

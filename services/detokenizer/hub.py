@@ -5,25 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
-from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
 from services.detokenizer.mailbox import Mailbox
 from services.detokenizer.session import PushSession
-from services.detokenizer.vocabulary import is_bytewise, read_vocabulary
 
 if TYPE_CHECKING:
-    from common.tokenization import TextModel
     from common.types import SubscriberId
-    from services.detokenizer.messages import ChoiceSpec
+    from services.detokenizer.factory import DecoderFactory
 
 
 class Hub:
-    """Owns the mailboxes and the sessions of this process, and the vocabulary that they decode with."""
+    """Owns the mailboxes and the sessions of this process."""
 
-    def __init__(self, model: TextModel) -> None:
-        """Prepare to decode for `model`."""
-        self._tokenizer = model.tokenizer
-        self._vocabulary = read_vocabulary(model.tokenizer, model.vocabulary_size)
-        self._is_bytewise = is_bytewise(model.tokenizer)
+    def __init__(self, decoders: DecoderFactory) -> None:
+        """Prepare to decode with `decoders`."""
+        self._decoders = decoders
         self._mailboxes: dict[SubscriberId, Mailbox] = {}
         self._sessions: set[PushSession] = set()
 
@@ -39,7 +34,7 @@ class Hub:
 
     def open_session(self) -> PushSession:
         """Begin a scheduler's stream."""
-        session = PushSession(self._mailboxes.get, self._make_decoder, self._vocabulary.token_bytes)
+        session = PushSession(self._mailboxes.get, self._decoders)
         self._sessions.add(session)
         return session
 
@@ -64,8 +59,3 @@ class Hub:
             del self._mailboxes[mailbox.subscriber_id]
         for session in self._sessions:
             session.drop_subscriber(mailbox)
-
-    def _make_decoder(self, spec: ChoiceSpec) -> Decoder:
-        if self._is_bytewise:
-            return ByteDecoder(self._vocabulary.pieces(skip_special_tokens=spec.skip_special_tokens))
-        return WindowDecoder(self._tokenizer, skip_special_tokens=spec.skip_special_tokens)

@@ -38,6 +38,11 @@ class Mailbox:
         """Whether nothing can be delivered any more."""
         return self._error is not None
 
+    @property
+    def waiting(self) -> int:
+        """Number of deltas that wait to be taken."""
+        return len(self._waiting)
+
     def post(self, deltas: Iterable[Delta]) -> None:
         """Add deltas; a mailbox that overflows closes."""
         if self._error is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.detokenizer import metrics
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from services.detokenizer.hub import Hub
     from services.detokenizer.session import PushSession
+
+# A gateway that has not read for so long is stuck: it is let go before what waits for it fills the memory.
+WRITE_TIMEOUT_S = 30.0
 
 PushContext: TypeAlias = "grpc.aio.ServicerContext[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse]"
 SubscribeContext: TypeAlias = (
@@ -67,7 +70,11 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self._measure()
         try:
             while True:
-                await context.write(deltas_to_wire(await mailbox.take()))
+                response = deltas_to_wire(await mailbox.take())
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await context.write(response)
+        except TimeoutError:
+            raise UnavailableError(f"subscriber {request.subscriber_id} does not read") from None
         finally:
             self._hub.unsubscribe(mailbox)
             self._measure()

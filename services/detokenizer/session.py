@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from common.errors import PandoError
     from common.types import SubscriberId, TokenLogprob
-    from services.detokenizer.decoding import Decoder
+    from services.detokenizer.factory import DecoderFactory
     from services.detokenizer.mailbox import Mailbox
     from services.detokenizer.messages import ChoiceSpec, Delta, Push
 
@@ -26,13 +26,11 @@ class PushSession:
     def __init__(
         self,
         find_mailbox: Callable[[SubscriberId], Mailbox | None],
-        make_decoder: Callable[[ChoiceSpec], Decoder],
-        token_bytes: Callable[[int], bytes],
+        decoders: DecoderFactory,
     ) -> None:
         """Begin without choices."""
         self._find_mailbox = find_mailbox
-        self._make_decoder = make_decoder
-        self._token_bytes = token_bytes
+        self._decoders = decoders
         self._choices: dict[int, Choice] = {}
         self._stop_hits: list[StopHit] = []
         self._gone: list[int] = []
@@ -66,6 +64,9 @@ class PushSession:
                 posts[mailbox] = [delta]
         for mailbox, deltas in posts.items():
             mailbox.post(deltas)
+            if mailbox.is_closed:
+                # Its stream may be stuck in a write and notice late; its rows shall not run on until then.
+                self.drop_subscriber(mailbox)
 
     async def answers(self) -> Answers:
         """Wait until the scheduler has to be told something, and return all of it."""
@@ -95,7 +96,8 @@ class PushSession:
             return
         if spec.handle in self._choices:
             raise InvalidRequestError(f"handle {spec.handle} is open already", param="opens")
-        self._choices[spec.handle] = Choice(spec, self._make_decoder(spec), mailbox)
+        decoder = self._decoders.make(skip_special_tokens=spec.skip_special_tokens)
+        self._choices[spec.handle] = Choice(spec, decoder, mailbox)
 
     def _distribute(self, push: Push) -> list[Choice]:
         """Put each token into its choice's batch; return the choices that have something to do, in order."""
@@ -128,7 +130,7 @@ class PushSession:
 
     def _spell(self, token_id: int, logprob: TokenLogprob) -> LogprobText:
         """Add the tokens' bytes to their log probabilities."""
-        spell = self._token_bytes
+        spell = self._decoders.token_bytes
         tops = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
         return LogprobText(
             TokenText(token_id, logprob.logprob, spell(token_id)),

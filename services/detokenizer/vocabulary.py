@@ -69,8 +69,9 @@ def _converter(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """Return what turns a vocabulary entry into bytes; without a known decoder, the entry's own spelling."""
     steps = _steps(tokenizer) or []
     if any(step["type"] == "ByteLevel" for step in steps):
-        letters = {letter: byte for byte, letter in byte_alphabet().items()}
-        return lambda token: _from_letters(token, letters)
+        # Characters that are no letters of the alphabet become one that Latin-1 lacks.
+        table = dict.fromkeys(range(256), 0xFFFD) | {ord(letter): byte for byte, letter in byte_alphabet().items()}
+        return lambda token: _from_letters(token, table)
     replacements = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
     has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
     return lambda token: _from_sentence_piece(token, replacements, has_byte_tokens=has_byte_tokens)
@@ -97,10 +98,10 @@ def _steps(tokenizer: Tokenizer) -> list[DecoderState] | None:
     return known
 
 
-def _from_letters(token: str, letters: Mapping[str, int]) -> bytes:
+def _from_letters(token: str, table: Mapping[int, int]) -> bytes:
     try:
-        return bytes([letters[letter] for letter in token])
-    except KeyError:  # an added token in clear text
+        return token.translate(table).encode("latin-1")
+    except UnicodeEncodeError:  # an added token in clear text
         return token.encode()
 
 

@@ -15,6 +15,7 @@ from common.models import resolve
 from common.tokenization import load_text_model
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2
+from services.detokenizer.factory import DecoderFactory
 from services.detokenizer.hub import Hub
 from services.detokenizer.wire import deltas_to_wire, push_from_wire
 
@@ -29,13 +30,14 @@ STEPS = 400
 def main() -> None:
     """Print the median time of a step for plain rows, rows with stop strings and rows with log probabilities."""
     model = load_text_model(resolve("smollm2-135m-instruct"))
+    decoders = DecoderFactory(model)
     ids = model.tokenizer.encode("The quick brown fox jumps over the lazy dog. 我能吞下玻璃而不伤身体。😀 " * 40).ids
     for name, stops, top in (
         ("plain", (), None),
         ("4 stop strings", ("\n\nUser:", "END", "<stop>", "###"), None),
         ("5 log probabilities", (), 5),
     ):
-        times = asyncio.run(measure(Hub(model), ids, stops, top))
+        times = asyncio.run(measure(Hub(decoders), ids, stops, top))
         parts = ", ".join(f"{part} {statistics.median(values) * 1e6:.0f}" for part, values in times.items())
         total = sum(statistics.median(values) for values in times.values())
         sys.stdout.write(f"{name}: {total * 1e6:.0f} µs per step of {ROWS} rows (µs: {parts})\n")

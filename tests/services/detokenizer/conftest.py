@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from common.models import resolve
+from common.tokenization import TextModel, load_text_model
+from services.detokenizer.factory import DecoderFactory
+
+
+@pytest.fixture(scope="session")
+def model() -> TextModel:
+    return load_text_model(resolve("smollm2-135m-instruct"))
+
+
+@pytest.fixture(scope="session")
+def decoders(model: TextModel) -> DecoderFactory:
+    return DecoderFactory(model)
