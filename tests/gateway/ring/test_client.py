@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import PandoError
+from common.rpc.channel import open_channel
+from common.types import (
+    Admission,
+    ErrorCode,
+    Principal,
+    RequestFailure,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+)
+from gateway.metrics import GatewayMetrics
+from gateway.ring.client import GrpcRing
+from gateway.ring.messages import ChatMessage, ChatPrompt, Delta, GenerateRequest
+from gateway.ring.model import GrpcModel
+from gateway.ring.readiness import RingReadiness
+from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
+from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+
+@dataclass
+class Notes:
+    """A listener that writes down what it hears."""
+
+    admissions: list[Admission] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    lost: list[tuple[RequestId, RequestFailure]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    def on_admission(self, admission: Admission) -> None:
+        self.admissions.append(admission)
+
+    def on_delta(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def on_lost(self, request_id: RequestId, failure: RequestFailure) -> None:
+        self.lost.append((request_id, failure))
+
+
+@dataclass
+class Connected:
+    ring: GrpcRing
+    model: GrpcModel
+    readiness: RingReadiness
+
+
+@asynccontextmanager
+async def connected(services: FakeServices) -> AsyncIterator[Connected]:
+    tokenizer, detokenizer = open_channel(services.address(TOKENIZER)), open_channel(services.address(DETOKENIZER))
+    stub = tokenizer_pb2_grpc.TokenizerStub(tokenizer)
+    metrics = GatewayMetrics(CollectorRegistry())
+    ring = GrpcRing(stub, detokenizer_pb2_grpc.DetokenizerStub(detokenizer), metrics)
+    running = asyncio.create_task(ring.run())
+    try:
+        yield Connected(ring, GrpcModel(stub), RingReadiness(ring, tokenizer))
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await tokenizer.close()
+        await detokenizer.close()
+
+
+def request(name: str = "r1", n: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        RequestId(name), Principal("t", "u"), "tiny", "Hello", SamplingParams(), StopConditions(), n=n
+    )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (conditions of several kinds, none of which can notify)
+            await asyncio.sleep(0.002)
+
+
+async def up(client: Connected) -> None:
+    await until(lambda: client.ring.is_linked and client.ring.is_subscribed)
+
+
+async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.ring.submit(request(n=2), notes)
+        await until(lambda: len(notes.deltas) == 8)
+    assert notes.admissions == [Admission(RequestId("r1"), 7)]
+    assert [delta.text for delta in notes.deltas if delta.choice_index == 1] == list(services.words)
+    assert notes.lost == []
+
+
+async def test_what_is_queued_in_one_turn_goes_in_one_message(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        for number in range(50):
+            client.ring.submit(request(f"r{number}"), notes)
+        await until(lambda: len(notes.deltas) == 200)
+    assert services.batches == [50]
+
+
+async def test_large_requests_are_split_into_several_messages(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        for number in range(3):
+            large = request(f"r{number}")
+            object.__setattr__(large, "prompt", "x" * 3_000_000)
+            client.ring.submit(large, Notes())
+        await services.until(lambda: len(services.requests) == 3)
+    assert services.batches == [1, 1, 1]
+
+
+async def test_rejection_is_the_last_that_is_heard(tmp_path: Path) -> None:
+    rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, message="too long")
+    async with ring_servers(tmp_path, rejection=rejection) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.ring.submit(request(), notes)
+        await until(lambda: notes.admissions)
+        rejected = notes.admissions[0].rejected
+        assert rejected is not None
+        assert rejected.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+        await services.restart(TOKENIZER)
+        await services.restart(DETOKENIZER)
+        await up(client)
+    assert notes.lost == []
+
+
+async def test_abort_goes_out_once_by_exact_id(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.ring.submit(request("r1"), notes)
+        client.ring.submit(request("r10"), notes)
+        await until(lambda: len(notes.deltas) == 2)
+        client.ring.abort(RequestId("r1"))
+        client.ring.abort(RequestId("r1"))
+        client.ring.abort(RequestId("nobody"))
+        await services.until(lambda: services.aborts)
+        services.release.set()
+        await until(lambda: len(notes.deltas) == 5)
+    assert services.aborts == ["r1"]
+    assert {delta.request_id for delta in notes.deltas[2:]} == {"r10"}
+
+
+async def test_abort_before_the_request_went_out_sends_neither(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        client.ring.submit(request("r1"), Notes())
+        client.ring.abort(RequestId("r1"))
+        client.ring.submit(request("r2"), Notes())
+        await services.until(lambda: services.requests)
+    assert [one.request_id for one in services.requests] == ["r2"]
+    assert services.aborts == []
+
+
+async def test_finished_requests_are_not_aborted(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.ring.submit(request("r1"), notes)
+        await until(lambda: len(notes.deltas) == 4)
+        client.ring.abort(RequestId("r1"))
+        await asyncio.sleep(0.02)
+    assert services.aborts == []
+
+
+async def test_without_a_ring_a_request_is_lost_at_once(tmp_path: Path) -> None:
+    services = FakeServices(tmp_path)
+    async with connected(services) as client:
+        notes = Notes()
+        client.ring.submit(request(), notes)
+        assert notes.lost == []  # never before submit returns
+        await until(lambda: notes.lost)
+    assert notes.lost[0][1].retryable
+    assert notes.lost[0][1].code is ErrorCode.UNAVAILABLE
+
+
+async def test_tokenizer_that_dies_loses_only_what_it_had_not_admitted(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+        await up(client)
+        admitted, waiting = Notes(), Notes()
+        client.ring.submit(request("admitted"), admitted)
+        await until(lambda: admitted.deltas)
+        services.admits = False
+        client.ring.submit(request("waiting"), waiting)
+        await services.until(lambda: len(services.requests) == 2)
+        await services.kill(TOKENIZER)
+        await until(lambda: waiting.lost)
+        services.admits = True
+        services.release.set()
+        await until(lambda: admitted.text == "Hello world")
+        await services.start(TOKENIZER)
+        await up(client)
+        # It may have reached the scheduler before the break.
+        await services.until(lambda: services.aborts == ["waiting"])
+        again = Notes()
+        client.ring.submit(request("waiting.0.1"), again)
+        await until(lambda: again.text == "Hello world")
+    assert admitted.lost == []
+
+
+async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.ring.submit(request("r1"), notes)
+        client.ring.submit(request("r2"), notes)
+        await until(lambda: len(notes.deltas) == 2)
+        await services.kill(DETOKENIZER)
+        await until(lambda: len(notes.lost) == 2)
+        await services.until(lambda: len(services.aborts) == 2)
+        await services.start(DETOKENIZER)
+        await up(client)
+        services.release.set()
+        again = Notes()
+        client.ring.submit(request("r3"), again)
+        await until(lambda: again.text == "Hello world")
+    assert sorted(services.aborts) == ["r1", "r2"]
+    assert len(set(services.subscribers)) == len(services.subscribers) == 2
+    assert services.requests[-1].reply_to.subscriber_id == services.subscribers[-1]
+
+
+async def test_readiness_names_what_is_missing(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        assert await client.readiness.missing() == []
+        await services.set_serving(TOKENIZER, False)
+        assert await client.readiness.missing() == [
+            "tokenizer: connected, but it cannot serve (is the scheduler or a worker away?)"
+        ]
+        await services.kill(TOKENIZER)
+        await services.kill(DETOKENIZER)
+        await until(lambda: not client.ring.is_linked and not client.ring.is_subscribed)
+        assert await client.readiness.missing() == ["tokenizer: not connected", "detokenizer: not subscribed"]
+
+
+async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        card = await client.model.get_model()
+        assert (card.name, card.max_context_tokens, card.created_unix_s) == ("tiny", 2048, 5)
+        assert (await client.model.tokenize("hi", add_special_tokens=True)).tokens == ("h", "i")
+        assert await client.model.detokenize((104, 105), skip_special_tokens=True) == "hi"
+        chat = ChatPrompt((ChatMessage("user", "yo"),))
+        assert (await client.model.render_chat(chat)).ids == (121, 111)
+        with pytest.raises(PandoError, match="666") as refused:
+            await client.model.detokenize((666,), skip_special_tokens=True)
+        assert refused.value.code is ErrorCode.INVALID_REQUEST
+        assert refused.value.param == "tokens"
+        await services.kill(TOKENIZER)
+        with pytest.raises(PandoError) as away:
+            await client.model.get_model()
+        assert away.value.code is ErrorCode.UNAVAILABLE

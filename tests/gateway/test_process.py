@@ -1,0 +1,130 @@
+"""The whole gateway over gRPC, with services that die."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import orjson
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.settings import GatewaySettings
+from gateway.assembly import Gateway
+from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+from tests.gateway.support import HELLO, events
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO}
+
+
+@asynccontextmanager
+async def gateway_over(services: FakeServices, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    addresses: dict[str, Any] = {"tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
+    gateway = Gateway(GatewaySettings(port=0, drain_s=2, **addresses, **settings), CollectorRegistry())
+    stopping = asyncio.Event()
+    running = asyncio.create_task(gateway.run(stopping))
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=20) as client:
+            yield client
+    finally:
+        stopping.set()
+        await running
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(10):
+        while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  (as a load balancer would)
+            await asyncio.sleep(0.01)
+
+
+async def test_ready_only_when_a_request_would_be_served(tmp_path: Path) -> None:
+    services = FakeServices(tmp_path)
+    async with gateway_over(services) as client:
+        assert (await client.get("/health")).status_code == 200
+        response = await client.get("/ready")
+        assert response.status_code == 503
+        assert len(response.json()["missing"]) == 2
+        async with ring_servers(tmp_path):
+            await until_ready(client)
+
+
+async def test_answer_through_real_streams(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, gateway_over(services) as client:
+        await until_ready(client)
+        whole = (await client.post("/v1/chat/completions", json=BODY)).json()
+        assert whole["choices"][0]["message"]["content"] == "Hello world"
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+        stream = await client.post("/v1/chat/completions", json={**BODY, "stream": True})
+        assert _content(stream.text) == "Hello world"
+        metrics = (await client.get("/metrics")).text
+        assert 'pando_gateway_link_connected{link="tokenizer"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("service", [TOKENIZER, DETOKENIZER])
+async def test_client_sees_only_a_pause_when_a_service_is_restarted(tmp_path: Path, service: str) -> None:
+    async with ring_servers(tmp_path, automatic=2) as services, gateway_over(services) as client:
+        await until_ready(client)
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json={**BODY, "stream": True, "n": 2}))
+        await services.until(lambda: services.requests)
+        await asyncio.sleep(0.1)
+        await services.kill(service)
+        await asyncio.sleep(0.1)
+        await services.start(service)
+        services.release.set()
+        response = await asyncio.wait_for(asking, 10)
+    assert _content(response.text) == "Hello world"
+    assert _content(response.text, choice=1) == "Hello world"
+    if service == DETOKENIZER:
+        resumed = services.requests[1:]
+        assert [list(one.resume.token_ids) for one in resumed] == [[0, 1], [0, 1]]
+        assert {one.resume.delivered_characters for one in resumed} == {len("Hello")}
+
+
+async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, gateway_over(services) as client:
+        await until_ready(client)
+        assert (await client.get("/v1/models")).status_code == 200
+        await services.kill(TOKENIZER)
+        await asyncio.sleep(0.1)
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        await asyncio.sleep(0.1)
+        await services.start(TOKENIZER)
+        response = await asyncio.wait_for(asking, 10)
+    assert response.json()["choices"][0]["message"]["content"] == "Hello world"
+
+
+async def test_ring_that_stays_away_is_503_in_time(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, gateway_over(services, admission_deadline_s=0.3) as client:
+        await until_ready(client)
+        assert (await client.get("/v1/models")).status_code == 200
+        await services.kill(DETOKENIZER)
+        await asyncio.sleep(0.1)
+        response = await asyncio.wait_for(client.post("/v1/chat/completions", json=BODY), 5)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert "detokenizer" in response.json()["error"]["message"]
+
+
+async def test_disconnect_reaches_the_ring_as_an_abort(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path, automatic=1) as services, gateway_over(services) as client:
+        await until_ready(client)
+        async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if "Hel" in line:
+                    break
+        await services.until(lambda: services.aborts)
+    assert services.aborts == [services.requests[0].request_id]
+
+
+def _content(text: str, choice: int = 0) -> str:
+    documents = [orjson.loads(event) for event in events(text) if event != "[DONE]"]
+    assert not any("error" in document for document in documents), text
+    parts = [part for document in documents for part in document["choices"] if part["index"] == choice]
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["stop"]
+    return "".join(part["delta"].get("content", "") for part in parts)
