@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,10 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.host import available_cores
+from services.worker.engine.kernels.native_attention import NativeAttention, fits
+from services.worker.engine.kernels.native_build import BuildError, build_library, find_openmp
+from services.worker.engine.kernels.native_kernels import NativeKernels
+from services.worker.engine.kernels.native_library import NativeLibrary
 from services.worker.engine.kernels.torch_attention import TorchAttention
 from services.worker.engine.kernels.torch_kernels import TorchKernels
 
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
     from services.worker.engine.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("auto", "torch", "compiled")
@@ -56,6 +63,28 @@ class TorchBackend:
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the reference attention."""
+        return TorchAttention(shape, rotary)
+
+
+class NativeBackend:
+    """Compiled operators, on CPUs."""
+
+    name = "compiled"
+
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype, threads: int) -> None:
+        """Hold weights as `dtype`, compute on `threads` threads."""
+        self.kernels: Kernels = NativeKernels(library, dtype, threads)
+        self._library = library
+        self._threads = threads
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return compiled attention where the shape allows, else the reference."""
+        if fits(self._library, shape):
+            return NativeAttention(self._library, shape, rotary, self._threads)
+        log.warning(
+            "Compiled attention needs page_size and head_dim in multiples of %d; %d and %d run in plain torch, slower",
+            self._library.lanes, shape.page_size, shape.head_dim,
+        )  # fmt: skip
         return TorchAttention(shape, rotary)
 
 
@@ -107,8 +136,24 @@ def ranks_on_host(spec: EngineSpec) -> int:
     return spec.world_size if is_local else 1
 
 
-def select_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device) -> Backend:
-    """Return the kernels to use."""
+def select_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
+    """Return the kernels to use; without a compiler those of torch, with a warning.
+
+    Raises:
+        ConfigurationError: compiled operators were asked for and cannot be had.
+    """
     if options.backend not in BACKENDS:
         raise ConfigurationError(f"backend {options.backend!r} is not one of {', '.join(BACKENDS)}")
-    return TorchBackend(dtype, device)
+    if options.backend == "compiled" and device.type != "cpu":
+        raise ConfigurationError(f"backend=compiled runs on CPUs, not on {device}")
+    if options.backend == "torch" or device.type != "cpu":
+        return TorchBackend(dtype, device)
+    try:
+        return NativeBackend(NativeLibrary(build_library(find_openmp())), dtype, threads)
+    except (BuildError, OSError) as error:
+        if options.backend == "compiled":
+            raise ConfigurationError(f"backend=compiled: {error}") from error
+        log.warning(
+            "The CPU operators could not be compiled; plain torch is slower, most of all with many rows: %s", error
+        )
+        return TorchBackend(dtype, device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
@@ -45,12 +47,16 @@ def allocate_pool(
             value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
     return KvPool(
         layers=tuple(
-            KvLayer(
-                keys=torch.zeros(pages, *key_page, dtype=dtype, device=device),
-                values=torch.zeros(pages, *value_page, dtype=dtype, device=device),
-            )
+            KvLayer(keys=_zeros((pages, *key_page), dtype, device), values=_zeros((pages, *value_page), dtype, device))
             for _ in range(layers)
         ),
         pages=pages,
         page_size=shape.page_size,
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write the zeros; numpy asks the system for zeroed memory, which costs nothing until it is used.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

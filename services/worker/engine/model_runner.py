@@ -105,10 +105,11 @@ class _Loader:
         self._config = self._checkpoint.config
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
         self._dtype = select_dtype(spec.dtype, self._config, self._device)
+        threads = count_threads(options, spec)
         if self._device.type == "cpu":
-            torch.set_num_threads(count_threads(options, spec))
+            torch.set_num_threads(threads)
         report(0.0, "preparing kernels")
-        self._backend: Backend = select_backend(options, self._dtype, self._device)
+        self._backend: Backend = select_backend(options, self._dtype, self._device, threads)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._shape = AttentionShape(
             len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size

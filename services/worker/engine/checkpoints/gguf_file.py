@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+import struct
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.gguf_header import parse_header
 from services.worker.engine.model_config import config_from_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float32]
 
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -40,22 +45,25 @@ class GgufCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        """Map `path` and read its metadata."""
+        """Map `path` and read its header.
+
+        Raises:
+            ConfigurationError: it is not a GGUF file, or holds no model that this engine knows.
+        """
         try:
-            reader = GGUFReader(path)
-        except (OSError, ValueError) as error:
+            self._data = np.memmap(path, dtype=np.uint8, mode="r")
+            header = parse_header(self._data.data)
+        except (OSError, ValueError, struct.error) as error:
             raise ConfigurationError(f"{path}: not a readable GGUF file: {error}") from error
         self._path = path
-        self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}  # gguf is untyped
-        fields = {name: field.contents() for name, field in reader.fields.items() if _is_small(name)}
-        if "tokenizer.ggml.tokens" in reader.fields:
-            fields["tokenizer.ggml.tokens"] = range(len(reader.fields["tokenizer.ggml.tokens"].data))
-        divisors = (
-            tuple(self._dequantised("rope_freqs.weight").tolist()) if "rope_freqs.weight" in self._tensors else ()
+        self._tensors = header.tensors
+        stretches = "rope_freqs.weight" in self._tensors
+        self.config = config_from_gguf(
+            header.fields,
+            tied_embeddings="output.weight" not in self._tensors,
+            divisors=tuple(self._dequantised("rope_freqs.weight").tolist()) if stretches else (),
         )
-        self.config = config_from_gguf(fields, tied_embeddings="output.weight" not in self._tensors, divisors=divisors)
-        with path.open("rb") as file:
-            self.identity = hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(1 << 20)).hexdigest()
+        self.identity = hashlib.sha256(f"{self._data.size} ".encode() + self._data[: 1 << 20].tobytes()).hexdigest()
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
@@ -66,14 +74,18 @@ class GgufCheckpoint:
             values = np.ascontiguousarray(values[:, columns])
         return torch.from_numpy(values)
 
-    def _dequantised(self, name: str, rows: slice | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def _dequantised(self, name: str, rows: slice | None = None) -> FloatArray:
+        """Return a tensor, or some of its outermost rows, as float32."""
         if name not in self._tensors:
             raise ConfigurationError(f"{self._path}: no tensor {name!r}")
-        tensor = self._tensors[name]
-        data = tensor.data if rows is None else tensor.data[rows]
-        values = dequantize(data, tensor.tensor_type)
+        info = self._tensors[name]
+        rows = rows or slice(0, info.rows)
+        start = info.offset + rows.start * info.row_bytes
+        data = self._data[start : start + (rows.stop - rows.start) * info.row_bytes].reshape(-1, info.row_bytes)
+        values = dequantize(data.view(np.ndarray), info.quantization)
+        shape = (rows.stop - rows.start, *info.shape[1:]) if len(info.shape) > 1 else info.shape
         # Unquantised tensors come back as views of the read-only map.
-        return np.array(values, dtype=np.float32) if values.base is not None else values.astype(np.float32, copy=False)
+        return np.array(values, dtype=np.float32).reshape(shape)
 
 
 def gguf_name(name: str) -> str:
@@ -92,14 +104,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[part]}.{suffix}"
 
 
-def _is_small(name: str) -> bool:
-    # Vocabulary and merges have tens of thousands of entries and are the tokenizer's business.
-    return not name.startswith("tokenizer.ggml.") or name.endswith("_id")
-
-
-def _restore_halves(
-    values: np.ndarray[Any, np.dtype[np.float32]], head_dim: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _restore_halves(values: FloatArray, head_dim: int) -> FloatArray:
     """Put rows (0, 1, 2, …) of each head, pairs side by side, back to (0, 2, …, 1, 3, …), two halves."""
     heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(values.shape)

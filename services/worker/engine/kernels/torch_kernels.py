@@ -32,7 +32,8 @@ class PrepackedLinear:
     """oneDNN's product over weights in its own blocked layout.
 
     `linear` lays the weights out again at every call. On an EPYC 9004 (2 cores, fp32, 3,072 x 576; GFLOP/s at 1 / 8 /
-    32 / 256 tokens): `linear` 6 / 43 / 105 / 179, packed by MKL 12 / 33 / 89 / 175, packed by oneDNN 16 / 121 / 189 / 220.
+    32 / 256 tokens) `linear` reaches 6 / 43 / 105 / 179, packed by MKL 12 / 33 / 89 / 175, packed by oneDNN 16 / 121 /
+    189 / 220.
     """
 
     # The layout is chosen for this many tokens; other counts are right and nearly as fast.

@@ -1,0 +1,80 @@
+// Norms, rotary embedding and the writing of keys and values.
+#pragma once
+
+#include <cmath>
+
+#include "vector.hpp"
+
+namespace pando {
+
+// Below this many floats a second thread costs more than it brings.
+constexpr long kWorthThreads = 1 << 14;
+
+inline void normalise(const float* inputs, const float* weight, float epsilon, int width, float* outputs) {
+  Vector squares{};
+  int i = 0;
+  for (; i + kLanes <= width; i += kLanes) squares += load(inputs + i) * load(inputs + i);
+  float total = sum(squares);
+  for (; i < width; ++i) total += inputs[i] * inputs[i];
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(width) + epsilon);
+  for (i = 0; i < width; ++i) outputs[i] = inputs[i] * scale * weight[i];
+}
+
+inline void rms_norm(const float* inputs, const float* weight, float epsilon, int tokens, int width, float* outputs,
+                     int threads) {
+#pragma omp parallel for num_threads(threads) if (static_cast<long>(tokens) * width > kWorthThreads)
+  for (int token = 0; token < tokens; ++token) {
+    const long start = static_cast<long>(token) * width;
+    normalise(inputs + start, weight, epsilon, width, outputs + start);
+  }
+}
+
+// What of a token's queries, keys and values goes where. Norm weights are null where the model has none.
+struct StoreArguments {
+  float* qkv;                // [tokens, (query_heads + 2 kv_heads) * head_dim]
+  const float* angles;       // [positions, head_dim]: cosines, then sines
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens], page * page_size + offset
+  const float* query_norm;
+  const float* key_norm;
+  float epsilon;
+  int tokens, query_heads, kv_heads, head_dim, page_size, threads;
+};
+
+inline void rotate(float* head, const float* angles, int head_dim) {
+  const int half = head_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const float first = head[i], second = head[half + i], cosine = angles[i], sine = angles[half + i];
+    head[i] = first * cosine - second * sine;
+    head[half + i] = second * cosine + first * sine;
+  }
+}
+
+// Normalises and rotates queries and keys in place; keys [pages, kv_heads, head_dim, page_size] and values
+// [pages, kv_heads, page_size, head_dim] take the new tokens.
+template <typename Element>
+void rotate_and_store(const StoreArguments& a, Element* keys, Element* values) {
+  const long width = static_cast<long>(a.query_heads + 2 * a.kv_heads) * a.head_dim;
+#pragma omp parallel for num_threads(a.threads) if (a.tokens * width > kWorthThreads)
+  for (int token = 0; token < a.tokens; ++token) {
+    float* head = a.qkv + token * width;
+    const float* angles = a.angles + a.positions[token] * a.head_dim;
+    for (int h = 0; h < a.query_heads + a.kv_heads; ++h, head += a.head_dim) {
+      const float* norm = h < a.query_heads ? a.query_norm : a.key_norm;
+      if (norm != nullptr) normalise(head, norm, a.epsilon, a.head_dim, head);
+      rotate(head, angles, a.head_dim);
+    }
+    const float* key = head - static_cast<long>(a.kv_heads) * a.head_dim;
+    const float* value = head;
+    const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
+    for (int h = 0; h < a.kv_heads; ++h) {
+      const long start = (page * a.kv_heads + h) * a.head_dim * a.page_size;
+      for (int i = 0; i < a.head_dim; ++i) {
+        from_float(key[h * a.head_dim + i], keys + start + static_cast<long>(i) * a.page_size + offset);
+        from_float(value[h * a.head_dim + i], values + start + offset * a.head_dim + i);
+      }
+    }
+  }
+}
+
+}  // namespace pando

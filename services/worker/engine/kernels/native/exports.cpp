@@ -1,0 +1,70 @@
+// The plain C face of the operators. Element types are numbered as in `ElementType` of native_library.py.
+#include <omp.h>
+
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "matrix.hpp"
+
+namespace {
+
+enum ElementType { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+template <typename Function>
+void with_type(int type, Function function) {
+  switch (type) {
+    case kFloat16:
+      return function(pando::Float16{});
+    case kBFloat16:
+      return function(pando::BFloat16{});
+    default:
+      return function(0.0f);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int pando_lanes() { return pando::kLanes; }
+int pando_panel() { return pando::kPanel; }
+int pando_max_head_dim() { return pando::kMaxHeadDim; }
+
+void pando_linear(const float* inputs, const void* panels, int type, const float* bias, int tokens, int width_in,
+                  int width_out, float* outputs, int accumulate, int threads) {
+  with_type(type, [&](auto element) {
+    using Weight = decltype(element);
+    const pando::Matrix<Weight> matrix{static_cast<const Weight*>(panels), bias, width_in, width_out};
+    pando::run_tiles(pando::Product<Weight>{matrix, inputs, outputs, accumulate != 0}, tokens, threads);
+  });
+}
+
+void pando_gated_linear(const float* inputs, const void* gate, const void* up, int type, const float* gate_bias,
+                        const float* up_bias, int tokens, int width_in, int width_out, float* outputs, int threads) {
+  with_type(type, [&](auto element) {
+    using Weight = decltype(element);
+    const pando::Matrix<Weight> gates{static_cast<const Weight*>(gate), gate_bias, width_in, width_out};
+    const pando::Matrix<Weight> ups{static_cast<const Weight*>(up), up_bias, width_in, width_out};
+    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, inputs, outputs}, tokens, threads);
+  });
+}
+
+void pando_rms_norm(const float* inputs, const float* weight, float epsilon, int tokens, int width, float* outputs,
+                    int threads) {
+  pando::rms_norm(inputs, weight, epsilon, tokens, width, outputs, threads);
+}
+
+void pando_store(const pando::StoreArguments* arguments, void* keys, void* values, int type) {
+  with_type(type, [&](auto element) {
+    using Element = decltype(element);
+    pando::rotate_and_store(*arguments, static_cast<Element*>(keys), static_cast<Element*>(values));
+  });
+}
+
+void pando_attend(const pando::AttentionArguments* arguments, const void* keys, const void* values, int type) {
+  with_type(type, [&](auto element) {
+    using Element = decltype(element);
+    pando::attend(*arguments, static_cast<const Element*>(keys), static_cast<const Element*>(values));
+  });
+}
+
+}  // extern "C"

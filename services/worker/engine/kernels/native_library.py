@@ -1,0 +1,91 @@
+"""The compiled CPU operators as Python functions over raw addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Numbers of `ElementType` in native/exports.cpp.
+ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class StoreArguments(ctypes.Structure):
+    """`StoreArguments` of native/elementwise.hpp."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("angles", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("epsilon", c_float),
+        ("tokens", c_int),
+        ("query_heads", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("page_size", c_int),
+        ("threads", c_int),
+    )
+
+
+class AttentionArguments(ctypes.Structure):
+    """`AttentionArguments` of native/attention.hpp."""
+
+    _fields_ = (
+        ("queries", c_void_p),
+        ("outputs", c_void_p),
+        ("query_starts", c_void_p),
+        ("key_lengths", c_void_p),
+        ("page_table", c_void_p),
+        ("rows", c_int),
+        ("table_width", c_int),
+        ("query_heads", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("page_size", c_int),
+        ("threads", c_int),
+    )
+
+
+_SIGNATURES = {
+    "linear": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int),
+    "gated_linear": (
+        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int,
+    ),
+    "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
+    "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),
+    "attend": (ctypes.POINTER(AttentionArguments), c_void_p, c_void_p, c_int),
+}  # fmt: skip
+
+
+class NativeLibrary:
+    """The loaded library. Calls release the interpreter lock; addresses must be those of contiguous CPU memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Load `path`, which `build_library` returned.
+
+        Raises:
+            OSError: it cannot be loaded.
+        """
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"pando_{name}")
+            function.argtypes = arguments
+            function.restype = None
+        self.linear = library.pando_linear
+        self.gated_linear = library.pando_gated_linear
+        self.rms_norm = library.pando_rms_norm
+        self.store = library.pando_store
+        self.attend = library.pando_attend
+        self.lanes: int = library.pando_lanes()
+        """Floats in a vector register: head_dim and page_size must be multiples."""
+        self.panel: int = library.pando_panel()
+        """Outputs in a panel of a laid-out matrix."""
+        self.max_head_dim: int = library.pando_max_head_dim()
