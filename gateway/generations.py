@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from structlog.contextvars import bind_contextvars
 
 from common.errors import QueueFullError, RequestFailedError
 from common.types import ErrorCode, RequestFailure
@@ -61,6 +64,9 @@ class Generations:
         self._open.add(generation)
         self._idle.clear()
         self._metrics.open_requests.set(len(self._journal))
+        # For the log line at the request's end.
+        request = requests[0]
+        bind_contextvars(request_id=request.request_id, tenant=request.principal.tenant)
         generation.start()
         return generation
 
@@ -78,6 +84,7 @@ class Generations:
         usage = generation.usage
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
+        bind_contextvars(**asdict(usage))
 
     async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
         """Look for requests that the ring has forgotten, until cancelled."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REQUEST_ID_HEADER = b"x-request-id"
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+# Asked every few seconds by whoever watches over this process.
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 # What metrics and logs show if the client went away before there was a status.
 CLIENT_GONE_STATUS = 499
 
@@ -57,7 +59,8 @@ class RequestContext:
         status = exchange.status or CLIENT_GONE_STATUS
         self._metrics.requests.labels(route, str(status)).inc()
         self._metrics.request_seconds.labels(route).observe(seconds)
-        self._log.info(
+        log = self._log.debug if route in QUIET_ROUTES else self._log.info
+        log(
             "request.finished",
             method=scope["method"],
             path=scope["path"],

@@ -13,11 +13,14 @@ from gateway.render.shapes import DONE, WholeChoice, collect
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from gateway.generation import Generation
     from gateway.generations import Generations
     from gateway.render.shapes import StreamRenderer, WholeRenderer
+    from gateway.ring.messages import GenerateRequest
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,28 +42,41 @@ class Delivery(Protocol):
 
 
 class GenerationResponse(Response):
-    """Serves a generation to its client, and ends it when the client goes away."""
+    """Has prompts continued, brings the result to its client, and ends all of it when the client goes away."""
 
-    def __init__(self, generations: Generations, generation: Generation, delivery: Delivery) -> None:
-        """Take over `generation`: it is closed when this response ends, however that is."""
+    def __init__(
+        self,
+        generations: Generations,
+        requests: Sequence[GenerateRequest],
+        delivery: Delivery,
+        *,
+        buffer_bytes: int | None = None,
+    ) -> None:
+        """Prepare to submit `requests`; at most about `buffer_bytes` of their text wait for a slow client."""
         super().__init__()
         self._generations = generations
-        self._generation = generation
+        self._requests = requests
         self._delivery = delivery
+        self._buffer_bytes = buffer_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the client."""
+        """Serve the client.
+
+        Raises:
+            PandoError: the requests could not be taken, or failed before anything was sent.
+        """
         watch = ClientWatch(receive)
-        self._generation.on_overflow = watch.cut
+        generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)
+        generation.on_overflow = watch.cut
         cause = None
         try:
             async with watch:
-                await self._delivery.deliver(self._generation, send)
+                await self._delivery.deliver(generation, send)
         except asyncio.CancelledError:
             cause = "shutdown"
             raise
         finally:
-            self._generations.close(self._generation, "disconnect" if watch.gone else cause)
+            self._generations.close(generation, "disconnect" if watch.gone else cause)
 
 
 class StreamDelivery:

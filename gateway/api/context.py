@@ -64,10 +64,9 @@ class Context:
 
     def stream(self, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
         """Submit `requests` and answer with events as they come."""
-        generation = self.generations.open(requests, buffer_bytes=self.limits.stream_buffer_bytes)
-        return GenerationResponse(self.generations, generation, StreamDelivery(renderer))
+        delivery = StreamDelivery(renderer)
+        return GenerationResponse(self.generations, requests, delivery, buffer_bytes=self.limits.stream_buffer_bytes)
 
     def whole(self, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
         """Submit `requests` and answer in one piece."""
-        generation = self.generations.open(requests)
-        return GenerationResponse(self.generations, generation, WholeDelivery(renderer))
+        return GenerationResponse(self.generations, requests, WholeDelivery(renderer))

@@ -57,7 +57,7 @@ class Subscription:
         """Subscribe and receive until that breaks; return whether it had been connected."""
         subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
         call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
-        reason = "closed by the peer"
+        reason = "closed here"
         try:
             await call.wait_for_connection()
             self.subscriber_id = subscriber_id
@@ -66,6 +66,7 @@ class Subscription:
             async for message in call:
                 for delta in message.deltas:
                     self._on_delta(delta_from_wire(delta))
+            reason = "closed by the peer"
         except grpc.RpcError as error:
             reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
         finally:
