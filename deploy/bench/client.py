@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deploy.bench.clock import Clock
     from deploy.bench.prompts import PromptMaker
     from deploy.bench.records import BenchRequest
-    from deploy.bench.transport import HttpClient, Response
+    from deploy.bench.transport import BodySink, HttpClient, Response
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -49,19 +49,11 @@ class OpenAIClient:
 
     async def send(self, request: BenchRequest, late_s: float = 0.0) -> RequestRecord:
         """Send one request, streamed, and wait for its end."""
-        body = orjson.dumps(self.body(request), option=orjson.OPT_SERIALIZE_NUMPY)
         reader = AnswerReader(self._clock.now)
         started = self._clock.now()
         error: tuple[str, str] | None
         try:
-            response = await self._http.request(
-                "POST",
-                PATHS[self._options.endpoint],
-                body,
-                sink=reader.feed,
-                timeout_s=self._options.timeout_s,
-            )
-            error = _failure(response, reader)
+            error = _failure(await self.exchange(request, reader.feed), reader)
         except TransportError as failure:
             error = (failure.kind, str(failure))
         times = reader.output_times()
@@ -78,6 +70,16 @@ class OpenAIClient:
             message=error[1] if error else "",
             late_s=late_s,
         )
+
+    async def exchange(self, request: BenchRequest, sink: BodySink) -> Response:
+        """Send one request and feed the answer's bytes to `sink`; cancelling leaves in the middle.
+
+        Raises:
+            TransportError: the exchange did not come to its end.
+        """
+        body = orjson.dumps(self.body(request), option=orjson.OPT_SERIALIZE_NUMPY)
+        path, timeout_s = PATHS[self._options.endpoint], self._options.timeout_s
+        return await self._http.request("POST", path, body, sink=sink, timeout_s=timeout_s)
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
         """Return the JSON body of `request`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deploy.bench.control_plane.command import add_control_plane_arguments, run_control_plane
 from deploy.bench.cpu import add_cpu_arguments, run_cpu
 from deploy.bench.offline import add_offline_arguments, run_offline
 from deploy.bench.serve import run_serve
@@ -49,5 +50,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
         "Throughput of scheduler, workers and detokenizer, fed with token ids over gRPC: workload W1, or one stream.",
         add_offline_arguments,
         run_offline,
+    ),
+    "control-plane": (
+        "What everything but the model costs, with all services and a worker that computes nothing.",
+        add_control_plane_arguments,
+        run_control_plane,
     ),
 }

@@ -16,7 +16,7 @@ from rich.table import Table
 from deploy.bench.figures import Spread
 from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.records import BenchRequest, Segment, Session
-from deploy.bench.report import print_failure, spread_text
+from deploy.bench.report import output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from deploy.bench.serve_arguments import (
     DEFAULT_URL,
@@ -85,7 +85,7 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cpu(arguments: argparse.Namespace) -> int:
     """Measure all servers; return the exit code."""
-    console = Console()
+    console = output_console()
     try:
         servers = asyncio.run(_measure_all(arguments, Console(stderr=True)))
     except TargetError as error:

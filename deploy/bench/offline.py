@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigurationError
@@ -17,7 +16,7 @@ from common.types import CacheMode
 from deploy.bench.deployments import add_setting_arguments, described_model, make_deployment
 from deploy.bench.figures import Spread
 from deploy.bench.prompts import PromptMaker
-from deploy.bench.report import NOT_REPORTED, print_failure, spread_text
+from deploy.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from deploy.bench.ring_client import ChoiceRecord, RingClient, RingError, schedule_requests
 from deploy.bench.serve_arguments import add_result_arguments, positive_float, positive_int
@@ -79,7 +78,7 @@ def add_offline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_offline(arguments: argparse.Namespace) -> int:
     """Measure and print; return the exit code."""
-    console = Console()
+    console = output_console()
     deployment = None
     try:
         requests = build_requests(arguments)

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from deploy.bench.results import ResultSheet
 
 NOT_REPORTED = "–"
+# Tables in files and pipes are as wide as they need to be.
+WIDTH_WITHOUT_TERMINAL = 120
 LATE_ENOUGH_TO_MENTION_S = 0.01
+
+
+def output_console() -> Console:
+    """Return the console that tables go to."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL)
 
 
 def load_table(figures: LoadFigures, title: str) -> Table:

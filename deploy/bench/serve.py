@@ -6,12 +6,10 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from deploy.bench.figures import summarize
 from deploy.bench.measure import Bench
 from deploy.bench.progress import RequestProgress
-from deploy.bench.report import load_results, load_table, print_errors, print_failure
+from deploy.bench.report import load_results, load_table, output_console, print_errors, print_failure
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from deploy.bench.serve_arguments import build_sessions, is_open_loop, target_options
 from deploy.bench.target import TargetError
@@ -28,7 +26,7 @@ DEFAULT_CONCURRENCY = 8
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run the load that `arguments` describe; return the exit code."""
-    console = Console()
+    console = output_console()
     try:
         sessions = build_sessions(arguments)
         model, result = asyncio.run(_measure(arguments, sessions))

@@ -1,0 +1,91 @@
+"""What the hops add to an idle request's first token, and how soon a client that leaves is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from deploy.bench.control_plane.figure import Figure
+from deploy.bench.control_plane.observed_ring import RingStateError
+from deploy.bench.measure import Bench, TargetOptions
+from deploy.bench.openai_stream import AnswerReader
+from deploy.bench.records import BenchRequest, Segment
+from deploy.bench.workloads.random_text import random_sessions
+
+if TYPE_CHECKING:
+    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from protos.gen.pando.v1 import scheduler_pb2
+
+PROMPT_TOKENS = 32
+REQUESTS_PER_REPEAT = 30
+TARGET_ADDED_MS = 6.0
+TARGET_ABORT_MS = 100.0
+ABORTS_PER_REPEAT = 5
+CHUNKS_BEFORE_LEAVING = 5
+POLL_S = 0.001
+
+
+async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
+    """Ask one chat at a time; what the worker's forward pass took, by its own clock, is taken off."""
+    bench = await Bench.connect(TargetOptions(ring.url, endpoint="chat"))
+    added: list[float] = []
+    try:
+        await bench.warm_up(5, 1, PROMPT_TOKENS, 4)
+        for repeat in range(repeats):
+            sessions = random_sessions(REQUESTS_PER_REPEAT, PROMPT_TOKENS, 4, name=f"latency/{repeat}")
+            before = await ring.step_totals()
+            result = await bench.closed_loop(sessions, 1)
+            after = await ring.step_totals()
+            step_s = (after.compute_s - before.compute_s) / (after.passes - before.passes)
+            firsts = [first for record in result.records if (first := record.time_to_first_s) is not None]
+            if len(firsts) < len(sessions):
+                raise RingStateError("a request brought no token")
+            added += [(first - step_s) * 1000 for first in firsts]
+    finally:
+        await bench.close()
+    return [Figure.of("added_ttft", "added to the first token by all hops, idle", added, "ms", TARGET_ADDED_MS)]
+
+
+async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
+    """Leave in the middle of an answer and poll until the scheduler holds nothing for it any more."""
+    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+    times: list[float] = []
+    try:
+        for number in range(repeats * ABORTS_PER_REPEAT):
+            await ring.wait_for("an idle ring", is_idle)
+            await _leave_midway(bench, number)
+            left = bench.clock.now()
+            await ring.wait_for("the pages of an aborted request", is_idle, POLL_S)
+            times.append((bench.clock.now() - left) * 1000)
+    finally:
+        await bench.close()
+    return [Figure.of("abort", "from disconnect to free pages", times, "ms", TARGET_ABORT_MS)]
+
+
+def is_idle(state: scheduler_pb2.GetStateResponse) -> bool:
+    """Whether nothing runs, nothing waits, and no page is held."""
+    held = sum(tier.protected_pages for tier in state.tiers)
+    return not (state.running_rows or state.waiting_requests or held)
+
+
+async def _leave_midway(bench: Bench, number: int) -> None:
+    """Read a few chunks of a long answer, then close the connection."""
+    arrived = asyncio.Event()
+    reader = AnswerReader(bench.clock.now)
+
+    def read(piece: bytes) -> None:
+        reader.feed(piece)
+        if len(reader.chunks_s) >= CHUNKS_BEFORE_LEAVING:
+            arrived.set()
+
+    request = BenchRequest((Segment(f"abort/{number}", PROMPT_TOKENS),), output_tokens=4000)
+    asking = asyncio.create_task(bench.client.exchange(request, read))
+    leaving = asyncio.create_task(arrived.wait())
+    try:
+        await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            raise RingStateError(f"an answer ended before it could be left: {asking.result()}")
+    finally:
+        asking.cancel()
+        leaving.cancel()
+        await asyncio.gather(asking, leaving, return_exceptions=True)

@@ -1,0 +1,62 @@
+"""Memory that an open request costs in all services together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.bench.control_plane.figure import Figure
+from deploy.bench.measure import Bench, TargetOptions
+from deploy.bench.workloads.random_text import random_sessions
+
+if TYPE_CHECKING:
+    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from deploy.bench.records import Session
+
+PROMPT_TOKENS = 256
+# What a process allocates once is in every count; the slope over them is what each request costs.
+COUNTS = (128, 256, 384, 512, 640)
+SETTLE_S = 0.5
+TARGET_KIB = 64.0
+
+
+async def measure_memory(ring: ObservedRing) -> list[Figure]:
+    """Hold ever more requests open while the scheduler is paused, and fit a line through the memory."""
+    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+    sessions = random_sessions(COUNTS[-1], PROMPT_TOKENS, 8, name="memory")
+    await bench.warm_up(8, 8, PROMPT_TOKENS, 8)
+    await ring.pause()
+    open_requests: list[asyncio.Task[object]] = []
+    try:
+        samples = [await _hold(ring, bench, sessions[:count], open_requests) for count in COUNTS]
+    finally:
+        for task in open_requests:
+            task.cancel()
+        await asyncio.gather(*open_requests, return_exceptions=True)
+        await ring.resume()
+        await bench.close()
+    costs = {name: slope([sample[name] for sample in samples]) / 1024 for name in samples[0]}
+    total = sum(costs.values())
+    return [
+        Figure.of("memory_per_request", "memory per open request, all services", [total], "KiB", TARGET_KIB),
+        *(Figure.of(f"memory_{name}", f"… {name}", [cost], "KiB") for name, cost in costs.items()),
+    ]
+
+
+def slope(memory_bytes: list[int]) -> float:
+    """Return the bytes that each request adds, by least squares over `COUNTS`."""
+    return float(np.polyfit(COUNTS, memory_bytes, 1)[0])
+
+
+async def _hold(
+    ring: ObservedRing, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
+) -> dict[str, int]:
+    """Open what is not open yet, wait until all wait in the scheduler, and return the memory of each service."""
+    count = len(sessions)
+    new = sessions[len(open_requests) :]
+    open_requests += [asyncio.create_task(bench.client.send(session.requests[0])) for session in new]
+    await ring.wait_for(f"{count} waiting requests", lambda state: state.waiting_requests == count)
+    await asyncio.sleep(SETTLE_S)
+    return ring.memory_bytes()

@@ -1,0 +1,54 @@
+"""What the whole pipeline costs per token when the worker computes nothing: HTTP in, server-sent events out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from deploy.bench.control_plane.figure import Figure
+from deploy.bench.control_plane.observed_ring import RingStateError
+from deploy.bench.measure import Bench, TargetOptions
+from deploy.bench.workloads.random_text import random_sessions
+
+if TYPE_CHECKING:
+    from deploy.bench.control_plane.observed_ring import ObservedRing
+
+PROMPT_TOKENS = 32
+OUTPUT_TOKENS = 256
+STREAMS = 64
+WAVES = 3
+
+
+async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
+    """Stream as fast as everything goes and divide tokens by time, and by processor time."""
+    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+    rates: list[float] = []
+    per_core: list[float] = []
+    shares: dict[str, list[float]] = {}
+    client: list[float] = []
+    batching: list[float] = []
+    try:
+        await bench.warm_up(STREAMS, STREAMS, PROMPT_TOKENS, 16)
+        for repeat in range(repeats):
+            sessions = random_sessions(STREAMS * WAVES, PROMPT_TOKENS, OUTPUT_TOKENS, name=f"pipeline/{repeat}")
+            before, client_before = ring.cpu_seconds(), time.process_time()
+            result = await bench.closed_loop(sessions, STREAMS)
+            after, client_after = ring.cpu_seconds(), time.process_time()
+            if failed := [record for record in result.records if record.error is not None]:
+                raise RingStateError(f"{len(failed)} requests failed, such as: {failed[0].message}")
+            tokens = sum(record.output_tokens for record in result.records)
+            rates.append(tokens / result.duration_s)
+            per_core.append(tokens / (sum(after.values()) - sum(before.values())))
+            batching.append(tokens / sum(len(record.chunks_s) for record in result.records))
+            client.append((client_after - client_before) / tokens * 1e6)
+            for name in after:
+                shares.setdefault(name, []).append((after[name] - before[name]) / tokens * 1e6)
+    finally:
+        await bench.close()
+    return [
+        Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client beside it", rates, "tok/s"),
+        Figure.of("pipeline_output_per_core", "tokens per second of processor time", per_core, "tok/s"),
+        *(Figure.of(f"pipeline_{name}_cpu", f"… {name}, per token", values, "µs") for name, values in shares.items()),
+        Figure.of("pipeline_tokens_per_event", "tokens per event: the fake outruns the pipeline", batching, "tokens"),
+        Figure.of("pipeline_client_cpu", "… (this client, per token)", client, "µs"),
+    ]
