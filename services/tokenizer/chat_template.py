@@ -193,4 +193,5 @@ def _cut_at_mark(text: str, marked_content: str) -> str:
             param="continue_final_message",
         )
     is_trimmed = not text.startswith(_MARK, end)
-    return text[:end].rstrip() if is_trimmed else text[:end]
+    text = text[:end].replace(_MARK, "").replace(_MARK.strip(), "")  # a template may show a message more than once
+    return text.rstrip() if is_trimmed else text

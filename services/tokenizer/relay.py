@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError, UnavailableError
 from common.logs import get_logger
-from common.types import Admission, ErrorCode, RequestFailure, ScheduleRequest
+from common.types import Admission, RequestFailure, ScheduleRequest
 from services.tokenizer.limits import check_prompt, check_request
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class GatewaySession:
         self._admissions: list[Admission] = []
         self._owed = asyncio.Event()
 
+    @property
+    def owes(self) -> int:
+        """Number of admissions that wait to be taken."""
+        return len(self._admissions)
+
     def post(self, admission: Admission) -> None:
         """Owe the gateway one more admission."""
         self._admissions.append(admission)
@@ -64,10 +69,11 @@ class GatewaySession:
         return taken
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
     session: GatewaySession
-    phase: Phase
+    request: GenerateRequest
+    phase: Phase = Phase.ENCODING
 
 
 class Relay:
@@ -96,9 +102,10 @@ class Relay:
 
     def submit(self, session: GatewaySession, requests: Sequence[GenerateRequest]) -> None:
         """Take in one message's requests; each is answered by one admission, sooner or later."""
-        batch = [request for request in requests if self._try_accept(session, request)]
+        accepted = (self._try_accept(session, request) for request in requests)
+        batch = [pending for pending in accepted if pending is not None]
         if batch:
-            task = asyncio.create_task(self._process(session, batch))
+            task = asyncio.create_task(self._process(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -140,33 +147,33 @@ class Relay:
         if sent:
             self._scheduler.abort(sent)
 
-    def _try_accept(self, session: GatewaySession, request: GenerateRequest) -> bool:
+    def _try_accept(self, session: GatewaySession, request: GenerateRequest) -> _Pending | None:
         try:
             if request.request_id in self._pending:
                 # No admission: it would be taken for that of the request which has the id.
                 self._log.error("request.duplicate", request_id=request.request_id)
-                return False
+                return None
             if len(self._pending) >= self._max_pending:
                 raise QueueFullError("too many requests are being submitted", retry_after_ms=RETRY_AFTER_MS)
             check_request(request, self._limits)
         except PandoError as error:
             self.reject(session, request.request_id, error)
-            return False
-        self._pending[request.request_id] = _Pending(session, Phase.ENCODING)
-        return True
+            return None
+        pending = _Pending(session, request)
+        self._pending[request.request_id] = pending
+        return pending
 
-    async def _process(self, session: GatewaySession, batch: Sequence[GenerateRequest]) -> None:
+    async def _process(self, batch: Sequence[_Pending]) -> None:
+        """Encode a message's requests; send on those that are still wanted by then."""
         try:
-            encoded = await self._encode([request.prompt for request in batch])
+            encoded = await self._encode([pending.request.prompt for pending in batch])
         except Exception as error:  # noqa: BLE001  (the edge of the task: whatever it is, the gateway gets an answer)
             self._log.error("encoding.failed", exc_info=error)
-            failure = RequestFailure(ErrorCode.INTERNAL, "the prompt could not be encoded")
-            for request in batch:
-                self._answer_own(session, Admission(request.request_id, 0, failure))
-            return
+            encoded = [PandoError("the prompt could not be encoded")] * len(batch)
         ready = []
-        for request, result in zip(batch, encoded, strict=True):
-            if not self._is_own(session, request.request_id):
+        for pending, result in zip(batch, encoded, strict=True):
+            request = pending.request
+            if self._pending.get(request.request_id) is not pending:
                 continue  # aborted meanwhile
             scheduled = self._try_schedule(request, result)
             if isinstance(scheduled, Admission):
@@ -200,14 +207,6 @@ class Relay:
         pending = self._pending.pop(admission.request_id, None)
         if pending is not None:
             pending.session.post(admission)
-
-    def _answer_own(self, session: GatewaySession, admission: Admission) -> None:
-        if self._is_own(session, admission.request_id):
-            self._answer(admission)
-
-    def _is_own(self, session: GatewaySession, request_id: RequestId) -> bool:
-        pending = self._pending.get(request_id)
-        return pending is not None and pending.session is session
 
 
 def _aborted() -> RequestFailure:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from common.errors import PandoError
+from common.errors import PandoError, UnavailableError
 from common.types import RequestId
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from services.tokenizer.limits import Limits
     from services.tokenizer.relay import Relay
     from services.tokenizer.requests import Prompt
+
+# Admissions that may wait for a gateway which does not read.
+MAX_OWED = 65_536
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -87,6 +90,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         try:
             async for message in request_iterator:
                 self._take_in(session, message)
+                if session.owes > MAX_OWED:
+                    raise UnavailableError("the gateway does not read its admissions")
                 metrics.PENDING_REQUESTS.set(self._relay.pending)
         finally:
             writer.cancel()

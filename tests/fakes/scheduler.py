@@ -1,0 +1,59 @@
+"""A scheduler that writes down what it is sent, and admits or keeps silent on command."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    import grpc
+
+
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Serves `Submit` only."""
+
+    def __init__(self) -> None:
+        self.messages: list[scheduler_pb2.SchedulerSubmitRequest] = []
+        # Set to False to leave requests unanswered.
+        self.answers = True
+        self.rejection: common_pb2.RequestError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def requests(self) -> list[scheduler_pb2.ScheduleRequest]:
+        return [schedule for message in self.messages for schedule in message.schedules]
+
+    @property
+    def aborts(self) -> list[str]:
+        return [abort.request_id for message in self.messages for abort in message.aborts]
+
+    async def Submit(
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
+        async for message in request_iterator:
+            self.messages.append(message)
+            self._changed.set()
+            if message.schedules and self.answers:
+                yield scheduler_pb2.SchedulerSubmitResponse(
+                    admissions=[
+                        common_pb2.Admission(
+                            request_id=schedule.request_id,
+                            rejected=self.rejection,
+                            prompt_tokens=len(schedule.token_ids),
+                        )
+                        for schedule in message.schedules
+                    ]
+                )
+
+    async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 10.0) -> None:
+        """Wait until `condition` holds for what has been received."""
+        async with asyncio.timeout(timeout_s):
+            while not condition(self):
+                self._changed.clear()
+                await self._changed.wait()

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from common.models import resolve
+from common.tokenization import TextModel, load_text_model
+from services.tokenizer.chat_template import ChatTemplates
+from services.tokenizer.encoding import Encoder
+from tests.common.tokenization.transformers_oracle import OracleTokenizer, load_bundled
+
+
+@pytest.fixture(scope="session")
+def model() -> TextModel:
+    return load_text_model(resolve("smollm2-135m-instruct"))
+
+
+@pytest.fixture(scope="session")
+def encoder(model: TextModel) -> Encoder:
+    return Encoder(model, ChatTemplates(model.chat_templates, model.special_tokens))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> OracleTokenizer:
+    return load_bundled()

@@ -1,0 +1,29 @@
+"""Requests for tests, valid unless changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from common.types import Principal, ReplyTo, RequestId, SamplingParams, StopConditions, SubscriberId
+from services.tokenizer.limits import Limits
+from services.tokenizer.requests import GenerateRequest, Prompt, TextPrompt
+
+LIMITS = Limits(model="tiny", max_context_tokens=100, vocabulary_size=50)
+
+
+def request(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> GenerateRequest:
+    """Return a valid request; `changes` go to sampling and stop conditions where the field is theirs."""
+    sampling = {key: value for key, value in changes.items() if key in SamplingParams.__slots__}
+    stop = {key: value for key, value in changes.items() if key in StopConditions.__slots__}
+    rest = {key: value for key, value in changes.items() if key not in sampling and key not in stop}
+    base = GenerateRequest(
+        request_id=RequestId(name),
+        principal=Principal("acme", "ada"),
+        reply_to=ReplyTo(SubscriberId("gateway")),
+        model="tiny",
+        prompt=prompt or TextPrompt("hello"),
+        sampling=replace(SamplingParams(), **sampling),
+        stop=replace(StopConditions(), **stop),
+    )
+    return replace(base, **rest)

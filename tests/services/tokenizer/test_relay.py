@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from common.errors import ContextLengthError, UnavailableError
+from common.types import Admission, ErrorCode, RequestId, ScheduleRequest
+from services.tokenizer.relay import GatewaySession, Relay
+from services.tokenizer.requests import Prompt, TextPrompt, TokenPrompt
+from tests.services.tokenizer.generate_requests import LIMITS, request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from services.tokenizer.encoding import Encoded
+
+
+class RecordingScheduler:
+    """What the relay sends."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.batches: list[list[ScheduleRequest]] = []
+        self.aborted: list[RequestId] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [request.request_id for batch in self.batches for request in batch]
+
+    def submit(self, requests: Sequence[ScheduleRequest]) -> None:
+        if self.is_away:
+            raise UnavailableError("away", retry_after_ms=1000)
+        self.batches.append(list(requests))
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        self.aborted.extend(request_ids)
+
+
+class Encoding:
+    """Encodes when it is told to: one id per character."""
+
+    def __init__(self) -> None:
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.error: Exception | None = None
+        self.calls = 0
+
+    async def encode(self, prompts: Sequence[Prompt]) -> Sequence[Encoded]:
+        self.calls += 1
+        await self.may_finish.wait()
+        if self.error is not None:
+            raise self.error
+        return [self._ids(prompt) for prompt in prompts]
+
+    def _ids(self, prompt: Prompt) -> Encoded:
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        assert isinstance(prompt, TextPrompt)
+        if prompt.text == "too long":
+            return ContextLengthError("too long")
+        return np.array([ord(character) % 50 for character in prompt.text], dtype=np.int32)
+
+
+class Bench:
+    def __init__(self, max_pending: int = 100) -> None:
+        self.scheduler = RecordingScheduler()
+        self.encoding = Encoding()
+        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, max_pending)
+        self.session = GatewaySession()
+
+    def submit(self, *names: str) -> None:
+        self.relay.submit(self.session, [request(name) for name in names])
+
+    def admit(self, *names: str) -> None:
+        self.relay.on_admissions(Admission(RequestId(name), 5) for name in names)
+
+    async def answers(self) -> dict[str, ErrorCode | None]:
+        taken = await asyncio.wait_for(self.session.take(), 1)
+        return {answer.request_id: answer.rejected.code if answer.rejected else None for answer in taken}
+
+    async def has_no_answer(self) -> bool:
+        await settle()
+        return not self.session.owes
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_a_batch_is_encoded_in_one_call_and_sent_in_one_message(bench: Bench) -> None:
+    bench.submit("a", "b", "c")
+    await settle()
+    assert bench.encoding.calls == 1
+    assert [[sent.request_id for sent in batch] for batch in bench.scheduler.batches] == [["a", "b", "c"]]
+    assert list(bench.scheduler.batches[0][0].token_ids) == [ord(character) % 50 for character in "hello"]
+
+
+async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) -> None:
+    asked = request("a", temperature=0.5, stop_strings=("x",), n=3, priority=7, skip_special_tokens=False, timeout_ms=9)
+    bench.relay.submit(bench.session, [asked])
+    await settle()
+    (sent,) = bench.scheduler.batches[0]
+    for field in ("principal", "reply_to", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms"):
+        assert getattr(sent, field) == getattr(asked, field)
+
+
+async def test_admissions_go_back_to_the_gateway_that_asked(bench: Bench) -> None:
+    other = GatewaySession()
+    bench.submit("a")
+    bench.relay.submit(other, [request("b")])
+    await settle()
+    bench.admit("b", "a")
+    assert await bench.answers() == {"a": None}
+    assert [answer.request_id for answer in await other.take()] == ["b"]
+
+
+async def test_nothing_is_kept_after_the_admission(bench: Bench) -> None:
+    bench.submit("a")
+    await settle()
+    assert bench.relay.pending == 1
+    bench.admit("a")
+    assert bench.relay.pending == 0
+    bench.admit("a")
+    assert await bench.answers() == {"a": None}
+    assert await bench.has_no_answer()
+
+
+async def test_bad_requests_are_rejected_and_the_others_go_on(bench: Bench) -> None:
+    requests = [
+        request("a"),
+        request("b", model="other"),
+        request("c", TextPrompt("")),
+        request("d", TextPrompt("too long")),
+    ]
+    bench.relay.submit(bench.session, requests)
+    await settle()
+    assert bench.scheduler.names == ["a"]
+    assert await bench.answers() == {
+        "b": ErrorCode.MODEL_NOT_FOUND,
+        "c": ErrorCode.INVALID_REQUEST,
+        "d": ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    }
+
+
+async def test_an_abort_during_encoding_keeps_the_request_from_the_scheduler(bench: Bench) -> None:
+    bench.encoding.may_finish.clear()
+    bench.submit("a", "b")
+    await settle()
+    bench.relay.abort([RequestId("a")])
+    assert await bench.answers() == {"a": ErrorCode.INVALID_REQUEST}
+    bench.encoding.may_finish.set()
+    await settle()
+    assert bench.scheduler.names == ["b"]
+    assert bench.scheduler.aborted == []
+
+
+async def test_aborts_of_sent_and_unknown_requests_pass_through(bench: Bench) -> None:
+    bench.submit("a")
+    await settle()
+    bench.relay.abort([RequestId("a"), RequestId("admitted-long-ago")])
+    assert bench.scheduler.aborted == ["a", "admitted-long-ago"]
+    bench.admit("a")
+    assert await bench.answers() == {"a": None}
+
+
+async def test_an_aborted_request_may_come_again_under_its_id(bench: Bench) -> None:
+    bench.encoding.may_finish.clear()
+    bench.submit("a")
+    await settle()
+    bench.relay.abort([RequestId("a")])
+    bench.submit("a")
+    bench.encoding.may_finish.set()
+    await settle()
+    assert bench.scheduler.names == ["a"]
+
+
+async def test_requests_are_rejected_while_the_scheduler_is_away(bench: Bench) -> None:
+    bench.scheduler.is_away = True
+    bench.submit("a", "b")
+    (first, second) = await asyncio.wait_for(bench.session.take(), 1)
+    for answer in (first, second):
+        assert answer.rejected is not None
+        assert (answer.rejected.code, answer.rejected.retryable) == (ErrorCode.UNAVAILABLE, True)
+        assert answer.rejected.retry_after_ms
+    assert bench.relay.pending == 0
+
+
+async def test_when_the_scheduler_goes_its_unanswered_requests_are_rejected_and_aborted(bench: Bench) -> None:
+    bench.submit("a", "b")
+    await settle()
+    bench.admit("a")
+    bench.encoding.may_finish.clear()
+    bench.submit("c")
+    await settle()
+    bench.relay.on_scheduler_lost()
+    assert await bench.answers() == {"a": None, "b": ErrorCode.UNAVAILABLE}
+    assert bench.scheduler.aborted == ["b"]
+    bench.encoding.may_finish.set()
+    await settle()
+    assert bench.scheduler.names == ["a", "b", "c"]
+
+
+async def test_when_a_gateway_goes_its_requests_end_but_not_those_of_others(bench: Bench) -> None:
+    other = GatewaySession()
+    bench.submit("sent")
+    bench.relay.submit(other, [request("others")])
+    await settle()
+    bench.encoding.may_finish.clear()
+    bench.submit("encoding")
+    await settle()
+    bench.relay.close(bench.session)
+    assert bench.scheduler.aborted == ["sent"]
+    assert bench.relay.pending == 1
+    bench.encoding.may_finish.set()
+    await settle()
+    assert bench.scheduler.names == ["sent", "others"]
+    bench.admit("sent", "others")
+    assert await bench.has_no_answer()
+
+
+async def test_too_many_pending_requests_are_refused_with_a_hint() -> None:
+    bench = Bench(max_pending=2)
+    bench.submit("a", "b", "c")
+    await settle()
+    assert bench.scheduler.names == ["a", "b"]
+    assert await bench.answers() == {"c": ErrorCode.QUEUE_FULL}
+    bench.admit("a")
+    bench.submit("d")
+    await settle()
+    assert bench.scheduler.names == ["a", "b", "d"]
+
+
+async def test_a_second_request_under_a_pending_id_is_ignored(bench: Bench) -> None:
+    bench.submit("a")
+    bench.submit("a")
+    await settle()
+    assert bench.scheduler.names == ["a"]
+    bench.admit("a")
+    assert await bench.answers() == {"a": None}
+
+
+async def test_a_defect_in_encoding_is_answered_too(bench: Bench) -> None:
+    bench.encoding.error = RuntimeError("boom")
+    bench.submit("a", "b")
+    assert await bench.answers() == {"a": ErrorCode.INTERNAL, "b": ErrorCode.INTERNAL}
+    assert bench.relay.pending == 0
