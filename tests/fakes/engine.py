@@ -1,0 +1,71 @@
+"""A fake engine that can be told to fail, to hang and to count what is done with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.worker.engine.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from common.steps import EngineCapacity, EngineSpec, StepPlan
+    from services.worker.engine.engine import Emit, ProgressReport
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass
+class ScriptedEngine:
+    """Runs plans as `FakeEngine` does, with hooks that are called on the engine's thread."""
+
+    before_configure: Callable[[], None] = nothing
+    before_execute: Callable[[], None] = nothing
+    calls: list[str] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    inner: FakeEngine = field(default_factory=FakeEngine)
+
+    @property
+    def open_rows(self) -> int:
+        return self.inner.open_rows
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        self.calls.append("configure")
+        report(0.5, "half way")
+        self.before_configure()
+        return self.inner.configure(spec, report)
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        self.before_execute()
+        self.plans.append(plan)
+        self.inner.execute(plan, emit)
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self.inner.reset()
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.inner.close()
+
+
+def wait_for(event: threading.Event) -> Callable[[], None]:
+    """Return a hook that blocks until `event` is set."""
+
+    def hook() -> None:
+        assert event.wait(timeout=20), "the test never let the engine go on"
+
+    return hook
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    """Return a hook that raises `error`."""
+
+    def hook() -> None:
+        raise error
+
+    return hook

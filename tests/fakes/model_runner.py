@@ -1,0 +1,87 @@
+"""A model runner without a model: its KV memory remembers tokens, its next token is a hash of all before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.steps import EngineCapacity, EngineSpec
+from tests.fakes.simulated_worker import VOCABULARY, next_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.worker.engine.batch import ForwardBatch
+
+PAGE_SIZE = 4
+CONTEXT = 64
+
+
+def spec(**changes: object) -> EngineSpec:
+    fields: dict[str, object] = {"page_size": PAGE_SIZE, "max_rows": 8, "max_step_tokens": 64, **changes}
+    return EngineSpec("no-model", **fields)  # type: ignore[arg-type]  # whatever a test wants to change
+
+
+@dataclass
+class CheckingRunner:
+    """Verifies that a batch describes what it should before it answers."""
+
+    capacity: EngineCapacity = field(
+        default_factory=lambda: EngineCapacity(4000, PAGE_SIZE, CONTEXT, VOCABULARY, (2,), 8, "checking", "cpu", 1)
+    )
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # slot -> (token, position)
+    kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    batches: list[ForwardBatch] = field(default_factory=list)
+    closed: bool = False
+    # Called before every pass; a test may raise from it.
+    before_forward: Callable[[], None] = lambda: None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.before_forward()
+        self.batches.append(batch)
+        self._check_shapes(batch)
+        starts = batch.query_starts.tolist()
+        histories: dict[int, list[int]] = {}
+        for row in range(batch.rows):
+            self._write(batch, range(starts[row], starts[row + 1]))
+        for row in range(batch.rows):
+            first = int(batch.key_lengths[row]) - (starts[row + 1] - starts[row])
+            for i, token in enumerate(range(starts[row], starts[row + 1])):
+                assert int(batch.positions[token]) == first + i, "positions continue where the row stood"
+                histories[token] = self._read(batch.page_table[row].tolist(), first + i + 1)
+        logits = torch.zeros(len(batch.sample_indices), VOCABULARY)
+        for sample, token in enumerate(batch.sample_indices.tolist()):
+            logits[sample, next_token(histories[token])] = 1.0
+        return logits
+
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids
+
+    def close(self) -> None:
+        self.closed = True
+
+    @staticmethod
+    def _check_shapes(batch: ForwardBatch) -> None:
+        queries = batch.query_starts.diff()
+        assert batch.token_ids.dtype == batch.positions.dtype == batch.write_slots.dtype == torch.int64
+        assert batch.query_starts.dtype == batch.key_lengths.dtype == batch.page_table.dtype == torch.int32
+        assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == int(batch.query_starts[-1])
+        assert int(queries.max()) == batch.max_query_length
+        assert int(batch.key_lengths.max()) == batch.max_key_length
+        assert all(int(length) == 1 for length in queries[: batch.decode_rows])
+
+    def _write(self, batch: ForwardBatch, tokens: range) -> None:
+        for token in tokens:
+            self.kv[int(batch.write_slots[token])] = (int(batch.token_ids[token]), int(batch.positions[token]))
+
+    def _read(self, pages: list[int], length: int) -> list[int]:
+        history = []
+        for position in range(length):
+            slot = pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            token, written_for = self.kv[slot]
+            assert written_for == position, "the page holds another part of a sequence"
+            history.append(token)
+        return history

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from protos.gen.pando.v1 import worker_pb2_grpc
+from services.worker.__main__ import NAME
+from services.worker.executor import Executor
+from services.worker.service import WorkerService
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.worker.engine.engine import Engine
+
+Serve = Callable[..., Awaitable["worker_pb2_grpc.WorkerAsyncStub"]]
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+    """Serve an engine over real gRPC on a unix socket; call it with the engine (and a patience in seconds)."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engine: Engine, stuck_after_s: float = 10.0) -> worker_pb2_grpc.WorkerAsyncStub:
+            executor = Executor(engine, stuck_after_s)
+            server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
+            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
+            await server.start()
+            channel = open_channel(server.address)
+            stack.push_async_callback(executor.stop)
+            stack.push_async_callback(server.stop, 0.1)
+            stack.push_async_callback(channel.close)
+            return worker_pb2_grpc.WorkerStub(channel)
+
+        yield start

@@ -1,0 +1,76 @@
+"""The worker's converter against the scheduler's: what one end encodes, the other end must decode to the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from common.errors import InvalidRequestError
+from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+from protos.gen.pando.v1 import worker_pb2
+from services.scheduler import convert as scheduler
+from services.worker import convert as worker
+from tests.services.worker.strategies import capacities, plans, results, specs
+
+
+def plain(value: Any) -> Any:  # any dataclass of the protocol
+    """Return a value that compares by content, arrays included."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tolist())
+    if isinstance(value, tuple):
+        return tuple(plain(part) for part in value)
+    fields = getattr(value, "__dataclass_fields__", None)
+    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
+
+
+@given(plans)
+def test_plans_survive_the_wire(plan: StepPlan) -> None:
+    message = worker_pb2.StepPlan.FromString(scheduler.plan_to_wire(plan).SerializeToString())
+    assert plain(worker.plan_from_wire(message)) == plain(plan)
+
+
+@given(results)
+def test_results_survive_the_wire(result: StepResult) -> None:
+    message = worker_pb2.StepResult.FromString(worker.result_to_wire(result).SerializeToString())
+    assert plain(scheduler.result_from_wire(message)) == plain(result)
+
+
+@given(specs)
+def test_specs_survive_the_wire(spec: EngineSpec) -> None:
+    assert worker.spec_from_wire(scheduler.spec_to_wire(spec)) == spec
+
+
+@given(capacities)
+def test_capacities_survive_the_wire(capacity: EngineCapacity) -> None:
+    assert scheduler.capacity_from_wire(worker.capacity_to_wire(capacity)) == capacity
+
+
+def test_a_spec_has_defaults_for_what_people_leave_out() -> None:
+    message = worker_pb2.ConfigureRequest(model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64)
+    assert worker.spec_from_wire(message) == EngineSpec("m", max_rows=4, max_step_tokens=64)
+
+
+@pytest.mark.parametrize("missing", ["model", "page_size_tokens", "max_rows", "max_step_tokens"])
+def test_a_spec_without_what_it_needs_is_refused(missing: str) -> None:
+    message = worker_pb2.ConfigureRequest(model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64)
+    message.ClearField(missing)  # type: ignore[arg-type]  # one of the literals above
+    with pytest.raises(InvalidRequestError, match=missing):
+        worker.spec_from_wire(message)
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    message = worker_pb2.ConfigureRequest(
+        model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64, rank=2, world_size=2
+    )
+    with pytest.raises(InvalidRequestError, match="rank 2"):
+        worker.spec_from_wire(message)
+
+
+def test_numbers_beyond_what_ids_can_be_turn_negative_so_that_the_engine_refuses_them() -> None:
+    message = worker_pb2.StepPlan(opens=[worker_pb2.RowOpen(token_ids=[2**32 - 1], pages=[2**31])])
+    (opened,) = worker.plan_from_wire(message).opens
+    assert opened.token_ids.tolist() == [-1]
+    assert opened.pages.tolist() == [-(2**31)]

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from common.errors import ConfigurationError
+from common.rpc.status import to_error
+from common.steps import EngineSpec, StepPlan, StepResult
+from common.types import ErrorCode, RowSlot, StepId
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from tests.fakes.engine import ScriptedEngine, raises, wait_for
+from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
+
+SPEC = EngineSpec("anything", "fake", max_rows=4)
+OPEN = StepPlan(StepId(1), opens=(open_row(0, range(5), [0, 1], total=30),), prefills=(chunk(0, 0, 5),))
+DECODE = StepPlan(StepId(2), steps=3)
+
+if TYPE_CHECKING:
+    from tests.services.worker.conftest import Serve
+
+    Stub = worker_pb2_grpc.WorkerAsyncStub
+    Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
+
+
+async def configure(stub: Stub, spec: EngineSpec = SPEC) -> list[worker_pb2.ConfigureResponse]:
+    return [message async for message in stub.Configure(spec_to_wire(spec), timeout=20)]
+
+
+async def get_state(stub: Stub) -> worker_pb2.GetWorkerStateResponse:
+    return await stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=5)
+
+
+async def until(stub: Stub, state: str, *, open_rows: int | None = None) -> None:
+    for _ in range(1000):
+        now = await get_state(stub)
+        if now.state == state and open_rows in (None, now.open_rows):
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"the rank is still {now.state} with {now.open_rows} rows")
+
+
+async def execute(call: Call, plan: StepPlan) -> list[StepResult]:
+    """Send a plan and read its results."""
+    await call.write(plan_to_wire(plan))
+    return await read_plan(call)
+
+
+async def read_plan(call: Call) -> list[StepResult]:
+    results: list[StepResult] = []
+    async with asyncio.timeout(10):
+        while not results or not results[-1].last:
+            message = await call.read()
+            assert isinstance(message, worker_pb2.StepResult), "the stream ended before the plan did"
+            results.append(result_from_wire(message))
+    return results
+
+
+async def code_of(call: grpc.aio.Call) -> grpc.StatusCode:
+    async with asyncio.timeout(10):
+        return await call.code()
+
+
+async def test_configure_reports_progress_and_then_the_capacity(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    *progress, last = await configure(stub)
+    assert [(message.progress, message.stage) for message in progress] == [
+        (0.5, "half way"), (0.0, "nothing to load"), (1.0, "ready"),
+    ]  # fmt: skip
+    assert not any(message.HasField("capacity") for message in progress)
+    assert capacity_from_wire(last.capacity).page_size == SPEC.page_size
+    state = await get_state(stub)
+    assert (state.state, state.model, state.world_size) == ("READY", "anything", 1)
+    assert state.capacity == last.capacity
+
+
+async def test_plans_are_carried_out_in_order(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    await configure(stub)
+    call = stub.Execute()
+    for plan in (OPEN, DECODE, StepPlan(StepId(3), closes=(RowSlot(0),))):
+        await call.write(plan_to_wire(plan))
+    await call.done_writing()
+    results = [result_from_wire(message) async for message in call]
+    assert [(result.step_id, result.substep, result.last) for result in results] == [
+        (1, 0, True), (2, 0, False), (2, 1, False), (2, 2, True), (3, 0, True),
+    ]  # fmt: skip
+    assert [result.rows.tolist() for result in results] == [[0], [0], [0], [0], []]
+    state = await get_state(stub)
+    assert (state.finished_steps, state.open_rows) == (5, 0)
+    assert state.heartbeat_age_ms < 5000
+
+
+async def test_execute_before_configure_is_refused(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    call = stub.Execute()
+    assert await code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert "configure" in str(await call.details())
+
+
+async def test_rows_live_as_long_as_their_stream(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    await configure(stub)
+    call = stub.Execute()
+    first = await execute(call, OPEN)
+    assert (await get_state(stub)).open_rows == 1
+    call.cancel()
+    await until(stub, "READY", open_rows=0)
+    again = stub.Execute()
+    assert tokens_by_row((await execute(again, OPEN))[0]) == tokens_by_row(first[0])
+    assert engine.calls == ["configure", "reset"]
+
+
+async def test_a_newer_stream_takes_over(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    await configure(stub)
+    older = stub.Execute()
+    await execute(older, OPEN)
+    newer = stub.Execute()
+    # Row 0 is free again, although the older stream did not close it.
+    await execute(newer, OPEN)
+    assert await code_of(older) is grpc.StatusCode.ABORTED
+    assert await execute(newer, DECODE)
+
+
+async def test_plans_of_a_stream_that_ended_are_dropped(serve: Serve) -> None:
+    go_on = threading.Event()
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    await configure(stub)
+    engine.before_execute = wait_for(go_on)
+    call = stub.Execute()
+    for step in range(1, 6):
+        await call.write(plan_to_wire(StepPlan(StepId(step))))
+    await asyncio.sleep(0.05)
+    newer = stub.Execute()
+    assert await code_of(call) is grpc.StatusCode.ABORTED
+    go_on.set()
+    assert len(await execute(newer, StepPlan(StepId(99)))) == 1
+    assert [plan.step_id for plan in engine.plans] == [1, 99]
+
+
+async def test_a_lease_ends_when_its_stream_does(serve: Serve) -> None:
+    passes = 0
+    has_blocked, go_on = threading.Event(), threading.Event()
+
+    def sleep(_seconds: float) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            has_blocked.set()
+            wait_for(go_on)()
+
+    engine = ScriptedEngine(inner=FakeEngine(FakeOptions(step_s=1.0), sleep))
+    stub = await serve(engine)
+    await configure(stub)
+    call = stub.Execute()
+    opens = (open_row(0, range(5), range(10), total=100),)
+    await call.write(plan_to_wire(StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5),), steps=50)))
+    await asyncio.to_thread(has_blocked.wait, 10)
+    for _ in range(2):
+        await call.read()
+    newer = stub.Execute()
+    assert await code_of(call) is grpc.StatusCode.ABORTED
+    go_on.set()
+    assert await execute(newer, StepPlan(StepId(2)))
+    assert passes == 3
+
+
+async def test_an_invalid_plan_fails_the_rank_and_configuring_keeps_the_weights(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    await configure(stub)
+    call = stub.Execute()
+    (result,) = await execute(call, StepPlan(StepId(7), closes=(RowSlot(3),)))
+    assert (result.step_id, result.last) == (7, True)
+    assert result.error == "invalid plan: close of row 3, which is not open"
+    assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+    assert (await get_state(stub)).state == "FAILED"
+    assert await code_of(stub.Execute()) is grpc.StatusCode.FAILED_PRECONDITION
+    await configure(stub)
+    assert await execute(stub.Execute(), OPEN)
+    assert engine.calls == ["configure", "reset", "configure"]
+
+
+async def test_an_engine_that_fails_says_so_and_is_closed(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    await configure(stub)
+    engine.before_execute = raises(RuntimeError("connection closed by peer"))
+    call = stub.Execute()
+    for step in (1, 2):
+        await call.write(plan_to_wire(StepPlan(StepId(step))))
+    (result,) = await read_plan(call)
+    assert result.error == "RuntimeError: connection closed by peer"
+    # The plan behind it is not even tried.
+    assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+    assert engine.plans == []
+    assert (await get_state(stub)).state == "FAILED"
+    engine.before_execute = lambda: None
+    await configure(stub)
+    assert await execute(stub.Execute(), OPEN)
+    assert engine.calls == ["configure", "close", "configure"]
+
+
+async def test_ranks_of_a_group_leave_it_when_the_stream_ends(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    grouped = replace(SPEC, world_size=2, rank=1)
+    await configure(stub, grouped)
+    call = stub.Execute()
+    (result,) = await execute(call, OPEN)
+    assert result.rows.size == 0
+    call.cancel()
+    await until(stub, "IDLE")
+    assert await code_of(stub.Execute()) is grpc.StatusCode.FAILED_PRECONDITION
+    await configure(stub, grouped)
+    assert engine.calls == ["configure", "close", "configure"]
+
+
+async def test_configuring_ends_the_stream_that_runs(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    await configure(stub)
+    call = stub.Execute()
+    await execute(call, OPEN)
+    await configure(stub, replace(SPEC, max_rows=2))
+    assert await code_of(call) is grpc.StatusCode.ABORTED
+    assert (await get_state(stub)).open_rows == 0
+
+
+async def test_a_second_configure_is_refused_while_the_first_is_heard(serve: Serve) -> None:
+    go_on = threading.Event()
+    stub = await serve(ScriptedEngine(before_configure=wait_for(go_on)))
+    first = asyncio.create_task(configure(stub))
+    await until(stub, "CONFIGURING")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await configure(stub)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    go_on.set()
+    assert (await first)[-1].HasField("capacity")
+
+
+async def test_a_configure_whose_caller_went_away_is_taken_over_by_the_next(serve: Serve) -> None:
+    go_on = threading.Event()
+    engine = ScriptedEngine(before_configure=wait_for(go_on))
+    stub = await serve(engine)
+    abandoned = stub.Configure(spec_to_wire(SPEC))
+    await abandoned.read()
+    abandoned.cancel()
+    await asyncio.sleep(0.1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await configure(stub, replace(SPEC, max_rows=3))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    second = asyncio.create_task(configure(stub))
+    await asyncio.sleep(0.1)
+    go_on.set()
+    assert (await second)[-1].HasField("capacity")
+    assert engine.calls == ["configure"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigurationError("no such model"), ErrorCode.INVALID_REQUEST),
+        (RuntimeError("the other ranks did not come"), ErrorCode.UNAVAILABLE),
+    ],
+    ids=str,
+)
+async def test_a_model_that_cannot_be_loaded_is_explained(serve: Serve, error: Exception, code: ErrorCode) -> None:
+    engine = ScriptedEngine(before_configure=raises(error))
+    stub = await serve(engine)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await configure(stub)
+    failure = to_error(failed.value).to_failure()
+    assert failure.code is code
+    assert str(error) in failure.message
+    assert (await get_state(stub)).state == "FAILED"
+    engine.before_configure = lambda: None
+    assert (await configure(stub))[-1].HasField("capacity")
+
+
+async def test_a_spec_that_is_incomplete_is_refused(serve: Serve) -> None:
+    stub = await serve(ScriptedEngine())
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await configure(stub, replace(SPEC, max_rows=0))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (await get_state(stub)).state == "IDLE"
+
+
+async def test_a_hanging_engine_makes_the_process_give_up(serve: Serve) -> None:
+    go_on = threading.Event()
+    engine = ScriptedEngine()
+    stub = await serve(engine, stuck_after_s=0.2)
+    await configure(stub)
+    engine.before_execute = wait_for(go_on)
+    call = stub.Execute()
+    await call.write(plan_to_wire(OPEN))
+    await asyncio.sleep(0.1)
+    assert (await get_state(stub)).heartbeat_age_ms >= 50
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await configure(stub)
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    go_on.set()

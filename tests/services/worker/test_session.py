@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.steps import StepPlan, StepResult
+from common.types import StepId
+from services.worker.session import MAX_OPEN_PLANS, Session
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(StepId(step))
+
+
+def result(step: int, *, last: bool = True) -> StepResult:
+    return StepResult(StepId(step), 0, last)
+
+
+async def test_plans_wait_while_too_many_are_open() -> None:
+    dispatched: list[int] = []
+    session = Session(lambda _session, given: dispatched.append(given.step_id))
+
+    async def submit_all() -> None:
+        for step in range(MAX_OPEN_PLANS + 2):
+            await session.submit(plan(step))
+
+    submitting = asyncio.create_task(submit_all())
+    await asyncio.sleep(0)
+    assert len(dispatched) == MAX_OPEN_PLANS
+    results = session.results()
+    # Only the end of a plan makes room, and only once it is consumed.
+    session.deliver(result(0, last=False))
+    session.deliver(result(0))
+    session.deliver(result(1))
+    for _ in range(3):
+        await anext(results)
+        await asyncio.sleep(0)
+    assert len(dispatched) == MAX_OPEN_PLANS + 1
+    session.deliver(result(2))
+    await anext(results)
+    await submitting
+    assert len(dispatched) == MAX_OPEN_PLANS + 2
+
+
+async def test_results_end_behind_those_of_the_last_plan() -> None:
+    session = Session(lambda _session, _plan: None)
+    await session.submit(plan(1))
+    session.finish_input()
+    session.deliver(result(1, last=False))
+    session.deliver(result(1))
+    assert [got.last async for got in session.results()] == [False, True]
+
+
+async def test_an_error_comes_behind_what_was_delivered() -> None:
+    session = Session(lambda _session, _plan: None)
+    await session.submit(plan(1))
+    session.deliver(result(1, last=False))
+    session.end(RuntimeError("lost"))
+    results = session.results()
+    assert (await anext(results)).step_id == 1
+    with pytest.raises(RuntimeError, match="lost"):
+        await anext(results)
+
+
+async def test_nothing_is_dispatched_after_the_end() -> None:
+    dispatched: list[StepPlan] = []
+    session = Session(lambda _session, given: dispatched.append(given))
+    session.end()
+    await session.submit(plan(1))
+    assert dispatched == []
+    assert [got async for got in session.results()] == []
