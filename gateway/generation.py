@@ -249,7 +249,10 @@ class Generation:
             if delay is None:
                 self._fail(failure)
                 return
-            choice.interrupted_at = now if choice.interrupted_at is None else choice.interrupted_at
+            if choice.interrupted_at is None:
+                choice.interrupted_at = now
+                where = {"request_id": route.entry.request.request_id, "choice": choice.number}
+                self._log.warning("generation.interrupted", **where, reason=failure.message)
             choice.tries += 1
             self._timers[choice.index] = self._loop.call_later(delay, self._resubmit, route.entry, choice)
 
@@ -261,7 +264,7 @@ class Generation:
             return
         self._resubmissions += 1
         request_id = RequestId(f"{entry.request.request_id}.{choice.number}.{self._resubmissions}")
-        self._log.info("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
+        self._log.debug("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
         self._metrics.resumptions.inc()
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
         self._ring.submit(choice.continuation(request_id), self)
