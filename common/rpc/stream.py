@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -103,8 +102,9 @@ class StreamLink(Generic[RequestT, ResponseT]):
             return _describe(error)
         finally:
             writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
-                await writer
+            # `gather` and not `await writer`: a cancellation of this task that arrives meanwhile must not be taken for
+            # the writer's own.
+            await asyncio.gather(writer, return_exceptions=True)
         return "closed by the peer"
 
     async def _write(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> None:
