@@ -181,8 +181,8 @@ class Supervisor:
             return await process.wait()
         finally:
             probing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probing
+            # Not `await probing`: a cancellation of this task that arrives meanwhile must not be taken for the probe's.
+            await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self, process: ServiceProcess) -> None:
         timing, clock = self._timing, asyncio.get_running_loop().time
