@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.errors import RequestFailedError
 from common.logs import get_logger
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.journal import Verdict
+from gateway.metrics import Pace
+from gateway.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from gateway.resume import ResumePolicy
     from gateway.ring.messages import Delta
     from gateway.ring.port import Ring
-
-# Rough cost of an update that waits for its client, beside its text; what matters is the order of magnitude.
-UPDATE_BYTES = 200
-LOGPROB_BYTES = 400
 
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
 MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
@@ -71,19 +68,15 @@ class Generation:
         self._ring = ring
         self._policy = policy
         self._metrics = metrics
-        self._buffer_bytes = buffer_bytes
-        self._buffered_bytes = 0
+        self._pace = Pace(metrics, asyncio.get_running_loop().time)
+        self._outbox = Outbox(buffer_bytes)
         self._loop = asyncio.get_running_loop()
         self._routes: dict[RequestId, _Route] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._updates: list[ChoiceUpdate] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._failure: RequestFailure | None = None
         self._unfinished = sum(len(entry.choices) for entry in entries)
         self._resubmissions = 0
-        self._closed = False
-        self._started_at = self._loop.time()
-        self._last_token_at: dict[int, float] = {}
+        # Nothing is heard, submitted or put into the outbox from then on.
+        self._over = False
         self._log = get_logger("generation")
 
     @property
@@ -109,35 +102,23 @@ class Generation:
         Raises:
             RequestFailedError: the request failed, and everything before the failure has been returned.
         """
-        while not self._updates:
-            if self._failure is not None:
-                raise RequestFailedError(self._failure)
-            if self._unfinished == 0 or self._closed:
-                return ()
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        updates, self._updates = self._updates, []
-        self._buffered_bytes = 0
-        return updates
+        return await self._outbox.take()
 
     def close(self, cause: str | None = None) -> None:
         """Forget everything; what still runs is aborted and counted under `cause`."""
-        if self._closed:
+        if self._over:
             return
-        self._closed = True
-        if self._unfinished and self._failure is None and cause:
+        if self._unfinished and cause:
             self._metrics.aborts.labels(cause).inc()
-        self._abort_routes()
-        self._wake()
+        self._end(None)
 
-    def fail(self, failure: RequestFailure, cause: str) -> None:
+    def fail(self, failure: RequestFailure, cause: str | None = None) -> None:
         """End it with an error for the client, unless it has ended; counted under `cause`."""
-        if self._unfinished and self._failure is None and not self._closed:
+        if self._over or not self._unfinished:
+            return
+        if cause:
             self._metrics.aborts.labels(cause).inc()
-            self._fail(failure)
+        self._end(failure)
 
     # --- what the ring tells (gateway.ring.port.Listener) -------------------------------------------------------------
 
@@ -178,7 +159,7 @@ class Generation:
                 del self._routes[delta.request_id]
         failure = _failure_of(delta.finish)
         if failure is None:
-            self._accept(choice, delta)
+            self._pass_on(choice.apply(delta))
         else:
             self._interrupt(route, (choice,), failure)
 
@@ -199,34 +180,17 @@ class Generation:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _accept(self, choice: ChoiceRecord, delta: Delta) -> None:
-        self._observe(choice, len(delta.token_ids))
-        update = choice.apply(delta)
+    def _pass_on(self, update: ChoiceUpdate) -> None:
+        self._pace.note(update.index, update.tokens)
+        self._outbox.put(update)
         if update.finish is not None:
             self._unfinished -= 1
-        self._push(update)
-
-    def _push(self, update: ChoiceUpdate) -> None:
-        self._updates.append(update)
-        self._buffered_bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
-        if self._buffer_bytes is not None and self._buffered_bytes > self._buffer_bytes:
-            self._updates.clear()
+        if not self._unfinished:
+            self._outbox.end()
+        elif self._outbox.is_over_limit:
+            self._outbox.clear()
             self.fail(STUCK, "slow_client")
             self.on_overflow()
-            return
-        self._wake()
-
-    def _observe(self, choice: ChoiceRecord, tokens: int) -> None:
-        if not tokens:
-            return
-        now = self._loop.time()
-        last = self._last_token_at.get(choice.index)
-        if last is None:
-            self._metrics.first_token_seconds.observe(now - self._started_at)
-        else:
-            self._metrics.inter_token_seconds.observe(now - last)
-        self._last_token_at[choice.index] = now
-        self._metrics.completion_tokens.inc(tokens)
 
     def _give_up(self, request_id: RequestId, failure: RequestFailure) -> None:
         self._ring.abort(request_id)
@@ -242,12 +206,12 @@ class Generation:
     def _interrupt(self, route: _Route, choices: Iterable[ChoiceRecord], failure: RequestFailure) -> None:
         now = self._loop.time()
         for choice in choices:
-            if self._failure is not None or self._closed:
+            if self._over:
                 return
             choice.failures += route.admitted
             delay = self._policy.delay(choice, failure, now)
             if delay is None:
-                self._fail(failure)
+                self.fail(failure)
                 return
             if choice.interrupted_at is None:
                 choice.interrupted_at = now
@@ -259,8 +223,7 @@ class Generation:
     def _resubmit(self, entry: JournalEntry, choice: ChoiceRecord) -> None:
         del self._timers[choice.index]
         if choice.is_exhausted:
-            self._unfinished -= 1
-            self._push(choice.end_at_limit())
+            self._pass_on(choice.end_at_limit())
             return
         self._resubmissions += 1
         request_id = RequestId(f"{entry.request.request_id}.{choice.number}.{self._resubmissions}")
@@ -269,22 +232,15 @@ class Generation:
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
         self._ring.submit(choice.continuation(request_id), self)
 
-    def _fail(self, failure: RequestFailure) -> None:
-        self._failure = failure
-        self._abort_routes()
-        self._wake()
-
-    def _abort_routes(self) -> None:
+    def _end(self, failure: RequestFailure | None) -> None:
+        self._over = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         routes, self._routes = self._routes, {}
         for request_id in routes:
             self._ring.abort(request_id)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._outbox.end(failure)
 
 
 def _failure_of(finish: Finish | None) -> RequestFailure | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -64,3 +66,27 @@ class GatewayMetrics:
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class Pace:
+    """Observes when the tokens of one request come; `clock` is monotonic, in seconds."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+        """Begin now."""
+        self._metrics = metrics
+        self._clock = clock
+        self._started_at = clock()
+        self._last_at: dict[int, float] = {}
+
+    def note(self, choice: int, tokens: int) -> None:
+        """Note the arrival of so many tokens of `choice`."""
+        if not tokens:
+            return
+        now = self._clock()
+        last = self._last_at.get(choice)
+        if last is None:
+            self._metrics.first_token_seconds.observe(now - self._started_at)
+        else:
+            self._metrics.inter_token_seconds.observe(now - last)
+        self._last_at[choice] = now
+        self._metrics.completion_tokens.inc(tokens)

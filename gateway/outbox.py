@@ -1,0 +1,76 @@
+"""What waits for a client: updates in order, then the end or a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from common.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.types import RequestFailure
+    from gateway.journal import ChoiceUpdate
+
+# Rough cost of a waiting update beside its text; what matters is the order of magnitude.
+UPDATE_BYTES = 200
+LOGPROB_BYTES = 400
+
+
+class Outbox:
+    """Between the ring, which puts at any time, and the one reader that takes."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        """Begin empty; None sets no limit."""
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._updates: list[ChoiceUpdate] = []
+        self._ended = False
+        self._failure: RequestFailure | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the reader has fallen too far behind."""
+        return self._limit_bytes is not None and self._bytes > self._limit_bytes
+
+    def put(self, update: ChoiceUpdate) -> None:
+        """Add an update."""
+        self._updates.append(update)
+        self._bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
+        self._wake()
+
+    def end(self, failure: RequestFailure | None = None) -> None:
+        """Say that nothing more will come, and why if that is a failure."""
+        self._ended = True
+        self._failure = failure
+        self._wake()
+
+    def clear(self) -> None:
+        """Drop what waits."""
+        self._updates.clear()
+        self._bytes = 0
+
+    async def take(self) -> Sequence[ChoiceUpdate]:
+        """Wait for updates and return all there are; empty at the end.
+
+        Raises:
+            RequestFailedError: it ended by a failure, and every update before has been taken.
+        """
+        while not self._updates:
+            if self._failure is not None:
+                raise RequestFailedError(self._failure)
+            if self._ended:
+                return ()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        updates, self._updates, self._bytes = self._updates, [], 0
+        return updates
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
