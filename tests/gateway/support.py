@@ -96,3 +96,14 @@ def events(text: str) -> Iterable[str]:
     for event in text.removesuffix("\n\n").split("\n\n"):
         assert event.startswith("data: "), event
         yield event.removeprefix("data: ")
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """Check what every error has in common, and return it."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    return dict(body["error"])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from gateway.metrics import GatewayMetrics
 from gateway.resume import ResumePolicy
 from gateway.ring.messages import Delta, GenerateRequest, PromptUsage
 from tests.fakes.ring import LENGTH, STOP, FakeRing
-from tests.gateway.support import gateway_saying
 
 ID = RequestId("cmpl-1")
 AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=True)
@@ -281,34 +279,3 @@ def test_delays_grow_to_their_bound_and_end_at_the_deadline() -> None:
     assert delays == [0.1, 0.2, 0.4, 0.8, 1, 1]
     assert policy.delay(choice, AWAY, 109.5) is None
     assert policy.delay(choice, DEFECT, 100.0) is None
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_client_sees_only_a_pause(stream: bool) -> None:
-    """The same answer comes whether or not the ring breaks in the middle, streamed or whole."""
-    undisturbed = await gateway_saying("Hel", "lo", " wor", "ld").chat(stream=stream, n=2, seed=1)
-    gateway = gateway_saying("Hel", "lo", " wor", "ld")
-    gateway.ring.pause_s = 0.005
-
-    async def disturb() -> None:
-        await gateway.ring.submissions(1)
-        await asyncio.sleep(0.018)
-        gateway.ring.lose(gateway.ring.submitted[0].request_id, AWAY)
-
-    disturbing = asyncio.create_task(disturb())
-    response = await gateway.chat(stream=stream, n=2, seed=1)
-    await disturbing
-    assert len(gateway.ring.submitted) > 1
-    assert _contents(response.text) == _contents(undisturbed.text)
-
-
-def _contents(text: str) -> dict[int, str]:
-    contents: dict[int, str] = {}
-    documents = text.removesuffix("data: [DONE]\n\n").split("data: ")[1:] if text.startswith("data: ") else [text]
-    for document in documents:
-        for choice in json.loads(document)["choices"]:
-            part = choice.get("delta", choice.get("message"))
-            contents[choice["index"]] = contents.get(choice["index"], "") + (part.get("content") or "")
-            if choice["finish_reason"]:
-                contents[choice["index"]] += f"|{choice['finish_reason']}"
-    return contents
