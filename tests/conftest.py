@@ -7,13 +7,13 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.settings import PREFIX
+from deploy.supervisor.process import child_environment
 
 # Times mean nothing on a shared machine: a slow example is no failure.
 settings.register_profile("pando", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pando")
 
-for name in [name for name in os.environ if name.startswith(PREFIX)]:
+for name in os.environ.keys() - child_environment(os.environ).keys():
     del os.environ[name]
 
 

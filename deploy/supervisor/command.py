@@ -30,6 +30,8 @@ DESCRIPTION = (
     + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
     + ". Every setting may also be given in the environment (PANDO_SCHEDULER__MAX_ROWS=32) or in a file (--config)."
 )
+# One wish may come as two signals: `timeout`, `make` and terminals signal a process and its group.
+SAME_WISH_S = 1.0
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 
@@ -71,13 +73,17 @@ async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | Json
     supervisor = Supervisor(layout, directory, reporter, Probes())
     loop = asyncio.get_running_loop()
 
+    asked_at = 0.0
+
     def stop() -> None:
-        if stopping.is_set():
-            supervisor.abort()
-        else:
+        nonlocal asked_at
+        if not stopping.is_set():
+            asked_at = loop.time()
             reporter.end()
             reporter.note("stopping; once more to kill everything at once")
             stopping.set()
+        elif loop.time() - asked_at > SAME_WISH_S:
+            supervisor.abort()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -125,12 +125,25 @@ def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
 def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
     up.wait_for("Ctrl-C ends it")
     url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
-    model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-    body = {"model": model, "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    body = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
         lines = answer.iter_lines()
         next(lines)
         up.process.send_signal(signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert up.process.wait(timeout=60) == 0
+
+
+def test_one_wish_that_comes_as_two_signals_still_lets_a_stream_finish(up: Up) -> None:
+    up.wait_for("Ctrl-C ends it")
+    url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
+    body = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        up.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        up.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert up.process.wait(timeout=60) == 0
 
