@@ -112,10 +112,12 @@ class ConsoleReporter:
     def _show_progress(self, progress: Progress, service: str, event: LogEvent) -> None:
         assert event.progress is not None
         done, total = event.progress
-        key = f"{service} {event.text}"
+        # One bar per rank that loads; its stage is what a person wants to read.
+        key = f"{service} {event.text} {event.fields.get('rank', '')}"
+        stage = str(event.fields.get("stage", event.text))
         if key not in self._loading:
-            self._loading[key] = progress.add_task(key, total=total)
-        progress.update(self._loading[key], completed=done, total=total, visible=done < total)
+            self._loading[key] = progress.add_task(stage, total=total)
+        progress.update(self._loading[key], description=stage, completed=done, total=total, visible=done < total)
 
 
 class JsonReporter:
