@@ -22,6 +22,8 @@ TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
 ifneq ($(wildcard $(STAMPS)/torch-$(TORCH_VERSION)-gpu),)
 TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-gpu
 endif
+# protoc looks for its plugins on the path.
+WITH_PLUGINS := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
@@ -53,10 +55,10 @@ types: install-dev ## mypy, strict
 	$(BIN)/mypy
 
 protos: install-dev ## Generate the stubs from protos/pando
-	$(BIN)/python protos/generate.py
+	$(WITH_PLUGINS) $(BIN)/python protos/generate.py
 
 protos-check: install-dev
-	$(BIN)/python protos/generate.py --check
+	$(WITH_PLUGINS) $(BIN)/python protos/generate.py --check
 
 breaking: install-dev
 	deploy/checks/breaking.sh $(BIN)/buf
