@@ -58,7 +58,7 @@ class Choice:
         self._matcher = (
             StopMatcher(automaton, include_stop_text=spec.include_stop_text) if automaton is not None else None
         )
-        self._usage: PromptUsage | None = PromptUsage(spec.prompt_tokens, spec.cached_tokens)
+        self._usage: PromptUsage | None = PromptUsage(spec.prompt_tokens, 0)
         # Text decoded from a predecessor's ids that its client was not sent; characters it was sent beyond that.
         self._undelivered = ""
         self._unskipped = 0
@@ -69,6 +69,11 @@ class Choice:
     def is_stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._matcher is not None and self._matcher.matched is not None
+
+    def start(self, cached_tokens: int) -> None:
+        """Note how much of the prompt the cache held; comes before the first token."""
+        if self._usage is not None:
+            self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
 
     def advance(self, finish: Finish | None) -> Delta:
         """Decode the batch, the last one if there is a `finish`, and return what is new.

@@ -24,19 +24,22 @@ class ChoiceSpec:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What one step produced: `handles[i]` got `token_ids[i]`; `logprobs` by that i; `finishes` by handle."""
+    """What one step produced: `handles[i]` got `token_ids[i]`; `logprobs` by that i; `finishes` by handle.
+
+    `starts` are the cached prompt tokens, by handle, of choices that got a row.
+    """
 
     opens: Sequence[ChoiceSpec] = ()
     handles: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     finishes: Mapping[int, Finish] = field(default_factory=dict)
+    starts: Mapping[int, int] = field(default_factory=dict)
 
 
 # The following are made for every row of every step: tuples cost a third of frozen dataclasses.

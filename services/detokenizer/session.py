@@ -49,6 +49,9 @@ class PushSession:
         """
         for spec in push.opens:
             self._open(spec)
+        for handle, cached_tokens in push.starts.items():
+            if (started := self._choices.get(handle)) is not None:
+                started.start(cached_tokens)
         touched = self._distribute(push)
         posts: dict[Mailbox, list[Delta]] = {}
         finishes = push.finishes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.errors import InvalidRequestError
 from common.types import RequestId, SubscriberId
 from common.wire import finish_from_wire, finish_to_wire, logprob_from_wire, resume_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
@@ -16,12 +17,22 @@ if TYPE_CHECKING:
 
 
 def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
-    """Decode what one step produced."""
+    """Decode what one step produced.
+
+    Raises:
+        InvalidRequestError: the columns do not fit together.
+    """
+    tokens = len(message.token_ids)
+    if len(message.handles) != tokens or any(entry.index >= tokens for entry in message.logprobs):
+        raise InvalidRequestError("handles, token_ids and logprobs do not fit together", param="handles")
+    if any(len(entry.logprob.top_token_ids) != len(entry.logprob.top_logprobs) for entry in message.logprobs):
+        raise InvalidRequestError("top_token_ids and top_logprobs differ in length", param="logprobs")
     return Push(
         opens=[_spec_from_wire(opened) for opened in message.opens],
         handles=list(message.handles),
         token_ids=list(message.token_ids),
         logprobs={entry.index: logprob_from_wire(entry.logprob) for entry in message.logprobs},
+        starts={entry.handle: entry.cached_tokens for entry in message.starts},
         finishes={entry.handle: finish_from_wire(entry.finish) for entry in message.finishes},
     )
 
@@ -50,7 +61,6 @@ def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
         skip_special_tokens=message.skip_special_tokens,
         min_tokens=message.min_tokens,
         prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
     )
 

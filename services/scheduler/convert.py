@@ -131,6 +131,8 @@ def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
         handles=output.handles.tolist(),
         token_ids=output.token_ids.tolist(),
     )
+    for sequence in output.starts:
+        message.starts.add(handle=sequence.handle, cached_tokens=sequence.cached_tokens or 0)
     for index, logprob in output.logprobs:
         message.logprobs.add(index=index, logprob=logprob_to_wire(logprob))
     for handle, finish in output.finishes:
@@ -151,7 +153,6 @@ def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=stop.min_tokens,
         prompt_tokens=sequence.prompt_tokens,
-        cached_tokens=sequence.cached_tokens or 0,
         resume=resume_to_wire(request.resume),
     )
 

@@ -162,10 +162,10 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_outlet_broken(self, _reason: str) -> None:
-        """End what the detokenizer knew: it has told the gateways, who ask again for what their clients still lack."""
+        """End everything: the gateways have noticed, too, and ask again for what their clients still lack."""
         if self.core is None:
             return
-        for sequence in [sequence for sequence in self.core.open_sequences if sequence.announced]:
+        for sequence in list(self.core.open_sequences):
             self.core.end_silently(sequence.handle)
         self.core.take_output()
 

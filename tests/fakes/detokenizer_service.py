@@ -19,6 +19,7 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
+        self.opened: set[str] = set()
         self.cached: dict[str, int] = {}
         self.finishes: dict[str, detokenizer_pb2.ChoiceFinish] = {}
         self.stop_after: dict[str, int] = {}
@@ -37,9 +38,11 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
             answer = detokenizer_pb2.PushResponse()
             for opened in message.opens:
                 self._names[opened.handle] = opened.request_id
-                self.cached[opened.request_id] = opened.cached_tokens
+                self.opened.add(opened.request_id)
                 if opened.request_id in self.gone:
                     answer.gone_handles.append(opened.handle)
+            for started in message.starts:
+                self.cached[self._names[started.handle]] = started.cached_tokens
             for handle, token in zip(message.handles, message.token_ids, strict=True):
                 name = self._names[handle]
                 self.tokens.setdefault(name, []).append(token)

@@ -85,6 +85,7 @@ class SchedulerCore:
             sequences.append(sequence)
             self._by_handle[sequence.handle] = sequence
             self.queue.add(sequence)
+            self._output.open(sequence)
         self._by_request[request.request_id] = sequences
         for sequence in sequences[:1]:
             if len(sequence.token_ids) >= sequence.max_total_tokens:  # resumed where nothing was left to generate
@@ -167,7 +168,8 @@ class SchedulerCore:
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
                 assert sequence is not None, "the plan has just opened it"
-                self._output.open(sequence)
+                if not sequence.retractions:
+                    self._output.start(sequence)
         return plan
 
     def apply(self, result: StepResult) -> None:

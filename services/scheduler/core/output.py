@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One push: choices that begin, `handles[i]` got `token_ids[i]` (int32 each), log probabilities, ends."""
+    """One push: choices accepted, choices that got a row, `handles[i]` got `token_ids[i]` (int32 each), ends."""
 
     opens: tuple[Sequence, ...]
+    starts: tuple[Sequence, ...]
     handles: TokenIds
     token_ids: TokenIds
     logprobs: tuple[tuple[int, TokenLogprob], ...]
@@ -28,6 +29,7 @@ class OutputBuffer:
     """Collects output in order; `take` empties it."""
 
     _opens: list[Sequence] = field(default_factory=list)
+    _starts: list[Sequence] = field(default_factory=list)
     _handles: list[TokenIds] = field(default_factory=list)
     _token_ids: list[TokenIds] = field(default_factory=list)
     _logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)
@@ -35,10 +37,12 @@ class OutputBuffer:
     _tokens: int = 0
 
     def open(self, sequence: Sequence) -> None:
-        """Announce a choice, once; its prompt usage is known now."""
-        if not sequence.announced:
-            sequence.announced = True
-            self._opens.append(sequence)
+        """Announce a choice that was accepted."""
+        self._opens.append(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Tell that a choice got its first row; how much of its prompt is cached is known now."""
+        self._starts.append(sequence)
 
     def tokens(self, handles: TokenIds, token_ids: TokenIds, logprobs: list[tuple[int, TokenLogprob]]) -> None:
         """Add what one forward pass sampled; `logprobs` index into these arrays."""
@@ -49,21 +53,21 @@ class OutputBuffer:
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         """End a choice."""
-        self.open(sequence)
         self._finishes.append((sequence.handle, finish))
 
     def take(self) -> Output | None:
         """Return what has gathered, or None if nothing has."""
-        if not (self._opens or self._tokens or self._finishes):
+        if not (self._opens or self._starts or self._tokens or self._finishes):
             return None
         empty = np.empty(0, np.int32)
         output = Output(
             opens=tuple(self._opens),
+            starts=tuple(self._starts),
             handles=np.concatenate(self._handles) if self._handles else empty,
             token_ids=np.concatenate(self._token_ids) if self._token_ids else empty,
             logprobs=tuple(self._logprobs),
             finishes=tuple(self._finishes),
         )
-        self._opens, self._handles, self._token_ids = [], [], []
+        self._opens, self._starts, self._handles, self._token_ids = [], [], [], []
         self._logprobs, self._finishes, self._tokens = [], [], 0
         return output

@@ -54,8 +54,6 @@ class Sequence:
     was_committed: bool = False
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
-    # Whether the detokenizer has been told of it.
-    announced: bool = False
 
     @property
     def prompt_tokens(self) -> int:

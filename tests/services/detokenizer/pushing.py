@@ -39,7 +39,6 @@ def spec(
         skip_special_tokens=skip_special_tokens,
         min_tokens=min_tokens,
         prompt_tokens=10,
-        cached_tokens=4,
         resume=resume,
     )
 
@@ -75,11 +74,12 @@ class Pushing:
         tokens: Sequence[tuple[int, int]] = (),
         logprobs: dict[int, TokenLogprob] | None = None,
         finishes: dict[int, Finish] | None = None,
+        starts: dict[int, int] | None = None,
     ) -> Sequence[Delta]:
         """Apply one push of (handle, token id) pairs; return the deltas it made."""
         handles, ids = [handle for handle, _ in tokens], [token_id for _, token_id in tokens]
         before = self.mailbox.waiting
-        self.session.apply(Push(opens, handles, ids, logprobs or {}, finishes or {}))
+        self.session.apply(Push(opens, handles, ids, logprobs or {}, finishes or {}, starts or {}))
         return await self.mailbox.take() if self.mailbox.waiting > before else ()
 
     async def run(
@@ -87,7 +87,7 @@ class Pushing:
     ) -> Received:
         """Push a choice from its open to its end, `per_push` tokens at a time; return what came out."""
         received = Received()
-        for delta in await self.push(opens=[choice]):
+        for delta in await self.push(opens=[choice], starts={choice.handle: 4}):
             received.add(delta)
         runs = [ids[start : start + per_push] for start in range(0, len(ids), per_push)] or [[]]
         for index, part in enumerate(runs):

@@ -45,7 +45,7 @@ async def test_usage_comes_once_with_the_first_delta() -> None:
 async def test_a_choice_that_never_got_a_token_still_ends_once_with_its_usage() -> None:
     pushing = Pushing(DECODERS)
     (delta,) = await pushing.push(opens=[spec()], finishes={1: Finish(FinishReason.ABORT)})
-    assert (delta.token_ids, delta.text, delta.prompt_usage) == ([], "", PromptUsage(10, 4))
+    assert (delta.token_ids, delta.text, delta.prompt_usage) == ([], "", PromptUsage(10, 0))
     assert delta.finish == Finish(FinishReason.ABORT)
     assert pushing.hub.open_choices == 0
 
@@ -189,3 +189,14 @@ async def test_a_stop_string_in_the_resumed_text_ends_the_choice_at_once() -> No
     assert delta.finish == Finish(FinishReason.STOP, matched_text="STOP")
     assert (delta.text, list(delta.token_ids)) == ("", [])
     assert (await pushing.answers()).stop_hits == [(1, len(encode("one STOP")))]
+
+
+async def test_a_choice_that_ends_in_two_ways_at_once_ends_once() -> None:
+    pushing = Pushing(DECODERS)
+    resume = Resume(tuple(encode("one STOP two")), len("one "))
+    stopped = spec(stops=["STOP"], resume=resume)
+    (delta,) = await pushing.push(opens=[stopped], finishes={1: Finish(FinishReason.ABORT)})
+    assert delta.finish == Finish(FinishReason.STOP, matched_text="STOP")
+    again = spec(2, stops=["STOP"], resume=resume)
+    (delta,) = await pushing.push(opens=[again], tokens=[(2, i) for i in encode(" three")])
+    assert (delta.finish, list(delta.token_ids)) == (Finish(FinishReason.STOP, matched_text="STOP"), [])

@@ -60,7 +60,7 @@ async def test_merging_waits_until_it_pays_when_there_are_many_choices() -> None
         before = box.waiting
         box.post([delta(f"request-{number}", index, "x") for number in range(100)])
         merges += box.waiting < before + 100
-    assert merges <= 50
+    assert 1 < merges <= 26
 
 
 async def test_a_subscriber_that_falls_too_far_behind_is_dropped() -> None:

@@ -74,7 +74,6 @@ def opened(handle: int, subscriber_id: str = "gateway", stops: Sequence[str] = (
         stop_strings=stops,
         skip_special_tokens=True,
         prompt_tokens=7,
-        cached_tokens=3,
     )
 
 
@@ -103,6 +102,7 @@ async def test_a_push_becomes_one_message_for_its_subscriber(ring: Ring, model: 
     await push.write(
         detokenizer_pb2.PushRequest(
             opens=[opened(1), opened(2)],
+            starts=[detokenizer_pb2.ChoiceStart(handle=handle, cached_tokens=3) for handle in (1, 2)],
             handles=[1, 2],
             token_ids=[hello, world],
             logprobs=[logprob],
@@ -189,12 +189,28 @@ async def test_when_the_scheduler_leaves_its_choices_end_with_a_retryable_error(
     assert ring.hub.open_choices == 0
 
 
-async def test_a_broken_contract_ends_the_stream_and_its_choices_only(ring: Ring) -> None:
+def logprob(index: int, ids: Sequence[int] = (), values: Sequence[float] = ()) -> detokenizer_pb2.IndexedLogprob:
+    value = common_pb2.TokenLogprob(logprob=-1, top_token_ids=ids, top_logprobs=values)
+    return detokenizer_pb2.IndexedLogprob(index=index, logprob=value)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        detokenizer_pb2.PushRequest(opens=[opened(2)]),
+        detokenizer_pb2.PushRequest(handles=[2, 2], token_ids=[5]),
+        detokenizer_pb2.PushRequest(handles=[2], token_ids=[5], logprobs=[logprob(1)]),
+        detokenizer_pb2.PushRequest(handles=[2], token_ids=[5], logprobs=[logprob(0, [1, 2], [-1.0])]),
+    ],
+)
+async def test_a_broken_contract_ends_the_stream_and_its_choices_only(
+    ring: Ring, broken: detokenizer_pb2.PushRequest
+) -> None:
     subscription, bad, good = await ring.subscribe(), await ring.push(), await ring.push()
     await good.write(detokenizer_pb2.PushRequest(opens=[opened(1)]))
     await bad.write(detokenizer_pb2.PushRequest(opens=[opened(2)]))
     await ring.until(choices=2)
-    await bad.write(detokenizer_pb2.PushRequest(opens=[opened(2)]))
+    await bad.write(broken)
     assert await failure(bad) is grpc.StatusCode.INVALID_ARGUMENT
     (delta,) = await read(subscription)
     assert (delta.request_id, delta.finish.error.code) == ("request-2", common_pb2.ERROR_CODE_UNAVAILABLE)

@@ -260,6 +260,13 @@ async def test_without_its_detokenizer_it_serves_nobody_and_forgets_what_that_kn
     assert ring.detokenizer.output_of("again") == output()
 
 
+async def test_a_request_is_known_to_the_detokenizer_while_it_waits(ring: Ring) -> None:
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5)
+    await ring.submit("waiting")
+    await until(lambda: "waiting" in ring.detokenizer.opened)
+    assert "waiting" not in ring.detokenizer.cached
+
+
 async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring) -> None:
     await ring.submit("alice's", user="alice")
     await ring.submit("bob's", user="bob")

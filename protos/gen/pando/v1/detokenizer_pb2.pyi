@@ -28,6 +28,7 @@ class PushRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHES_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOpen]: ...
     @_builtins.property
@@ -42,6 +43,10 @@ class PushRequest(_message.Message):
 
     @_builtins.property
     def finishes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceFinish]: ...
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceStart]:
+        """Read before token_ids, after opens."""
+
     def __init__(
         self,
         *,
@@ -50,10 +55,11 @@ class PushRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___IndexedLogprob] | None = ...,
         finishes: _abc.Iterable[Global___ChoiceFinish] | None = ...,
+        starts: _abc.Iterable[Global___ChoiceStart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "logprobs", b"logprobs", "opens", b"opens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "logprobs", b"logprobs", "opens", b"opens", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -61,6 +67,8 @@ Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
 
 @_typing.final
 class ChoiceOpen(_message.Message):
+    """A choice was accepted. Known here from then on, so that it is ended if its scheduler dies while it waits."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
@@ -72,7 +80,6 @@ class ChoiceOpen(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the scheduler, never reused within a stream."""
@@ -84,8 +91,6 @@ class ChoiceOpen(_message.Message):
     min_tokens: _builtins.int
     """Generated tokens below this number never end a row by stop text."""
     prompt_tokens: _builtins.int
-    cached_tokens: _builtins.int
-    """Prompt tokens served from the cache, as the requester may know."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -104,18 +109,42 @@ class ChoiceOpen(_message.Message):
         skip_special_tokens: _builtins.bool = ...,
         min_tokens: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
         resume: _common_pb2.Resume | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "cached_tokens", b"cached_tokens", "choice_index", b"choice_index", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "subscriber_id", b"subscriber_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "choice_index", b"choice_index", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings", "subscriber_id", b"subscriber_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
 
 Global___ChoiceOpen: _TypeAlias = ChoiceOpen  # noqa: Y015
+
+@_typing.final
+class ChoiceStart(_message.Message):
+    """A choice got a row for the first time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    cached_tokens: _builtins.int
+    """Prompt tokens served from the cache, as the requester may know."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoiceStart: _TypeAlias = ChoiceStart  # noqa: Y015
 
 @_typing.final
 class IndexedLogprob(_message.Message):

@@ -136,8 +136,9 @@ class Harness:
             name: tuple[str, int] = (sequence.request.request_id, sequence.choice_index)
             assert sequence.handle not in self._names, "opened twice"
             self._names[sequence.handle] = name
-            self.cached[name] = sequence.cached_tokens or 0
             self.outputs[name] = list(sequence.request.resume.token_ids) if sequence.request.resume else []
+        for sequence in output.starts:
+            self.cached[self._names[sequence.handle]] = sequence.cached_tokens or 0
         for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
             name = self._names[handle]
             assert name not in self.finishes, "a token after the finish"
