@@ -33,7 +33,7 @@ class ChatOptions:
 
     model: str
     user: str
-    temperature: float | None = None
+    temperature: float = 1.0
     max_tokens: int | None = None
 
 
@@ -84,7 +84,7 @@ class ChatClient:
         Raises:
             ChatError: it is no URL.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._now = now
         with self._explained():
             self._http = httpx.Client(
@@ -171,13 +171,13 @@ def _body(messages: list[Message], options: ChatOptions) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": options.model,
         "messages": messages,
+        "temperature": options.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
         # The same user on every turn, so that the server may reuse what it has computed for the turns before.
         "user": options.user,
     }
-    optional = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-    return body | {name: value for name, value in optional.items() if value is not None}
+    return body if options.max_tokens is None else {**body, "max_tokens": options.max_tokens}
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+# At the API's own default of 1 a small model, which is what is served at first, talks in riddles.
+DEFAULT_TEMPERATURE = 0.3
 API_KEY_VARIABLE = "PANDO_API_KEY"
 INTERRUPTED = 130  # what shells report for a process that SIGINT ended
 
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"(or {API_KEY_VARIABLE})")
     parser.add_argument("--user", help="who asks; default: somebody new in each session")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--temperature", type=float, help="default: the server's")
+    parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, help="0 to 2 (%(default)s)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
     parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and end; so does text on stdin")
 

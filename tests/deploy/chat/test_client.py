@@ -97,13 +97,14 @@ def test_a_server_that_is_away_is_named_with_what_to_do() -> None:
 
 def test_the_first_listed_model_is_taken_and_none_is_explained(server: FakeOpenAIServer) -> None:
     server.listed = ["b", "a"]
-    assert ChatClient(f"{server.url}/v1/").find_model() == "b"
+    for url in (server.url, f"{server.url}/v1/", server.url.removeprefix("http://")):
+        assert ChatClient(url).find_model() == "b"
     server.listed = []
     with pytest.raises(ChatError, match="lists no model"):
         ChatClient(server.url).find_model()
 
 
-@pytest.mark.parametrize("url", ["nonsense", "ftp://host", "http://h:port"])
+@pytest.mark.parametrize("url", ["ftp://host", "http://h:port"])
 def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
     with pytest.raises(ChatError, match="not a URL"):
         ChatClient(url).find_model()
