@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigurationError
 from common.models import ModelFiles, ModelKind
-from common.tokenization import TextModel, load_text_model
+from common.settings import ModelSettings
+from common.tokenization import TextModel, load_served_model, load_text_model
 from tests.common.tokenization.transformers_oracle import load_directory
 from tests.texts import TEXTS
 
@@ -136,6 +137,17 @@ def test_a_placeholder_encodes_bytes_and_shows_every_id(tmp_path: Path) -> None:
     assert bytes(ids) == "a é".encode()
     assert model.tokenizer.decode([*ids, 256, 999]) == "a é w256 w999"
     assert (model.max_context_tokens, model.vocabulary_size) == (64, 1000)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "fake"])
+def test_models_without_weights_of_their_own_need_no_vocabulary(
+    tmp_path: Path, load_format: Literal["dummy", "fake"]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    served = load_served_model(ModelSettings(reference=str(tmp_path), load_format=load_format, max_context=100))
+    assert (served.max_context_tokens, served.vocabulary_size) == (100, 49160)
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):
+        load_served_model(ModelSettings(reference=str(tmp_path)))
 
 
 def test_a_placeholder_never_encodes_to_ids_that_the_model_lacks(tmp_path: Path) -> None:

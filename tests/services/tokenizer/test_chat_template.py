@@ -81,6 +81,10 @@ TEMPLATES = {
 {% set ns = namespace(found=false) %}{% for m in messages %}{% set ns.found = true %}{% endfor %}{{ ns.found }}
 {{ dict(a=1) | tojson(separators=(',', ':')) }}{{ (unknown | default(none)) is none }}
 """,
+    "scopes": """\
+{% generation %}{% set inside = 'leaks' %}{{ messages[0].content }}{% endgeneration %}{{ inside | default('no leak') }}
+{% set outside = 'seen' %}{% generation %}{{ outside }}{% endgeneration %}
+""",
     "extras": """\
 {{ custom.nested | tojson(sort_keys=true) }}{{ custom.text }}{{ documents }}{{ tools is none }}
 {%- macro show(m) %}{{ m.role }}:{{ m.content }};{% endmacro %}
