@@ -55,7 +55,7 @@ class CheckingRunner:
         logits = torch.zeros(len(batch.sample_indices), VOCABULARY)
         for sample, token in enumerate(batch.sample_indices.tolist()):
             logits[sample, next_token(histories[token])] = 1.0
-        return logits
+        return logits.to(self.device)
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids

@@ -3,6 +3,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,9 +30,10 @@ def run(engine: TorchEngine, plan: StepPlan) -> list[StepResult]:
     return results
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @given(st.integers(0, 2**32))
-def test_random_plans_give_what_the_reference_worker_gives(seed: int) -> None:
-    runner = CheckingRunner()
+def test_random_plans_give_what_the_reference_worker_gives(device: str, seed: int) -> None:
+    runner = CheckingRunner(device=torch.device(device))
     engine = configured(runner)
     reference = SimulatedWorker(pages=4000, page_size=PAGE_SIZE)
     scheduler = RandomScheduler(Random(seed), runner.capacity, max_rows=5)
