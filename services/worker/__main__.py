@@ -60,7 +60,9 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if executor.is_stuck.is_set():
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
             os._exit(STUCK_STATUS)
-        await executor.stop()
+        if not await executor.stop():
+            # Nor can it end while operators run in another thread; what they compute, nobody waits for.
+            os._exit(0)
 
 
 def make_engine(settings: WorkerSettings) -> Engine:

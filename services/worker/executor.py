@@ -133,14 +133,16 @@ class Executor:
         if session is self._session:
             self._end_session(session, None)
 
-    async def stop(self) -> None:
-        """End the stream, give back the engine's memory, end the thread."""
+    async def stop(self) -> bool:
+        """End the stream, give back the engine's memory, end the thread; return whether it has ended."""
         if self._session is not None:
             self._end_session(self._session, UnavailableError("the worker is shutting down"))
         self._thread.submit(self._engine.close)
         self._thread.stop()
-        if not await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S):
+        has_ended = await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        if not has_ended:
             self._log.warning("engine.still_busy")
+        return has_ended
 
     def _start_loading(self, spec: EngineSpec, report: ProgressReport) -> _Loading:
         if self._session is not None:
@@ -194,6 +196,7 @@ class Executor:
     def _end_session(self, session: Session, error: Exception | None) -> None:
         self._session = None
         session.end(error)
+        metrics.OPEN_ROWS.set(0)
         assert self._spec is not None, "a stream is open only after a configuration"
         if self._state is not WorkerState.READY:
             return

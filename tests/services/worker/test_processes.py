@@ -70,12 +70,12 @@ class Launcher:
         self._stack = stack
         self._started = 0
 
-    async def start(self) -> Rank:
+    async def start(self, *flags: str) -> Rank:
         self._started += 1
         address = f"unix:{self.directory}/{self._started}.sock"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.worker", "--worker.address", address, "--worker.device", "cpu",
-            "--worker.threads", "1", "--worker.backend", "torch",
+            "--worker.threads", "1", "--worker.backend", "torch", *flags,
         )  # fmt: skip
         channel = open_channel(address)
         rank = Rank(process, worker_pb2_grpc.WorkerStub(channel))
@@ -126,6 +126,17 @@ async def test_a_signal_ends_the_process_in_order(launcher: Launcher, number: si
     await call.wait_for_connection()
     os.kill(rank.process.pid, number)
     async with asyncio.timeout(10):
+        assert await rank.process.wait() == 0
+
+
+async def test_a_signal_ends_the_process_though_the_engine_is_busy(launcher: Launcher) -> None:
+    rank = await launcher.start("--worker.fake_step_ms", "60000")
+    await rank.configure(EngineSpec("anything", "fake"))
+    call = rank.stub.Execute()
+    await call.write(plan_to_wire(PLAN))
+    await asyncio.sleep(0.2)
+    rank.process.terminate()
+    async with asyncio.timeout(20):
         assert await rank.process.wait() == 0
 
 
