@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 import uuid
@@ -74,8 +75,9 @@ def _bracket_stream(call: Handler, method: str) -> Handler:
             if inspect.isawaitable(responses):  # a handler that writes by context.write and returns nothing
                 await responses
                 return
-            async for response in responses:
-                yield response
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    yield response
 
     return handle
 

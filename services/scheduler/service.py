@@ -130,8 +130,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         is_admin = self._is_admin(context)
         principal = principal_from_wire(request.principal) if request.HasField("principal") else None
         cache = self._core().memory.cache
-        events: asyncio.Queue[CacheEvent] = asyncio.Queue()
-        unsubscribe = cache.events.subscribe(events.put_nowait)
+        backlog = EventBacklog()
+        unsubscribe = cache.events.subscribe(backlog.add)
         try:
             sequence, nodes = cache.events.sequence, list(cache.dump(principal))
             for node in nodes:
@@ -141,9 +141,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             end = scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END
             yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=end)
             while True:
-                event = await events.get()
-                if events.qsize() > MAX_QUEUED_EVENTS:
-                    raise UnavailableError("the watcher does not keep up with the cache's events")
+                event = await backlog.next()
                 if principal is None or event.node is None or event.node.owner in (None, principal):
                     yield event_to_wire(event, is_admin=is_admin)
         finally:
@@ -161,6 +159,32 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             return False
         shown = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_KEY, "")
         return hmac.compare_digest(str(shown).encode(), f"Bearer {token.get_secret_value()}".encode())
+
+
+class EventBacklog:
+    """Events that wait for one watcher; bounded, as a watcher may stop reading and keep its stream open."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._events: asyncio.Queue[CacheEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._has_overflown = False
+
+    def add(self, event: CacheEvent) -> None:
+        """Keep an event, or note that it is lost."""
+        try:
+            self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            self._has_overflown = True
+
+    async def next(self) -> CacheEvent:
+        """Wait for the oldest event.
+
+        Raises:
+            UnavailableError: events were lost, so that the watcher's picture of the tree would be wrong.
+        """
+        if self._has_overflown:
+            raise UnavailableError("the watcher does not keep up with the cache's events")
+        return await self._events.get()
 
 
 def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -> None:
