@@ -17,7 +17,7 @@ from deploy.bench.figures import Spread
 from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.records import BenchRequest, Segment, Session
 from deploy.bench.report import output_console, print_failure, spread_text
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.bench.results import Provenance, ResultSheet, short_model, write_results
 from deploy.bench.serve_arguments import (
     DEFAULT_URL,
     add_result_arguments,
@@ -113,11 +113,11 @@ async def _measure_all(arguments: argparse.Namespace, progress: Console) -> list
     try:
         for label, url in targets:
             bench = await Bench.connect(_target_options(arguments, url))
-            benches.append((bench, Samples(label or arguments.label, bench.model)))
+            benches.append((bench, Samples(label or arguments.label, short_model(bench.model))))
             await bench.warm_up(4, 2, INPUT_TOKENS, 16)
         for round_number in range(arguments.repeats):
             for bench, samples in benches:
-                name = samples.label or bench.model
+                name = samples.label or samples.model
                 progress.print(f"round {round_number + 1} of {arguments.repeats}: {name}", style="dim", highlight=False)
                 await _round(bench, samples, round_number, arguments)
     finally:

@@ -67,7 +67,7 @@ class ResultSheet:
         """Give all results of the sheet the same head."""
         self.results: list[Result] = []
         self._benchmark = benchmark
-        self._model = model
+        self._model = short_model(model)
         self._tp = tp
         self._provenance = provenance
         self._label = label
@@ -113,6 +113,11 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
     entries = kept + [{name: value for name, value in asdict(r).items() if value is not None} for r in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def short_model(name: str) -> str:
+    """Return `name` without the folders that some servers put in front of it; owner/name stays as it is."""
+    return name.replace("\\", "/").rpartition("/")[2] if name.startswith(("/", "~", ".")) or "\\" in name else name
 
 
 def rounded(value: float) -> float:

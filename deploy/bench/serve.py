@@ -10,7 +10,7 @@ from deploy.bench.figures import summarize
 from deploy.bench.measure import Bench
 from deploy.bench.progress import RequestProgress
 from deploy.bench.report import load_results, load_table, output_console, print_errors, print_failure
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.bench.results import Provenance, ResultSheet, short_model, write_results
 from deploy.bench.serve_arguments import build_sessions, is_open_loop, target_options
 from deploy.bench.target import TargetError
 
@@ -34,7 +34,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         print_failure("pando bench serve", error)
         return 2
     figures = summarize(result)
-    console.print(load_table(figures, f"{arguments.workload}, {_describe_loop(arguments)}, {model}"))
+    console.print(load_table(figures, f"{arguments.workload}, {_describe_loop(arguments)}, {short_model(model)}"))
     print_errors(console, result)
     if arguments.json is not None:
         sheet = ResultSheet(

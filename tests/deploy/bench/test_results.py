@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.bench.figures import Spread
-from deploy.bench.results import Provenance, ResultSheet, redact, rounded, write_results
+from deploy.bench.results import Provenance, ResultSheet, redact, rounded, short_model, write_results
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,3 +88,17 @@ def test_provenance_names_command_commit_and_day() -> None:
 @pytest.mark.parametrize(("value", "shown"), [(29_612.3, 29_610.0), (0.123456, 0.1235), (3.0, 3.0), (0.0, 0.0)])
 def test_values_have_four_digits(value: float, shown: float) -> None:
     assert rounded(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/models/tiny/Tiny.Q4.gguf", "Tiny.Q4.gguf"),
+        ("./Tiny.gguf", "Tiny.gguf"),
+        ("C:\\models\\Tiny.gguf", "Tiny.gguf"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("tiny", "tiny"),
+    ],
+)
+def test_the_folders_of_a_machine_never_reach_the_results(name: str, shown: str) -> None:
+    assert short_model(name) == shown
