@@ -143,7 +143,7 @@ class SchedulerSettings(Section):
     max_rows: int = Field(default=64, ge=1, le=4096)
     """Requests that run at the same time."""
     max_step_tokens: int = Field(default=512, ge=16)
-    """Tokens of one step, decode and prefill chunks together; small steps keep decoding smooth, large ones prefill fast."""
+    """Tokens of one step, decode and prefill together; small steps keep decoding smooth, large ones prefill fast."""
     device_pages: int | None = Field(default=None, ge=1)
     """KV pages on the device; absent: sized by the worker from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)

@@ -2,8 +2,8 @@
 
 A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then `steps`
 forward passes. The first pass carries the prefill chunks and one token of every decoding row, the others only decode.
-A row decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the same
-order, so what a pass does never depends on when a message arrived.
+A row decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the
+same order, so what a pass does never depends on when a message arrived.
 """
 
 from __future__ import annotations

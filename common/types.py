@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)

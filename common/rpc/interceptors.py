@@ -43,7 +43,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return _wrapped(handler, method)
 
 
-def _wrapped(handler: Any, method: str) -> MethodHandler:  # noqa: ANN401  (the stubs know only synchronous handlers)
+def _wrapped(handler: Any, method: str) -> MethodHandler:
     decode, encode = handler.request_deserializer, handler.response_serializer
     match handler.request_streaming, handler.response_streaming:
         case False, False:
@@ -59,7 +59,7 @@ def _wrapped(handler: Any, method: str) -> MethodHandler:  # noqa: ANN401  (the 
 
 
 def _bracket_unary(call: Handler, method: str) -> Handler:
-    async def handle(request: Any, context: Context) -> Any:  # noqa: ANN401  (see Handler)
+    async def handle(request: Any, context: Context) -> Any:
         async with _Bracket(method, context):
             return await call(request, context)
 
@@ -67,7 +67,7 @@ def _bracket_unary(call: Handler, method: str) -> Handler:
 
 
 def _bracket_stream(call: Handler, method: str) -> Handler:
-    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
+    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         async with _Bracket(method, context):
             # Tells the caller that the stream is accepted, before there is anything to answer (see StreamLink).
             await context.send_initial_metadata(())
@@ -106,6 +106,8 @@ class _Bracket:
             status = "CANCELLED" if not isinstance(error, Exception) else "INTERNAL"
         if isinstance(error, PandoError):
             status = error.code.name
+        elif isinstance(error, grpc.aio.AbortError):  # the handler chose a status by itself
+            status = _status_name(self._context.code())
         seconds = time.monotonic() - self._started
         RPC_SECONDS.labels(self._method, status).observe(seconds)
         RPC_TOTAL.labels(self._method, status).inc()
@@ -116,3 +118,9 @@ class _Bracket:
             self._log.error("rpc.failed", method=self._method, exc_info=error)
             await self._context.abort(grpc.StatusCode.INTERNAL, f"internal error in {self._method}")
         return False
+
+
+def _status_name(code: object) -> str:
+    """Return the name of a status that the context holds as a `grpc.StatusCode` or as its number."""
+    named = {status.value[0]: status.name for status in grpc.StatusCode}
+    return code.name if isinstance(code, grpc.StatusCode) else named.get(code, "UNKNOWN")  # type: ignore[call-overload]  # a number, says grpc

@@ -126,7 +126,7 @@ class SimulatedWorker:
         row = self.rows[number]
         row.ids.append(token)
         generated = len(row.ids) - row.opened.prompt_tokens
-        if token in row.opened.stop_token_ids and generated >= row.opened.min_new_tokens:
+        if token in row.opened.stop_token_ids and generated > row.opened.min_new_tokens:
             row.stopped = True
             return RowStop(RowSlot(number), FinishReason.STOP, token)
         if len(row.ids) >= row.opened.max_total_tokens:
