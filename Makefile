@@ -65,8 +65,8 @@ breaking: install-dev
 
 check: lint types protos-check breaking ## Everything that CI checks, but the tests
 
-bench: install ## Measure a running server; ARGS="--url http://… --help"
-	@$(BIN)/pando bench $(ARGS)
+bench: install ## Measure all but the model, or what ARGS="cpu --url http://127.0.0.1:8000" says
+	@$(BIN)/pando bench $(if $(ARGS),$(ARGS),control-plane)
 
 lock: ## Resolve all dependencies anew into deploy/locks
 	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)
