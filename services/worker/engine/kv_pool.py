@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from services.worker.engine.host_memory import HostArena
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
 
 if TYPE_CHECKING:
@@ -45,9 +44,13 @@ def allocate_pool(
         case KvLayout.LANES:
             key_page = (shape.kv_heads, shape.head_dim, shape.page_size)
             value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
+    arena = HostArena()
     return KvPool(
         layers=tuple(
-            KvLayer(keys=_zeros((pages, *key_page), dtype, device), values=_zeros((pages, *value_page), dtype, device))
+            KvLayer(
+                keys=_zeros((pages, *key_page), dtype, device, arena),
+                values=_zeros((pages, *value_page), dtype, device, arena),
+            )
             for _ in range(layers)
         ),
         pages=pages,
@@ -55,8 +58,7 @@ def allocate_pool(
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, arena: HostArena) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch would write the zeros; numpy asks the system for zeroed memory, which costs nothing until it is used.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return arena.zeros(shape, dtype)

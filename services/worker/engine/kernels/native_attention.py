@@ -54,20 +54,21 @@ class NativeAttention:
         self._library.store(
             ctypes.byref(arguments), layer.keys.data_ptr(), layer.values.data_ptr(), ELEMENT_TYPES[layer.keys.dtype]
         )
-        return qkv[:, : shape.query_width].contiguous()
+        return qkv[:, : shape.query_width]
 
     def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
-        assert queries.is_contiguous(), "operators take contiguous activations"
+        assert queries.stride(1) == 1, "operators take queries whose components are contiguous"
         assert batch.page_table.is_contiguous(), "operators take contiguous page tables"
         shape = self._shape
-        outputs = torch.empty_like(queries)
+        outputs = torch.empty(queries.shape)
         arguments = AttentionArguments(
             queries=queries.data_ptr(),
             outputs=outputs.data_ptr(),
             query_starts=batch.query_starts.data_ptr(),
             key_lengths=batch.key_lengths.data_ptr(),
             page_table=batch.page_table.data_ptr(),
+            query_stride=queries.stride(0),
             rows=batch.rows,
             table_width=batch.page_table.shape[1],
             query_heads=shape.query_heads,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.worker.engine.host_memory import HostArena
 from services.worker.engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class NativeKernels:
         self._library = library
         self._dtype = dtype
         self._threads = threads
+        self._arena = HostArena()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay out one matrix."""
@@ -132,10 +134,9 @@ class NativeKernels:
         outputs, inputs = weight.shape
         panel = self._library.panel
         panels = -(-outputs // panel)
-        packed = torch.empty(panels, inputs, panel, dtype=self._dtype)
+        packed = self._arena.zeros((panels, inputs, panel), self._dtype)
         whole = outputs // panel
         packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
         if whole < panels:
-            packed[whole] = 0
             packed[whole, :, : outputs - whole * panel] = weight[whole * panel :].T
         return PackedMatrix(packed, None if bias is None else bias.float().contiguous(), inputs, outputs)

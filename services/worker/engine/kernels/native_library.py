@@ -44,6 +44,7 @@ class AttentionArguments(ctypes.Structure):
         ("query_starts", c_void_p),
         ("key_lengths", c_void_p),
         ("page_table", c_void_p),
+        ("query_stride", c_int),
         ("rows", c_int),
         ("table_width", c_int),
         ("query_heads", c_int),

@@ -27,12 +27,12 @@ constexpr int kTileLines = 3;
 #endif
 
 struct AttentionArguments {
-  const float* queries;        // [tokens, query_heads * head_dim], rotated
-  float* outputs;              // as queries
+  const float* queries;        // [tokens, query_heads * head_dim] in rows `query_stride` apart, rotated
+  float* outputs;              // [tokens, query_heads * head_dim]
   const int32_t* query_starts; // [rows + 1]
   const int32_t* key_lengths;  // [rows]
   const int32_t* page_table;   // [rows, table_width]
-  int rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
+  int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
 };
 
 // Lines of one row that share a KV head: `tokens` from `first_token` on, times `heads` query heads from `first_head` on.
@@ -41,28 +41,45 @@ struct AttentionTask {
 };
 
 struct alignas(64) AttentionScratch {
-  float queries[kMaxLines][kMaxHeadDim];
-  float outputs[kMaxLines][kMaxHeadDim];
+  // [lines, head_dim], close together: rows a power of two apart would all fall into the same few sets of the cache.
+  float queries[kMaxLines * kMaxHeadDim];
+  float outputs[kMaxLines * kMaxHeadDim];
   float scores[kMaxLines][kKeyBlock];
   Vector sums[kMaxLines];
   float maxima[kMaxLines];
 };
 
-// scores[line][key] = queries[line] . keys[key], for one block of keys; `keys` has a pointer per kLanes keys.
+// Into the second-level cache: the first level has too few requests in flight to keep up with memory.
+inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// One block of keys and values, and the block after it, which is fetched into the cache meanwhile.
+template <typename Element>
+struct KeyBlock {
+  const Element* keys[kKeyVectors];  // component 0 of kLanes keys each; the next component is page_size further
+  const Element* values[kKeyBlock];  // component 0 of one value each
+  int count;                         // keys that exist; pointers behind them are valid memory
+};
+
+// scores[line][key] = queries[line] . keys[key], for one block.
 template <int Lines, typename Element>
-inline void score(AttentionScratch& scratch, int first, const Element* const (&keys)[kKeyVectors], int head_dim,
-                  int page_size) {
+inline void score(AttentionScratch& scratch, int first, const KeyBlock<Element>& block, const KeyBlock<Element>& next,
+                  int head_dim, int page_size) {
+  const float* queries = scratch.queries + first * head_dim;
   Vector sums[Lines][kKeyVectors];
   for (int line = 0; line < Lines; ++line)
     for (int v = 0; v < kKeyVectors; ++v) sums[line][v] = Vector{};
   for (int i = 0; i < head_dim; ++i) {
     Vector key[kKeyVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kKeyVectors; ++v) key[v] = load(keys[v] + static_cast<long>(i) * page_size);
+#pragma GCC unroll 8
+    for (int v = 0; v < kKeyVectors; ++v) key[v] = load(block.keys[v] + static_cast<long>(i) * page_size);
+    if (first == 0) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kKeyVectors; ++v) fetch(next.keys[v] + static_cast<long>(i) * page_size);
+    }
 #pragma GCC unroll 8
     for (int line = 0; line < Lines; ++line) {
-      const Vector query = broadcast(scratch.queries[first + line][i]);
-#pragma GCC unroll 4
+      const Vector query = broadcast(queries[line * head_dim + i]);
+#pragma GCC unroll 8
       for (int v = 0; v < kKeyVectors; ++v) sums[line][v] += query * key[v];
     }
   }
@@ -72,32 +89,38 @@ inline void score(AttentionScratch& scratch, int first, const Element* const (&k
 
 // Adds scores[line] x values for `count` keys and `Vectors` vectors of components from `start` on.
 template <int Lines, int Vectors, typename Element>
-inline void blend(AttentionScratch& scratch, int first, int start, const Element* const* values, int count) {
+inline void blend(AttentionScratch& scratch, int first, int start, int head_dim, const KeyBlock<Element>& block,
+                  const KeyBlock<Element>& next) {
+  float* outputs = scratch.outputs + first * head_dim + start;
   Vector sums[Lines][Vectors];
   for (int line = 0; line < Lines; ++line)
-    for (int v = 0; v < Vectors; ++v) sums[line][v] = load(scratch.outputs[first + line] + start + v * kLanes);
-  for (int k = 0; k < count; ++k) {
+    for (int v = 0; v < Vectors; ++v) sums[line][v] = load(outputs + line * head_dim + v * kLanes);
+  for (int k = 0; k < block.count; ++k) {
     Vector value[Vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) value[v] = load(values[k] + start + v * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v) value[v] = load(block.values[k] + start + v * kLanes);
+    if (first == 0) {
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) fetch(next.values[k] + start + v * kLanes);
+    }
 #pragma GCC unroll 8
     for (int line = 0; line < Lines; ++line) {
       const Vector share = broadcast(scratch.scores[first + line][k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v) sums[line][v] += share * value[v];
     }
   }
   for (int line = 0; line < Lines; ++line)
-    for (int v = 0; v < Vectors; ++v) store(scratch.outputs[first + line] + start + v * kLanes, sums[line][v]);
+    for (int v = 0; v < Vectors; ++v) store(outputs + line * head_dim + v * kLanes, sums[line][v]);
 }
 
 template <int Lines, int Vectors, typename Element>
-inline void blend_rest(AttentionScratch& scratch, int first, int start, int vectors, const Element* const* values,
-                       int count) {
+inline void blend_rest(AttentionScratch& scratch, int first, int start, int vectors, int head_dim,
+                       const KeyBlock<Element>& block, const KeyBlock<Element>& next) {
   if (vectors == Vectors) {
-    blend<Lines, Vectors>(scratch, first, start, values, count);
+    blend<Lines, Vectors>(scratch, first, start, head_dim, block, next);
   } else if constexpr (Vectors > 1) {
-    blend_rest<Lines, Vectors - 1>(scratch, first, start, vectors, values, count);
+    blend_rest<Lines, Vectors - 1>(scratch, first, start, vectors, head_dim, block, next);
   }
 }
 
@@ -110,83 +133,124 @@ inline void soften(AttentionScratch& scratch, int line, int visible, int head_di
   for (int v = 1; v < kKeyVectors; ++v) highest = maximum(highest, load(scores + v * kLanes));
   const float before = scratch.maxima[line];
   const float after = std::max(before, largest(highest));
-  if (after > before) {
-    // Nothing was summed yet at the first block, where `before` is -infinity and the factor 0.
-    const Vector factor = exponential(broadcast(before) - broadcast(after));
-    scratch.sums[line] *= factor;
-    for (int i = 0; i < head_dim; i += kLanes)
-      store(scratch.outputs[line] + i, load(scratch.outputs[line] + i) * factor);
-    scratch.maxima[line] = after;
-  }
+  scratch.maxima[line] = after;
+  // At a line's first block nothing was summed yet: the maximum before is -infinity and this factor 0. Where the maximum
+  // stays it is 1: multiplying costs less than a branch that cannot be predicted.
+  const Vector factor = exponential(broadcast(before) - broadcast(after));
+  Vector total = scratch.sums[line] * factor;
+  float* outputs = scratch.outputs + line * head_dim;
+  for (int i = 0; i < head_dim; i += kLanes) store(outputs + i, load(outputs + i) * factor);
   for (int v = 0; v < kKeyVectors; ++v) {
     const Vector shares = exponential(load(scores + v * kLanes) - broadcast(after));
     store(scores + v * kLanes, shares);
-    scratch.sums[line] += shares;
+    total += shares;
+  }
+  scratch.sums[line] = total;
+}
+
+template <int Lines, typename Element>
+inline void score_lines(AttentionScratch& scratch, int lines, int first, const KeyBlock<Element>& block,
+                        const KeyBlock<Element>& next, int head_dim, int page_size) {
+  if (lines == Lines) {
+    score<Lines>(scratch, first, block, next, head_dim, page_size);
+  } else if constexpr (Lines > 1) {
+    score_lines<Lines - 1>(scratch, lines, first, block, next, head_dim, page_size);
   }
 }
 
 template <int Lines, typename Element>
-inline void run_lines(AttentionScratch& scratch, int lines, int first, int head_dim, int page_size,
-                      const Element* const (&keys)[kKeyVectors], const Element* const* values, int count, bool scores) {
+inline void blend_lines(AttentionScratch& scratch, int lines, int first, const KeyBlock<Element>& block,
+                        const KeyBlock<Element>& next, int head_dim) {
   if (lines == Lines) {
-    if (scores) {
-      score<Lines>(scratch, first, keys, head_dim, page_size);
-      return;
-    }
     for (int start = 0; start < head_dim; start += kDimVectors * kLanes) {
       const int vectors = std::min(kDimVectors, (head_dim - start) / kLanes);
-      blend_rest<Lines, kDimVectors>(scratch, first, start, vectors, values, count);
+      blend_rest<Lines, kDimVectors>(scratch, first, start, vectors, head_dim, block, next);
     }
   } else if constexpr (Lines > 1) {
-    run_lines<Lines - 1>(scratch, lines, first, head_dim, page_size, keys, values, count, scores);
+    blend_lines<Lines - 1>(scratch, lines, first, block, next, head_dim);
   }
 }
 
+// Where one KV head's pages of one row are.
 template <typename Element>
-void run_task(const AttentionArguments& a, const AttentionTask& task, const Element* keys, const Element* values) {
+struct HeadPages {
+  const Element* keys;
+  const Element* values;
+  const int32_t* table;
+  long page_width;
+  int head_dim, page_size;
+
+  // The block from key `first` on, of a row with `length` keys.
+  KeyBlock<Element> block(int first, int length) const {
+    KeyBlock<Element> result;
+    result.count = std::min(kKeyBlock, length - first);
+#pragma GCC unroll 8
+    for (int v = 0; v < kKeyVectors; ++v) {
+      const int key = std::min(first + v * kLanes, (length - 1) / kLanes * kLanes);
+      result.keys[v] = keys + table[key / page_size] * page_width + key % page_size;
+    }
+    int key = first;
+    while (key < first + result.count) {
+      const Element* value = values + table[key / page_size] * page_width + key % page_size * static_cast<long>(head_dim);
+      for (int end = std::min(first + result.count, (key / page_size + 1) * page_size); key < end; value += head_dim)
+        result.values[key++ - first] = value;
+    }
+    for (int k = result.count; k < kKeyBlock; ++k) result.values[k] = result.values[result.count - 1];
+    return result;
+  }
+};
+
+template <typename Element>
+HeadPages<Element> pages_of(const AttentionArguments& a, const AttentionTask& task, const Element* keys,
+                            const Element* values) {
+  const long page_width = static_cast<long>(a.kv_heads) * a.head_dim * a.page_size;
+  const long head_start = static_cast<long>(task.kv_head) * a.head_dim * a.page_size;
+  const int32_t* table = a.page_table + static_cast<long>(task.row) * a.table_width;
+  return {keys + head_start, values + head_start, table, page_width, a.head_dim, a.page_size};
+}
+
+// Position of a task's first token.
+inline int position_of(const AttentionArguments& a, const AttentionTask& task) {
+  return a.key_lengths[task.row] - (a.query_starts[task.row + 1] - a.query_starts[task.row]) + task.first_token;
+}
+
+// `following` is what this thread probably does next: its first block is fetched during the last one of `task`.
+template <typename Element>
+void run_task(const AttentionArguments& a, const AttentionTask& task, const AttentionTask& following,
+              const Element* keys, const Element* values) {
   AttentionScratch scratch;
   const int lines = task.tokens * task.heads;
-  const int new_tokens = a.query_starts[task.row + 1] - a.query_starts[task.row];
-  // The position of the task's first token; line i belongs to token i / heads.
-  const int position = a.key_lengths[task.row] - new_tokens + task.first_token;
-  const long width = static_cast<long>(a.query_heads) * a.head_dim;
-  const long origin = (a.query_starts[task.row] + task.first_token) * width + static_cast<long>(task.first_head) * a.head_dim;
+  const int position = position_of(a, task);  // line i belongs to the token at position + i / heads
+  const long first_token = a.query_starts[task.row] + task.first_token, first_head = task.first_head * a.head_dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
   for (int line = 0; line < lines; ++line) {
-    const float* query = a.queries + origin + line / task.heads * width + line % task.heads * a.head_dim;
-    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line][i] = query[i] * scale;
-    std::fill_n(scratch.outputs[line], a.head_dim, 0.0f);
+    const float* query = a.queries + (first_token + line / task.heads) * a.query_stride + first_head +
+                         line % task.heads * a.head_dim;
+    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line * a.head_dim + i] = query[i] * scale;
+    std::fill_n(scratch.outputs + line * a.head_dim, a.head_dim, 0.0f);
     scratch.sums[line] = Vector{};
     scratch.maxima[line] = -std::numeric_limits<float>::infinity();
   }
-  const int32_t* table = a.page_table + static_cast<long>(task.row) * a.table_width;
-  const long page_width = static_cast<long>(a.kv_heads) * a.head_dim * a.page_size;
-  const long head_start = static_cast<long>(task.kv_head) * a.head_dim * a.page_size;
-  const int keys_seen = position + task.tokens;
-  for (int block = 0; block < keys_seen; block += kKeyBlock) {
-    const int count = std::min(kKeyBlock, keys_seen - block);
-    const Element* key_vectors[kKeyVectors];
-    const Element* value_rows[kKeyBlock];
-    for (int v = 0; v < kKeyVectors; ++v) {
-      // Vectors behind the last key point at valid memory; their scores are masked.
-      const int key = std::min(block + v * kLanes, (keys_seen - 1) / kLanes * kLanes);
-      key_vectors[v] = keys + table[key / a.page_size] * page_width + head_start + key % a.page_size;
-    }
-    for (int k = 0; k < count; ++k) {
-      const int key = block + k;
-      value_rows[k] = values + table[key / a.page_size] * page_width + head_start + key % a.page_size * static_cast<long>(a.head_dim);
-    }
+  const HeadPages<Element> pages = pages_of(a, task, keys, values);
+  const int length = position + task.tokens;
+  KeyBlock<Element> next = pages.block(0, length);
+  for (int start = 0; start < length; start += kKeyBlock) {
+    const KeyBlock<Element> block = next;
+    next = start + kKeyBlock < length
+               ? pages.block(start + kKeyBlock, length)
+               : pages_of(a, following, keys, values).block(0, position_of(a, following) + following.tokens);
     for (int first = 0; first < lines; first += kTileLines)
-      run_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, a.head_dim, a.page_size, key_vectors, value_rows, count, true);
+      score_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim, a.page_size);
     for (int line = 0; line < lines; ++line)
-      soften(scratch, line, position + line / task.heads + 1 - block, a.head_dim);
+      soften(scratch, line, position + line / task.heads + 1 - start, a.head_dim);
     for (int first = 0; first < lines; first += kTileLines)
-      run_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, a.head_dim, a.page_size, key_vectors, value_rows, count, false);
+      blend_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim);
   }
   for (int line = 0; line < lines; ++line) {
-    float* output = a.outputs + origin + line / task.heads * width + line % task.heads * a.head_dim;
+    float* output = a.outputs + (first_token + line / task.heads) * a.query_heads * a.head_dim + first_head +
+                    line % task.heads * a.head_dim;
     const float divisor = sum(scratch.sums[line]);
-    for (int i = 0; i < a.head_dim; ++i) output[i] = scratch.outputs[line][i] / divisor;
+    for (int i = 0; i < a.head_dim; ++i) output[i] = scratch.outputs[line * a.head_dim + i] / divisor;
   }
 }
 
@@ -210,8 +274,11 @@ inline std::vector<AttentionTask> split_tasks(const AttentionArguments& a) {
 template <typename Element>
 void attend(const AttentionArguments& a, const Element* keys, const Element* values) {
   const std::vector<AttentionTask> tasks = split_tasks(a);
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
-  for (size_t i = 0; i < tasks.size(); ++i) run_task(a, tasks[i], keys, values);
+  const int count = static_cast<int>(tasks.size());
+  // Tasks that follow each other read neighbouring memory, but a thread must not hold back many of them.
+  const int chunk = std::max(1, std::min(a.kv_heads, count / (8 * a.threads)));
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic, chunk)
+  for (int i = 0; i < count; ++i) run_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], keys, values);
 }
 
 }  // namespace pando

@@ -41,16 +41,18 @@ template <int Rows, typename Weight>
 inline void multiply(const float* inputs, const Matrix<Weight>& matrix, int panel, Tile<Rows>& sums) {
   const int depth = matrix.inputs;
   const Weight* weights = matrix.panel(panel);
+#pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Vector{};
   for (int i = 0; i < depth; ++i) {
     Vector weight[kPanelVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) weight[v] = load(weights + static_cast<long>(i) * kPanel + v * kLanes);
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
       const Vector input = broadcast(inputs[static_cast<long>(row) * depth + i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) sums[row][v] += input * weight[v];
     }
   }
@@ -58,7 +60,9 @@ inline void multiply(const float* inputs, const Matrix<Weight>& matrix, int pane
   float bias[kPanel] = {};
   const int first = panel * kPanel;
   std::copy_n(matrix.bias + first, std::min(kPanel, matrix.outputs - first), bias);
+#pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) sums[row][v] += load(bias + v * kLanes);
 }
 
@@ -66,9 +70,11 @@ inline void multiply(const float* inputs, const Matrix<Weight>& matrix, int pane
 template <int Rows>
 inline void put(Tile<Rows>& tile, float* outputs, int width, int first, bool accumulate) {
   const int columns = std::min(kPanel, width - first);
+#pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row) {
     float* target = outputs + static_cast<long>(row) * width + first;
     if (columns == kPanel) {
+#pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) {
         float* place = target + v * kLanes;
         store(place, accumulate ? load(place) + tile[row][v] : tile[row][v]);
@@ -76,6 +82,7 @@ inline void put(Tile<Rows>& tile, float* outputs, int width, int first, bool acc
       continue;
     }
     float line[kPanel];
+#pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) store(line + v * kLanes, tile[row][v]);
     for (int i = 0; i < columns; ++i) target[i] = accumulate ? target[i] + line[i] : line[i];
   }
@@ -116,11 +123,15 @@ struct GatedProduct {
     const float* first = inputs + static_cast<long>(row) * depth();
     Tile<Rows> gates;
     multiply<Rows>(first, gate, panel, gates);
+#pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) gates[i][v] = gates[i][v] / (1.0f + exponential(-gates[i][v]));
     Tile<Rows> ups;
     multiply<Rows>(first, up, panel, ups);
+#pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) ups[i][v] *= gates[i][v];
     put<Rows>(ups, outputs + static_cast<long>(row) * width(), width(), panel * kPanel, false);
   }

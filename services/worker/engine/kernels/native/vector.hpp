@@ -109,6 +109,9 @@ inline float sum(Vector vector) {
   return lanes[0];
 }
 
+#if defined(__AVX512F__)
+inline float largest(Vector vector) { return _mm512_reduce_max_ps((__m512)vector); }
+#else
 inline float largest(Vector vector) {
   float lanes[kLanes];
   store(lanes, vector);
@@ -116,6 +119,7 @@ inline float largest(Vector vector) {
   for (int lane = 1; lane < kLanes; ++lane) result = lanes[lane] > result ? lanes[lane] : result;
   return result;
 }
+#endif
 
 // e^x to about one unit in the last place for x <= 88, and 0 below -87.3, also for -infinity.
 // x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts keeps r exact; e^r by its Taylor series to the seventh power.
