@@ -77,12 +77,13 @@ def plan_parts(arguments: argparse.Namespace) -> list[tuple[float, list[Measure]
     idle: dict[str, Measure] = {
         "latency": lambda ring: measure_added_latency(ring, repeats),
         "abort": lambda ring: measure_abort_latency(ring, repeats),
-        "memory": measure_memory,
     }
     groups: list[tuple[float, dict[str, Measure]]] = [
         (STEP_MS, {"step": lambda ring: measure_scheduler_step(ring, arguments.rows, repeats)}),
         (0.0, {"pipeline": lambda ring: measure_pipeline(ring, repeats)}),
         (IDLE_STEP_MS, idle),
+        # A process that has worked before gives memory back while requests take some.
+        (IDLE_STEP_MS, {"memory": measure_memory}),
     ]
     chosen = [(ms, [measure for part, measure in parts.items() if part in arguments.only]) for ms, parts in groups]
     return [(ms, measures) for ms, measures in chosen if measures]
