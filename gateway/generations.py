@@ -17,10 +17,10 @@ from gateway.journal import JournalEntry
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from common.requests import GenerateRequest
     from gateway.journal import Journal
     from gateway.metrics import GatewayMetrics
     from gateway.resume import ResumePolicy
-    from gateway.ring.messages import GenerateRequest
     from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000

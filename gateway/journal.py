@@ -13,7 +13,8 @@ from common.types import Finish, FinishReason, RequestId, Resume
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gateway.ring.messages import Delta, GenerateRequest, LogprobText, PromptUsage
+    from common.requests import GenerateRequest
+    from gateway.ring.messages import Delta, LogprobText, PromptUsage
 
 
 @dataclass(frozen=True, slots=True)

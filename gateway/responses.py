@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from common.requests import GenerateRequest
     from gateway.generation import Generation
     from gateway.generations import Generations
     from gateway.render.shapes import StreamRenderer, WholeRenderer
-    from gateway.ring.messages import GenerateRequest
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

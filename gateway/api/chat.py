@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError
+from common.requests import GenerateRequest
 from common.types import CacheMode, RequestId
 from gateway.api.schema import documented
 from gateway.identity import principal_of
 from gateway.render.chat import ChatStream, WholeChat
-from gateway.ring.messages import GenerateRequest
 from gateway.schemas import refusals
 from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.parse import parse

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
+from common.requests import GenerateRequest, TokenPrompt
 from common.types import CacheMode, RequestId
 from gateway.api.schema import documented
 from gateway.identity import principal_of
 from gateway.render.completions import CompletionStream, WholeCompletion
-from gateway.ring.messages import GenerateRequest, TokenPrompt
 from gateway.schemas import refusals
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.parse import parse

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from common.requests import GenerateRequest
     from gateway.generations import Generations
     from gateway.identity import Caller, Identity
     from gateway.metrics import GatewayMetrics
     from gateway.render.shapes import StreamRenderer, WholeRenderer
-    from gateway.ring.messages import GenerateRequest
     from gateway.ring.port import Model, Readiness
     from gateway.served_model import ServedModel
 

@@ -1,74 +1,12 @@
-"""What the gateway sends into the ring and hears from it, as values without protobuf."""
+"""What the gateway hears from the ring, as values without protobuf; what it asks for is in `common/requests.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-from common.types import CacheMode
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.types import (
-        Finish,
-        Principal,
-        RequestId,
-        Resume,
-        SamplingParams,
-        StopConditions,
-        TraceContext,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation; `tool_calls_json` is a JSON array of OpenAI tool call objects."""
-
-    role: str
-    content: str | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls_json: str | None = None
-    reasoning_content: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the model's chat template."""
-
-    messages: tuple[ChatMessage, ...]
-    tools_json: tuple[str, ...] = ()
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_variables_json: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt that the client encoded itself."""
-
-    ids: tuple[int, ...]
-
-
-Prompt: TypeAlias = str | ChatPrompt | TokenPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One prompt to continue, `n` times. `request_id` is unique for all time and the key of all that comes back."""
-
-    request_id: RequestId
-    principal: Principal
-    model: str
-    prompt: Prompt
-    sampling: SamplingParams
-    stop: StopConditions
-    n: int = 1
-    priority: int = 0
-    cache_mode: CacheMode = CacheMode.DEFAULT
-    skip_special_tokens: bool = True
-    resume: Resume | None = None
-    timeout_ms: int | None = None
-    trace: TraceContext | None = None
+    from common.types import Finish, RequestId
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from protos.gen.pando.v1 import tokenizer_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from gateway.ring.messages import ChatPrompt, ModelInfo
+    from common.requests import ChatPrompt
+    from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
 T = TypeVar("T")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from common.requests import ChatPrompt, GenerateRequest
     from common.types import Admission, RequestFailure, RequestId
-    from gateway.ring.messages import ChatPrompt, Delta, GenerateRequest, ModelInfo, Tokenization
+    from gateway.ring.messages import Delta, ModelInfo, Tokenization
 
 
 class Listener(Protocol):

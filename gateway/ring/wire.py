@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from common.requests import ChatPrompt, TokenPrompt
 from common.types import RequestId
 from common.wire import (
     cache_mode_to_wire,
@@ -15,12 +16,12 @@ from common.wire import (
     stop_to_wire,
     trace_to_wire,
 )
-from gateway.ring.messages import ChatPrompt, Delta, LogprobText, ModelInfo, PromptUsage, TokenPrompt, TokenText
+from gateway.ring.messages import Delta, LogprobText, ModelInfo, PromptUsage, TokenText
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:
+    from common.requests import ChatMessage, GenerateRequest
     from common.types import ReplyTo
-    from gateway.ring.messages import ChatMessage, GenerateRequest
     from protos.gen.pando.v1 import detokenizer_pb2
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from gateway.ring.messages import ChatMessage, ChatPrompt
+from common.requests import ChatMessage, ChatPrompt
 from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
 from gateway.schemas.parse import Schema, to_json
 

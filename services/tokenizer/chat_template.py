@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-    from services.tokenizer.requests import ChatMessage, ChatPrompt
+    from common.requests import ChatMessage, ChatPrompt
 
 # A value decoded from JSON; templates read free-form schemas.
 Json: TypeAlias = Any

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from common.errors import ContextLengthError, PandoError
-from services.tokenizer.requests import ChatPrompt, TextPrompt, TokenPrompt
+from common.requests import ChatPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.requests import Prompt
     from common.tokenization import TextModel
     from common.types import TokenIds
     from services.tokenizer.chat_template import ChatTemplates
-    from services.tokenizer.requests import Prompt
 
 Encoded: TypeAlias = "TokenIds | PandoError"
 
@@ -44,9 +44,10 @@ class Encoder:
             try:
                 match prompt:
                     case TokenPrompt():
-                        encoded[i] = prompt.token_ids
-                    case TextPrompt():
-                        texts[True].append((i, self._guarded(prompt.text, "prompt")))
+                        # The wire's fixed32 may exceed int32: such ids become negative ones, which no vocabulary has.
+                        encoded[i] = np.array(prompt.ids, dtype=np.uint32).astype(np.int32)
+                    case str():
+                        texts[True].append((i, self._guarded(prompt, "prompt")))
                     case ChatPrompt():
                         texts[False].append((i, self._guarded(self._templates.render(prompt), "messages")))
             except PandoError as error:

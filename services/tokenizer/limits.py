@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from services.tokenizer.requests import ChatPrompt
+from common.requests import ChatPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from common.requests import GenerateRequest, Prompt
     from common.types import Resume, SamplingParams, StopConditions, TokenIds
-    from services.tokenizer.requests import GenerateRequest, Prompt
 
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20

@@ -18,10 +18,11 @@ from services.tokenizer.limits import check_prompt, check_request
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+    from common.requests import GenerateRequest, Prompt
     from common.types import RequestId, TokenIds
     from services.tokenizer.encoding import Encoded
     from services.tokenizer.limits import Limits
-    from services.tokenizer.requests import GenerateRequest, Prompt
+    from services.tokenizer.requests import Submission
 
 RETRY_AFTER_MS = 1000
 
@@ -72,8 +73,12 @@ class GatewaySession:
 @dataclass(slots=True, eq=False)
 class _Pending:
     session: GatewaySession
-    request: GenerateRequest
+    submission: Submission
     phase: Phase = Phase.ENCODING
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self.submission.request
 
 
 class Relay:
@@ -100,9 +105,9 @@ class Relay:
         """Number of requests that wait for their admission."""
         return len(self._pending)
 
-    def submit(self, session: GatewaySession, requests: Sequence[GenerateRequest]) -> None:
+    def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
         """Take in one message's requests; each is answered by one admission, sooner or later."""
-        accepted = (self._try_accept(session, request) for request in requests)
+        accepted = (self._try_accept(session, submission) for submission in submissions)
         batch = [pending for pending in accepted if pending is not None]
         if batch:
             task = asyncio.create_task(self._process(batch))
@@ -147,7 +152,8 @@ class Relay:
         if sent:
             self._scheduler.abort(sent)
 
-    def _try_accept(self, session: GatewaySession, request: GenerateRequest) -> _Pending | None:
+    def _try_accept(self, session: GatewaySession, submission: Submission) -> _Pending | None:
+        request = submission.request
         try:
             if request.request_id in self._pending:
                 # No admission: it would be taken for that of the request which has the id.
@@ -159,7 +165,7 @@ class Relay:
         except PandoError as error:
             self.reject(session, request.request_id, error)
             return None
-        pending = _Pending(session, request)
+        pending = _Pending(session, submission)
         self._pending[request.request_id] = pending
         return pending
 
@@ -172,24 +178,24 @@ class Relay:
             encoded = [PandoError("the prompt could not be encoded")] * len(batch)
         ready = []
         for pending, result in zip(batch, encoded, strict=True):
-            request = pending.request
-            if self._pending.get(request.request_id) is not pending:
+            if self._pending.get(pending.request.request_id) is not pending:
                 continue  # aborted meanwhile
-            scheduled = self._try_schedule(request, result)
+            scheduled = self._try_schedule(pending.submission, result)
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
             else:
                 ready.append(scheduled)
         self._forward(ready)
 
-    def _try_schedule(self, request: GenerateRequest, encoded: Encoded) -> ScheduleRequest | Admission:
+    def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
+        request = submission.request
         if isinstance(encoded, PandoError):
             return Admission(request.request_id, 0, encoded.to_failure())
         try:
             check_prompt(encoded, request, self._limits)
         except PandoError as error:
             return Admission(request.request_id, len(encoded), error.to_failure())
-        return _scheduled(request, encoded)
+        return _scheduled(submission, encoded)
 
     def _forward(self, requests: Sequence[ScheduleRequest]) -> None:
         if not requests:
@@ -213,11 +219,12 @@ def _aborted() -> RequestFailure:
     return InvalidRequestError("the request was aborted before it was admitted").to_failure()
 
 
-def _scheduled(request: GenerateRequest, token_ids: TokenIds) -> ScheduleRequest:
+def _scheduled(submission: Submission, token_ids: TokenIds) -> ScheduleRequest:
+    request = submission.request
     return ScheduleRequest(
         request_id=request.request_id,
         principal=request.principal,
-        reply_to=request.reply_to,
+        reply_to=submission.reply_to,
         token_ids=token_ids,
         sampling=request.sampling,
         stop=request.stop,

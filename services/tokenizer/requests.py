@@ -1,84 +1,18 @@
-"""What gateways ask for, as values without protobuf."""
+"""What a gateway hands over."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-from common.types import CacheMode
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.types import (
-        Principal,
-        ReplyTo,
-        RequestId,
-        Resume,
-        SamplingParams,
-        StopConditions,
-        TokenIds,
-        TraceContext,
-    )
+    from common.requests import GenerateRequest
+    from common.types import ReplyTo
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation; absent parts are absent for the template too."""
+class Submission:
+    """A request, and the subscription that its text goes to."""
 
-    role: str
-    content: str | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    # A JSON array of OpenAI tool call objects.
-    tool_calls_json: str | None = None
-    reasoning_content: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the chat template. JSON is parsed where the template runs, away from the event loop."""
-
-    messages: tuple[ChatMessage, ...]
-    # Each an OpenAI tool object.
-    tools_json: tuple[str, ...] = ()
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    # One object with extra variables for the template.
-    template_variables_json: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A text to continue."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt that the client has encoded itself."""
-
-    # [tokens] int32
-    token_ids: TokenIds
-
-
-Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One prompt to continue `n` times; see `GenerateRequest` in the contract."""
-
-    request_id: RequestId
-    principal: Principal
+    request: GenerateRequest
     reply_to: ReplyTo
-    model: str
-    prompt: Prompt
-    sampling: SamplingParams
-    stop: StopConditions
-    n: int = 1
-    priority: int = 0
-    cache_mode: CacheMode = CacheMode.DEFAULT
-    skip_special_tokens: bool = True
-    resume: Resume | None = None
-    timeout_ms: int | None = None
-    trace: TraceContext | None = None

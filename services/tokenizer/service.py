@@ -18,17 +18,17 @@ from common.types import RequestId
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.relay import GatewaySession
-from services.tokenizer.wire import admissions_to_wire, chat_from_wire, generate_from_wire
+from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from concurrent.futures import Executor
 
+    from common.requests import Prompt
     from common.types import Admission
     from services.tokenizer.encoding import Encoded, Encoder
     from services.tokenizer.limits import Limits
     from services.tokenizer.relay import Relay
-    from services.tokenizer.requests import Prompt
 
 # Admissions that may wait for a gateway which does not read.
 MAX_OWED = 65_536
@@ -99,14 +99,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             metrics.PENDING_REQUESTS.set(self._relay.pending)
 
     def _take_in(self, session: GatewaySession, message: tokenizer_pb2.TokenizerSubmitRequest) -> None:
-        requests = []
+        submissions = []
         for generate in message.generates:
             try:
-                requests.append(generate_from_wire(generate))
+                submissions.append(submission_from_wire(generate))
             except PandoError as error:
                 self._relay.reject(session, RequestId(generate.request_id), error)
         metrics.REQUESTS_TOTAL.inc(len(message.generates))
-        self._relay.submit(session, requests)
+        self._relay.submit(session, submissions)
         if message.aborts:
             self._relay.abort([RequestId(abort.request_id) for abort in message.aborts])
 

@@ -1,12 +1,11 @@
-"""Protobuf messages of this service, to and from the values of `requests.py`."""
+"""Protobuf messages of this service, to and from the values that it works with."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from common.errors import InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.types import RequestId
 from common.wire import (
     admission_to_wire,
@@ -19,27 +18,26 @@ from common.wire import (
     trace_from_wire,
 )
 from protos.gen.pando.v1 import tokenizer_pb2
-from services.tokenizer.requests import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt, TokenPrompt
+from services.tokenizer.requests import Submission
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.requests import Prompt
     from common.types import Admission
-    from services.tokenizer.requests import Prompt
 
 
-def generate_from_wire(message: tokenizer_pb2.GenerateRequest) -> GenerateRequest:
-    """Decode a request.
+def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
+    """Decode a request and where its text goes.
 
     Raises:
         InvalidRequestError: identity, reply-to, request id or prompt is missing.
     """
     if not message.request_id:
         raise InvalidRequestError("request_id must be set", param="request_id")
-    return GenerateRequest(
+    request = GenerateRequest(
         request_id=RequestId(message.request_id),
         principal=principal_from_wire(message.principal),
-        reply_to=reply_to_from_wire(message.reply_to),
         model=message.model,
         prompt=_prompt_from_wire(message),
         sampling=sampling_from_wire(message.sampling),
@@ -52,6 +50,7 @@ def generate_from_wire(message: tokenizer_pb2.GenerateRequest) -> GenerateReques
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
     )
+    return Submission(request, reply_to_from_wire(message.reply_to))
 
 
 def chat_from_wire(message: tokenizer_pb2.ChatPrompt) -> ChatPrompt:
@@ -74,12 +73,11 @@ def admissions_to_wire(admissions: Sequence[Admission]) -> tokenizer_pb2.Tokeniz
 def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(message.text)
+            return message.text
         case "chat":
             return chat_from_wire(message.chat)
         case "token_ids":
-            # fixed32 may exceed int32; such ids wrap to negative ones, which no vocabulary has.
-            return TokenPrompt(np.array(message.token_ids.ids, dtype=np.uint32).astype(np.int32))
+            return TokenPrompt(tuple(message.token_ids.ids))
         case _:
             raise InvalidRequestError("the prompt is missing", param="prompt")
 

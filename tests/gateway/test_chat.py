@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from common.requests import ChatMessage, ChatPrompt
 from common.types import CacheMode, Principal, SamplingParams, StopConditions
-from gateway.ring.messages import ChatMessage, ChatPrompt
 from tests.fakes.ring import LENGTH, PROMPT, logprob, says
 from tests.gateway.support import HELLO, faked, gateway_saying
 

@@ -17,7 +17,7 @@ from tests.gateway.support import FakedGateway, faked, gateway_saying
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from gateway.ring.messages import GenerateRequest
+    from common.requests import GenerateRequest
     from tests.fakes.ring import Event
 
 

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import RequestFailedError
+from common.requests import GenerateRequest
 from common.sampling import choice_seed
 from common.types import (
     Admission,
@@ -24,7 +25,7 @@ from gateway.generation import Generation
 from gateway.journal import ChoiceRecord, JournalEntry
 from gateway.metrics import GatewayMetrics
 from gateway.resume import ResumePolicy
-from gateway.ring.messages import Delta, GenerateRequest, PromptUsage
+from gateway.ring.messages import Delta, PromptUsage
 from tests.fakes.ring import LENGTH, STOP, FakeRing
 
 ID = RequestId("cmpl-1")

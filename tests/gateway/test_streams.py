@@ -6,12 +6,14 @@ import orjson
 import pytest
 
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure
-from gateway.ring.messages import Delta, GenerateRequest
+from gateway.ring.messages import Delta
 from tests.fakes.ring import LENGTH, PROMPT, STOP, Event, logprob, says
 from tests.gateway.support import events, faked, gateway_saying, stable
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
+
+    from common.requests import GenerateRequest
 
 
 async def test_chat_stream(snapshot: SnapshotAssertion) -> None:

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import PandoError
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest
 from common.rpc.channel import open_channel
 from common.types import (
     Admission,
@@ -22,7 +23,6 @@ from common.types import (
 )
 from gateway.metrics import GatewayMetrics
 from gateway.ring.client import GrpcRing
-from gateway.ring.messages import ChatMessage, ChatPrompt, Delta, GenerateRequest
 from gateway.ring.model import GrpcModel
 from gateway.ring.readiness import RingReadiness
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
@@ -31,6 +31,8 @@ from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
+
+    from gateway.ring.messages import Delta
 
 
 @dataclass

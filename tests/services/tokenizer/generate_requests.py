@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from common.requests import GenerateRequest, Prompt
 from common.types import Principal, ReplyTo, RequestId, SamplingParams, StopConditions, SubscriberId
 from services.tokenizer.limits import Limits
-from services.tokenizer.requests import GenerateRequest, Prompt, TextPrompt
+from services.tokenizer.requests import Submission
 
 LIMITS = Limits(model="tiny", max_context_tokens=100, vocabulary_size=50)
 
@@ -20,10 +21,14 @@ def request(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> G
     base = GenerateRequest(
         request_id=RequestId(name),
         principal=Principal("acme", "ada"),
-        reply_to=ReplyTo(SubscriberId("gateway")),
         model="tiny",
-        prompt=prompt or TextPrompt("hello"),
+        prompt="hello" if prompt is None else prompt,
         sampling=replace(SamplingParams(), **sampling),
         stop=replace(StopConditions(), **stop),
     )
     return replace(base, **rest)
+
+
+def submission(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> Submission:
+    """Return a valid request from a gateway."""
+    return Submission(request(name, prompt, **changes), ReplyTo(SubscriberId("gateway")))

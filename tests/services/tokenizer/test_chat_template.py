@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt
 from services.tokenizer.chat_template import ChatTemplates
-from services.tokenizer.requests import ChatMessage, ChatPrompt
 from tests.texts import TEXTS
 
 if TYPE_CHECKING:

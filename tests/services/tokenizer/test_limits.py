@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from common.requests import ChatMessage, ChatPrompt
 from common.types import Resume
 from services.tokenizer.limits import check_prompt, check_request
-from services.tokenizer.requests import ChatMessage, ChatPrompt
 from tests.services.tokenizer.generate_requests import LIMITS, request
 
 NAN = float("nan")

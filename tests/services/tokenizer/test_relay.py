@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, UnavailableError
+from common.requests import Prompt, TokenPrompt
 from common.types import Admission, ErrorCode, RequestId, ScheduleRequest
 from services.tokenizer.relay import GatewaySession, Relay
-from services.tokenizer.requests import Prompt, TextPrompt, TokenPrompt
-from tests.services.tokenizer.generate_requests import LIMITS, request
+from tests.services.tokenizer.generate_requests import LIMITS, submission
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,11 +57,11 @@ class Encoding:
 
     def _ids(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, TokenPrompt):
-            return prompt.token_ids
-        assert isinstance(prompt, TextPrompt)
-        if prompt.text == "too long":
+            return np.array(prompt.ids, dtype=np.int32)
+        assert isinstance(prompt, str)
+        if prompt == "too long":
             return ContextLengthError("too long")
-        return np.array([ord(character) % 50 for character in prompt.text], dtype=np.int32)
+        return np.array([ord(character) % 50 for character in prompt], dtype=np.int32)
 
 
 class Bench:
@@ -72,7 +72,7 @@ class Bench:
         self.session = GatewaySession()
 
     def submit(self, *names: str) -> None:
-        self.relay.submit(self.session, [request(name) for name in names])
+        self.relay.submit(self.session, [submission(name) for name in names])
 
     def admit(self, *names: str) -> None:
         self.relay.on_admissions(Admission(RequestId(name), 5) for name in names)
@@ -105,18 +105,21 @@ async def test_a_batch_is_encoded_in_one_call_and_sent_in_one_message(bench: Ben
 
 
 async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) -> None:
-    asked = request("a", temperature=0.5, stop_strings=("x",), n=3, priority=7, skip_special_tokens=False, timeout_ms=9)
+    asked = submission(
+        "a", temperature=0.5, stop_strings=("x",), n=3, priority=7, skip_special_tokens=False, timeout_ms=9
+    )
     bench.relay.submit(bench.session, [asked])
     await settle()
     (sent,) = bench.scheduler.batches[0]
-    for field in ("principal", "reply_to", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms"):
-        assert getattr(sent, field) == getattr(asked, field)
+    assert sent.reply_to == asked.reply_to
+    for field in ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms"):
+        assert getattr(sent, field) == getattr(asked.request, field)
 
 
 async def test_admissions_go_back_to_the_gateway_that_asked(bench: Bench) -> None:
     other = GatewaySession()
     bench.submit("a")
-    bench.relay.submit(other, [request("b")])
+    bench.relay.submit(other, [submission("b")])
     await settle()
     bench.admit("b", "a")
     assert await bench.answers() == {"a": None}
@@ -136,10 +139,10 @@ async def test_nothing_is_kept_after_the_admission(bench: Bench) -> None:
 
 async def test_bad_requests_are_rejected_and_the_others_go_on(bench: Bench) -> None:
     requests = [
-        request("a"),
-        request("b", model="other"),
-        request("c", TextPrompt("")),
-        request("d", TextPrompt("too long")),
+        submission("a"),
+        submission("b", model="other"),
+        submission("c", ""),
+        submission("d", "too long"),
     ]
     bench.relay.submit(bench.session, requests)
     await settle()
@@ -212,7 +215,7 @@ async def test_when_the_scheduler_goes_its_unanswered_requests_are_rejected_and_
 async def test_when_a_gateway_goes_its_requests_end_but_not_those_of_others(bench: Bench) -> None:
     other = GatewaySession()
     bench.submit("sent")
-    bench.relay.submit(other, [request("others")])
+    bench.relay.submit(other, [submission("others")])
     await settle()
     bench.encoding.may_finish.clear()
     bench.submit("encoding")
