@@ -1,42 +1,41 @@
-"""Deployments that benchmarks start or find."""
+"""Deployments that benchmarks start for themselves, as `pando up` in a process of its own.
+
+Not inside this process: the supervisor's work would be measured as the client's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import signal
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import httpx
 
 from common.settings import load_settings
-from deploy.supervisor.deployment import Deployment
-from deploy.supervisor.events import format_event, parse_line
+from deploy.supervisor.layout import free_port
+from deploy.supervisor.state import read_state
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from pathlib import Path
+    from types import TracebackType
 
-    from deploy.supervisor.layout import Layout
+    from deploy.supervisor.state import DeploymentState
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
+SHOWN_LINES = 15
 
 
-class QuietReporter:
-    """Shows only what has gone wrong: a benchmark's output is its table."""
-
-    LOUD = frozenset({"error", "critical"})
-
-    def line(self, service: str, text: str) -> None:
-        """Show a service's errors."""
-        event = parse_line(text)
-        if event.level in self.LOUD:
-            sys.stderr.write(format_event(service, event) + "\n")
-
-    def note(self, text: str) -> None:
-        """Show what the supervisor remarks, such as a death."""
-        sys.stderr.write(f"pando: {text}\n")
-
-    def alive(self, service: str) -> None:
-        """Say nothing."""
-
-    def ready(self, layout: Layout) -> None:
-        """Say nothing."""
+class LaunchError(Exception):
+    """The deployment does not come up; the message ends with the last lines of its log."""
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,27 +52,109 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_deployment(
-    config: str | None,
-    overrides: Sequence[str],
-    defaults: Sequence[str] = (),
-    *,
-    ranks: int = 1,
-    root: Path | None = None,
-) -> Deployment:
-    """Return a deployment on a free port; `overrides` are stronger than `defaults`, both are NAME=VALUE.
+class LaunchedDeployment:
+    """All services on a free port; entering waits until requests are served, leaving ends them."""
 
-    Raises:
-        SystemExit: a setting is wrong.
-    """
-    argv = [f"--{setting}" for setting in ("gateway.port=0", *defaults, *overrides)]
-    if config is not None:
-        argv += ["--config", config]
-    return Deployment(load_settings("pando bench", "", argv), ranks, root=root, reporter=QuietReporter())
+    def __init__(
+        self, config: str | None, overrides: Sequence[str], defaults: Sequence[str] = (), *, ranks: int = 1
+    ) -> None:
+        """Prepare; `overrides` are stronger than `defaults`, both are NAME=VALUE.
 
+        Raises:
+            SystemExit: a setting is wrong; the message is on standard error.
+        """
+        port = free_port("127.0.0.1")
+        self._argv = [f"--{setting}" for setting in (f"gateway.port={port}", *defaults, *overrides)]
+        self._argv += ["--config", config] if config is not None else []
+        self.settings = load_settings("pando bench", "", self._argv)
+        self._ranks = ranks
+        self._root: Path | None = None
 
-def described_model(deployment: Deployment) -> str:
-    """Return the model's name for results, which must not pass for those of a real model if there is none."""
-    spec = deployment.layout.services[0]
-    load_format = spec.settings.model.load_format
-    return f"{deployment.layout.model} ({load_format})" if load_format in ("dummy", "fake") else deployment.layout.model
+    @property
+    def model(self) -> str:
+        """The model's name for results, which must not pass for those of a real model if there is none."""
+        model = self.settings.model
+        return f"{model.name} ({model.load_format})" if model.load_format in ("dummy", "fake") else model.name
+
+    @property
+    def url(self) -> str:
+        """Base URL of the gateway."""
+        return self._state.url
+
+    def address_of(self, name: str) -> str:
+        """Return the gRPC address of a service."""
+        return self._state.address_of(name)
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The processes of the services, by name."""
+        return {name: service.pid for name, service in self._state.services.items() if service.pid is not None}
+
+    def __enter__(self) -> Self:
+        """Start.
+
+        Raises:
+            LaunchError: it ends, or serves nothing within minutes.
+        """
+        self._root = Path(tempfile.mkdtemp(prefix="pando-bench-"))
+        command = [sys.executable, "-m", "deploy.cli", "up", "--run-directory", str(self._root)]
+        with (self._root / "log").open("wb") as log:
+            # A group of its own, so that Ctrl-C at the benchmark does not reach it before the benchmark has ended it.
+            self._process = subprocess.Popen(
+                [*command, "--tp", str(self._ranks), *self._argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop."""
+        self._stop()
+
+    @property
+    def _state(self) -> DeploymentState:
+        state = read_state(self._root / str(self.settings.gateway.port)) if self._root else None
+        if state is None:
+            raise LaunchError(f"the deployment has ended:\n{self._last_lines()}")
+        return state
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        url = f"http://127.0.0.1:{self.settings.gateway.port}/ready"
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise LaunchError(f"the deployment does not start:\n{self._last_lines()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
+                    return
+            time.sleep(POLL_S)
+        raise LaunchError(f"the deployment serves nothing after {START_TIMEOUT_S:g} s:\n{self._last_lines()}")
+
+    def _stop(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # The second signal makes the supervisor kill its services before it ends.
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            self._process.kill()
+            self._process.wait()
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _last_lines(self) -> str:
+        log = self._root / "log" if self._root else None
+        if log is None or not log.exists():
+            return "(it has not been started, or was stopped)"
+        return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])

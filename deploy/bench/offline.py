@@ -13,7 +13,7 @@ from rich.table import Table
 
 from common.errors import ConfigurationError
 from common.types import CacheMode
-from deploy.bench.deployments import add_setting_arguments, described_model, make_deployment
+from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.bench.figures import Spread
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
@@ -23,7 +23,6 @@ from deploy.bench.serve_arguments import add_result_arguments, positive_float, p
 from deploy.bench.workloads.random_text import random_sessions
 from deploy.bench.workloads.w1 import TEMPERATURE, w1_requests
 from deploy.supervisor.state import find_state
-from deploy.supervisor.supervisor import ServiceFailedError
 
 if TYPE_CHECKING:
     import argparse
@@ -83,15 +82,15 @@ def run_offline(arguments: argparse.Namespace) -> int:
     try:
         requests = build_requests(arguments)
         if arguments.launch:
-            deployment = make_deployment(arguments.config, arguments.overrides, ranks=arguments.tp)
+            deployment = LaunchedDeployment(arguments.config, arguments.overrides, ranks=arguments.tp)
         with deployment or nullcontext():
             if deployment is not None:
                 addresses = (deployment.address_of("scheduler"), deployment.address_of("detokenizer"))
-                model = arguments.model or described_model(deployment)
+                model = arguments.model or deployment.model
             else:
                 addresses, model = find_ring(arguments)
             runs = asyncio.run(_measure(arguments, requests, addresses))
-    except (RingError, ConfigurationError, ServiceFailedError, TimeoutError, ValueError) as error:
+    except (RingError, ConfigurationError, LaunchError, ValueError) as error:
         print_failure("pando bench offline", error)
         return 2
     console.print(_table(runs, f"{arguments.workload}, {len(requests)} requests, {model}"))

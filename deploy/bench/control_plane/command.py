@@ -8,22 +8,22 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import grpc
+import psutil
 from rich.table import Table
 
-from common.errors import ConfigurationError
 from deploy.bench.control_plane.latency import measure_abort_latency, measure_added_latency
 from deploy.bench.control_plane.memory import measure_memory
 from deploy.bench.control_plane.observed_ring import ObservedRing, RingStateError
 from deploy.bench.control_plane.pipeline import measure_pipeline
 from deploy.bench.control_plane.scheduler_step import STEP_MS, measure_scheduler_step
-from deploy.bench.deployments import add_setting_arguments, described_model, make_deployment
+from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.bench.report import output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from deploy.bench.ring_client import RingError
 from deploy.bench.serve_arguments import add_result_arguments, positive_int
 from deploy.bench.target import TargetError
 from deploy.supervisor.layout import free_port
-from deploy.supervisor.supervisor import ServiceFailedError
 
 if TYPE_CHECKING:
     import argparse
@@ -59,7 +59,7 @@ def run_control_plane(arguments: argparse.Namespace) -> int:
         for step_ms, measures in plan_parts(arguments):
             part, model = _measure_in_deployment(arguments, step_ms, measures)
             figures += part
-    except (ConfigurationError, RingError, RingStateError, ServiceFailedError, TargetError, TimeoutError) as error:
+    except (LaunchError, RingError, RingStateError, TargetError, grpc.RpcError, psutil.Error) as error:
         print_failure("pando bench control-plane", error)
         return 2
     console.print(figure_table(figures, f"control plane, {arguments.rows} rows, {model}; median (least-largest)"))
@@ -120,10 +120,10 @@ def _measure_in_deployment(
         f"scheduler.max_rows={arguments.rows}",
         f"scheduler.metrics_port={free_port('127.0.0.1')}",
     )
-    with make_deployment(arguments.config, arguments.overrides, defaults) as deployment:
+    with LaunchedDeployment(arguments.config, arguments.overrides, defaults) as deployment:
 
         async def measure_all() -> list[Figure]:
             async with ObservedRing(deployment) as ring:
                 return [figure for measure in measures for figure in await measure(ring)]
 
-        return asyncio.run(measure_all()), described_model(deployment)
+        return asyncio.run(measure_all()), deployment.model

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from deploy.supervisor.deployment import Deployment
+    from deploy.bench.deployments import LaunchedDeployment
 
 CALL_TIMEOUT_S = 10.0
 WAIT_TIMEOUT_S = 60.0
@@ -42,16 +42,12 @@ class StepTotals:
 class ObservedRing:
     """Probes of a running deployment; use as an async context manager."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: LaunchedDeployment) -> None:
         """Observe `deployment`, whose scheduler must export metrics."""
         self.deployment = deployment
         self.url = deployment.url
-        self._processes = {
-            service.name: psutil.Process(pid)
-            for service in deployment.layout.services
-            if (pid := deployment.pid_of(service.name)) is not None
-        }
-        self._metrics_port = deployment.layout.find("scheduler").settings.scheduler.metrics_port
+        self._processes = {name: psutil.Process(pid) for name, pid in deployment.process_ids.items()}
+        self._metrics_port = deployment.settings.scheduler.metrics_port
 
     async def __aenter__(self) -> Self:
         """Connect."""

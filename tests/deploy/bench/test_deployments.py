@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.bench.deployments import LaunchedDeployment, LaunchError
+from deploy.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_settings_given_win_over_the_benchmarks_own() -> None:
+    deployment = LaunchedDeployment(None, ["scheduler.max_rows=7"], ["scheduler.max_rows=5", "model.load_format=fake"])
+    assert deployment.settings.scheduler.max_rows == 7
+    assert deployment.settings.gateway.port != 0
+
+
+@pytest.mark.parametrize(
+    ("load_format", "name"), [("fake", "tiny (fake)"), ("dummy", "tiny (dummy)"), ("gguf", "tiny")]
+)
+def test_a_model_that_is_none_is_named_so(load_format: str, name: str) -> None:
+    settings = [f"model.load_format={load_format}", "model.served_name=tiny"]
+    assert LaunchedDeployment(None, settings).model == name
+
+
+def test_a_wrong_setting_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "offline", "--launch", "--set", "scheduler.colour=3"])
+    assert ended.value.code == 2
+    assert "colour" in capsys.readouterr().err
+
+
+def test_a_deployment_that_does_not_start_says_why(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    with pytest.raises(LaunchError, match=r"missing\.gguf"), LaunchedDeployment(None, [f"model.reference={missing}"]):
+        pass
