@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from common.tokenization.gguf_header import Metadata
+    from common.gguf_header import Metadata
 
 # `tokenizer.ggml.token_type`, as llama.cpp numbers it.
 _UNKNOWN: Final = 2

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.gguf_header import Metadata, read_header
 from common.models import ModelFiles, ModelKind, resolve
 from common.tokenization.directory import read_directory
-from common.tokenization.gguf_header import Metadata, read_metadata
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
 from common.tokenization.parts import TextParts
 from common.tokenization.placeholder import read_placeholder
@@ -81,7 +81,7 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
 
 
 def _read_gguf(path: Path) -> TextParts:
-    metadata = read_metadata(path)
+    metadata = read_header(path).metadata
     templates = {
         key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": str(source)
         for key, source in metadata.items()

@@ -153,7 +153,7 @@ def llama3_divisors(theta: float, head_dim: int, parameters: Mapping[str, Any]) 
 
 
 def config_from_gguf(fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...]) -> ModelConfig:
-    """Read a GGUF file's metadata, arrays of strings given as their lengths.
+    """Read a GGUF file's metadata.
 
     `divisors` are its tensor `rope_freqs.weight`, if there is one.
 
@@ -182,7 +182,7 @@ def _config_from_gguf(fields: Mapping[str, Any], tied_embeddings: bool, divisors
     context = fields[f"{family}.context_length"]
     return ModelConfig(
         family=family,
-        vocabulary_size=fields.get(f"{family}.vocab_size") or fields["tokenizer.ggml.tokens"],
+        vocabulary_size=fields.get(f"{family}.vocab_size") or len(fields["tokenizer.ggml.tokens"]),
         hidden_size=hidden_size,
         intermediate_size=fields[f"{family}.feed_forward_length"],
         layers=fields[f"{family}.block_count"],

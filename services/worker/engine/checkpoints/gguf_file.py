@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import struct
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from common.errors import ConfigurationError
-from services.worker.engine.checkpoints.gguf_header import parse_header
+from common.gguf_header import read_header
 from services.worker.engine.model_config import config_from_gguf
 
 if TYPE_CHECKING:
@@ -51,15 +52,15 @@ class GgufCheckpoint:
             ConfigurationError: it is not a GGUF file, or holds no model that this engine knows.
         """
         try:
+            header = read_header(path)
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
-            header = parse_header(self._data.data)
-        except (OSError, ValueError, struct.error) as error:
+        except OSError as error:
             raise ConfigurationError(f"{path}: not a readable GGUF file: {error}") from error
         self._path = path
         self._tensors = header.tensors
         stretches = "rope_freqs.weight" in self._tensors
         self.config = config_from_gguf(
-            header.fields,
+            header.metadata,
             tied_embeddings="output.weight" not in self._tensors,
             divisors=tuple(self._dequantised("rope_freqs.weight").tolist()) if stretches else (),
         )
@@ -78,14 +79,23 @@ class GgufCheckpoint:
         """Return a tensor, or some of its outermost rows, as float32."""
         if name not in self._tensors:
             raise ConfigurationError(f"{self._path}: no tensor {name!r}")
-        info = self._tensors[name]
-        rows = rows or slice(0, info.rows)
-        start = info.offset + rows.start * info.row_bytes
-        data = self._data[start : start + (rows.stop - rows.start) * info.row_bytes].reshape(-1, info.row_bytes)
-        values = dequantize(data.view(np.ndarray), info.quantization)
-        shape = (rows.stop - rows.start, *info.shape[1:]) if len(info.shape) > 1 else info.shape
+        entry = self._tensors[name]
+        quantization = self._quantization(entry.kind)
+        block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
+        row_bytes = entry.shape[-1] // block_elements * block_bytes
+        rows = rows or slice(0, math.prod(entry.shape[:-1]))
+        start = entry.offset + rows.start * row_bytes
+        data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes)
+        values = dequantize(data.view(np.ndarray), quantization)
+        shape = (rows.stop - rows.start, *entry.shape[1:]) if len(entry.shape) > 1 else entry.shape
         # Unquantised tensors come back as views of the read-only map.
         return np.array(values, dtype=np.float32).reshape(shape)
+
+    def _quantization(self, kind: int) -> GGMLQuantizationType:
+        try:
+            return GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise ConfigurationError(f"{self._path}: unknown tensor type {kind}") from error
 
 
 def gguf_name(name: str) -> str:

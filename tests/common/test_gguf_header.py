@@ -3,11 +3,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import gguf
+import numpy as np
 import pytest
 
 from common.errors import ConfigurationError
+from common.gguf_header import TensorEntry, read_header
 from common.models import resolve
-from common.tokenization.gguf_header import read_metadata
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,9 +17,38 @@ if TYPE_CHECKING:
 def test_equals_what_the_gguf_package_reads() -> None:
     path = resolve("smollm2-135m-instruct").path
     reader = gguf.GGUFReader(str(path))
+    header = read_header(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    read = {name: list(value) if isinstance(value, tuple) else value for name, value in read_metadata(path).items()}
+    read = {name: list(value) if isinstance(value, tuple) else value for name, value in header.metadata.items()}
     assert read == expected
+    assert dict(header.tensors) == {
+        tensor.name: TensorEntry(tuple(tensor.shape.tolist())[::-1], int(tensor.tensor_type), tensor.data_offset)
+        for tensor in reader.tensors
+    }
+
+
+@pytest.mark.parametrize("alignment", [None, 8, 64])
+def test_tensors_lie_where_the_table_says(tmp_path: Path, alignment: int | None) -> None:
+    path = tmp_path / "tensors.gguf"
+    first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(5, dtype=np.float16)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    writer.add_tensor("first", first)
+    writer.add_tensor("second", second)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors, data = read_header(path).tensors, path.read_bytes()
+    assert {name: (entry.shape, entry.kind) for name, entry in tensors.items()} == {
+        "first": ((2, 3), gguf.GGMLQuantizationType.F32),
+        "second": ((5,), gguf.GGMLQuantizationType.F16),
+    }
+    for name, values in (("first", first), ("second", second)):
+        offset = tensors[name].offset
+        assert offset % (alignment or 32) == 0
+        assert data[offset : offset + values.nbytes] == values.tobytes()
 
 
 def test_every_value_type_is_read(tmp_path: Path) -> None:
@@ -41,7 +71,7 @@ def test_every_value_type_is_read(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert dict(read_metadata(path)) == {
+    assert dict(read_header(path).metadata) == {
         "general.architecture": "llama",
         "u8": 255,
         "i8": -128,
@@ -67,11 +97,11 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(head)
     with pytest.raises(ConfigurationError, match=r"cut\.gguf"):
-        read_metadata(path)
+        read_header(path)
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.gguf"
     path.write_bytes(b"GGUF\x01\x00\x00\x00" + bytes(64))
     with pytest.raises(ConfigurationError, match="version 1"):
-        read_metadata(path)
+        read_header(path)

@@ -1,13 +1,14 @@
-"""Reads the metadata at the head of a GGUF file.
+"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
 
 The `gguf` package would do it too, but it builds one array object per string: two seconds for a vocabulary of 49,152,
-which both tokenizer and detokenizer would add to every start. Format: ggml's docs/gguf.md, versions 2 and 3.
+which tokenizer, detokenizer and worker would add to every start. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from common.errors import ConfigurationError
@@ -29,10 +30,31 @@ _ARRAY: Final = 9
 _FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 _MAX_STRING_BYTES: Final = 1 << 26
+# Of ggml; more would be a damaged file.
+_MAX_DIMENSIONS: Final = 4
+_DEFAULT_ALIGNMENT: Final = 32
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return all key-value pairs of the GGUF file at `path`, without touching its tensors.
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in the file, from byte `offset` on; `kind` is ggml's number of its element type."""
+
+    # The outermost dimension first.
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says about itself."""
+
+    metadata: Metadata
+    tensors: Mapping[str, TensorEntry]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read the head of the GGUF file at `path`, without touching what its tensors hold.
 
     Raises:
         ConfigurationError: the file is no GGUF file of a known version, or is cut short.
@@ -43,7 +65,7 @@ def read_metadata(path: Path) -> Metadata:
             raise ConfigurationError(f"{path}: not a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             try:
-                return _Cursor(mapped, len(MAGIC)).read_pairs()
+                return _Cursor(mapped, len(MAGIC)).read_header()
             except (struct.error, UnicodeDecodeError, KeyError, _MalformedError) as error:
                 raise ConfigurationError(f"{path}: damaged or unknown GGUF header ({error})") from error
 
@@ -59,18 +81,32 @@ class _Cursor:
         self._buffer = buffer
         self._position = position
 
-    def read_pairs(self) -> dict[str, Value]:
-        """Read version, counts and then every pair."""
+    def read_header(self) -> GgufHeader:
+        """Read version, counts, every key-value pair, and then the table of tensors."""
         version = self._read_scalar("I")
         if version not in VERSIONS:
             raise _MalformedError(f"version {version}, known are {VERSIONS}")
-        self._read_scalar("Q")  # number of tensors
-        count = int(self._read_scalar("Q"))
-        pairs: dict[str, Value] = {}
-        for _ in range(count):
+        tensors, pairs = int(self._read_scalar("Q")), int(self._read_scalar("Q"))
+        metadata: dict[str, Value] = {}
+        for _ in range(pairs):
             key = self._read_string()
-            pairs[key] = self._read_value(int(self._read_scalar("I")))
-        return pairs
+            metadata[key] = self._read_value(int(self._read_scalar("I")))
+        entries = dict(self._read_entry() for _ in range(tensors))
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise _MalformedError(f"an alignment of {alignment!r}")
+        # Offsets in the table count from the first aligned byte behind it.
+        start = -(-self._position // alignment) * alignment
+        return GgufHeader(
+            metadata, {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
+        )
+
+    def _read_entry(self) -> tuple[str, TensorEntry]:
+        name, dimensions = self._read_string(), int(self._read_scalar("I"))
+        if dimensions > _MAX_DIMENSIONS:
+            raise _MalformedError(f"a tensor of {dimensions} dimensions")
+        sizes = [int(self._read_scalar("Q")) for _ in range(dimensions)]
+        return name, TensorEntry(tuple(reversed(sizes)), int(self._read_scalar("I")), int(self._read_scalar("Q")))
 
     def _read_value(self, kind: int) -> Value:
         if kind == _STRING:
