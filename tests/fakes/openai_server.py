@@ -24,7 +24,7 @@ MODELS = (
     "good",
     "no-usage",
     "no-done",
-    "slow",
+    "stalls",
     "error-midway",
     "breaks-off",
     "not-json",
@@ -108,7 +108,7 @@ class FakeOpenAIServer:
         elif model == "opens-with-empty-chunk":
             yield event("")
         for i in range(count):
-            await asyncio.sleep(0.5 if model == "slow" else self.chunk_interval_s)
+            await asyncio.sleep(60 if model == "stalls" and i else self.chunk_interval_s)
             if i == count // 2 and model in MIDWAY:
                 if model == "breaks-off":
                     raise ConnectionAbortedError
