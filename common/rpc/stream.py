@@ -10,15 +10,13 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
+from common.rpc.reconnect import keep_connecting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
 
 
 class StreamLink(Generic[RequestT, ResponseT]):
@@ -65,11 +63,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
-        backoff = FIRST_BACKOFF_S
-        while True:
-            was_connected = await self._run_once()
-            backoff = FIRST_BACKOFF_S if was_connected else min(backoff * 2, MAX_BACKOFF_S)
-            await asyncio.sleep(backoff)
+        await keep_connecting(self._run_once)
 
     async def _run_once(self) -> bool:
         """Open the stream and serve it until it breaks; return whether it had been connected."""

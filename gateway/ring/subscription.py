@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
 import grpc
 
 from common.logs import get_logger
+from common.rpc.reconnect import keep_connecting
 from common.types import SubscriberId
 from gateway.ring.wire import delta_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from gateway.ring.messages import Delta
     from protos.gen.pando.v1 import detokenizer_pb2_grpc
-
-FIRST_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 1.0
 
 
 class Subscription:
@@ -47,11 +44,7 @@ class Subscription:
 
     async def run(self) -> None:
         """Subscribe, again and again, until cancelled."""
-        backoff = FIRST_BACKOFF_S
-        while True:
-            was_connected = await self._run_once()
-            backoff = FIRST_BACKOFF_S if was_connected else min(backoff * 2, MAX_BACKOFF_S)
-            await asyncio.sleep(backoff)
+        await keep_connecting(self._run_once)
 
     async def _run_once(self) -> bool:
         """Subscribe and receive until that breaks; return whether it had been connected."""
