@@ -135,10 +135,10 @@ class SchedulerLoop:
     def on_result(self, result: StepResult) -> None:
         """Take in one forward pass and plan on at once."""
         assert self.core is not None, "results follow plans, which the core made"
-        started = time.perf_counter()
+        started = time.thread_time()
         self.core.apply(result)
         self._push()
-        self._step_cpu_s += time.perf_counter() - started
+        self._step_cpu_s += time.thread_time() - started
         metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
         if result.last:
@@ -184,14 +184,14 @@ class SchedulerLoop:
         if self.core is None or self._group is None:
             return
         while self.can_serve and self.core.in_flight < self._settings.queue_depth:
-            started = time.perf_counter()
+            started = time.thread_time()
             plan = self.core.plan(self.now, self.epoch)
             if plan is None:
                 break
             self._group.send(plan)
             for opened in plan.opens:
                 self._count_start(self.core, int(opened.row))
-            self._step_cpu_s += time.perf_counter() - started
+            self._step_cpu_s += time.thread_time() - started
             metrics.STEP_CPU_SECONDS.observe(self._step_cpu_s)
             self._step_cpu_s = 0.0
         self._push()
