@@ -8,7 +8,7 @@ _FINE_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 600e-6, 1e-3, 2e-
 
 STEP_CPU_SECONDS = Histogram(
     "pando_scheduler_step_cpu_seconds",
-    "Time of the scheduler for one step: planning, encoding, taking in the results, pushing text.",
+    "CPU time of the scheduler for one step: planning, encoding, taking in the results, pushing text.",
     buckets=_FINE_SECONDS,
 )
 STEP_COMPUTE_SECONDS = Histogram(
