@@ -1,4 +1,4 @@
-"""What holds for every test: no settings from the developer's environment, no GPU tests without a GPU."""
+"""What holds for every test: no settings from the developer's environment, no spinning, no GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from deploy.supervisor.process import child_environment
+from services.worker.engine.host import limit_spinning
 
 # Times mean nothing on a shared machine: a slow example is no failure.
 settings.register_profile("pando", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,6 +16,9 @@ settings.load_profile("pando")
 
 for name in os.environ.keys() - child_environment(os.environ).keys():
     del os.environ[name]
+
+# Before anything loads torch: with two threads that spin, a parallel region took 8 ms on a shared machine.
+limit_spinning()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

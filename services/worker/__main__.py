@@ -12,6 +12,7 @@ from common.runtime import run_service
 from common.settings import Settings, WorkerSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
 from services.worker.service import WorkerService
@@ -27,18 +28,8 @@ STUCK_STATUS = 75
 def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.worker", "One rank of the model: weights, KV memory, sampling.")
-    prepare_environment()
+    limit_spinning()
     run_service("worker", settings.log, lambda stopping: serve(settings, stopping), settings.worker.metrics_port)
-
-
-def prepare_environment() -> None:
-    """Set what libraries read when they are loaded, unless the operator has.
-
-    Threads of an OpenMP region wait for each other by spinning, for as long as it takes. If the system puts two of
-    them on one core, or another service takes the core, each region then costs a whole time slice; so spin briefly
-    (1,000 iterations of GNU's runtime take about 0.1 ms), then sleep.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

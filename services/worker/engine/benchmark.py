@@ -4,100 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
-
-from common.steps import EngineSpec
-from services.worker.engine.backends import BACKENDS, RunnerOptions
-from services.worker.engine.batch import ForwardBatch
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.host import limit_spinning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from services.worker.engine.pass_times import Measurement
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One line of the table; rates in tokens per second, times in milliseconds."""
-
-    backend: str
-    work: str
-    best_rate: float
-    median_rate: float
-    best_ms: float
-
-
-def random_batch(runner: ModelRunner, lengths: Sequence[tuple[int, int]], seed: int = 0) -> ForwardBatch:
-    """Return a batch of rows with random ids: (tokens computed before, new tokens) for each, one-token rows first."""
-    capacity, device = runner.capacity, runner.device
-    size = capacity.page_size
-    generator = torch.Generator().manual_seed(seed)
-    width = max(-(-(old + new) // size) for old, new in lengths)
-    assert width * len(lengths) <= capacity.device_pages, "the pool holds all rows"
-    table = torch.arange(width * len(lengths), dtype=torch.int32).view(len(lengths), width)
-    positions = [torch.arange(old, old + new) for old, new in lengths]
-    slots = [table[i, place // size].long() * size + place % size for i, place in enumerate(positions)]
-    starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0)
-    return ForwardBatch(
-        token_ids=torch.randint(capacity.vocabulary_size, (int(starts[-1]),), generator=generator).to(device),
-        positions=torch.cat(positions).to(device),
-        query_starts=starts.int().to(device),
-        key_lengths=torch.tensor([old + new for old, new in lengths], dtype=torch.int32).to(device),
-        page_table=table.to(device),
-        write_slots=torch.cat(slots).to(device),
-        sample_indices=(starts[1:] - 1).to(device),
-        decode_rows=sum(new == 1 for _, new in lengths),
-        max_query_length=max(new for _, new in lengths),
-        max_key_length=max(old + new for old, new in lengths),
-    )
-
-
-def measure(runner: ModelRunner, batch: ForwardBatch, seconds: float) -> list[float]:
-    """Run `batch` and take the likeliest tokens, again and again; return seconds of each pass after the first."""
-
-    def step() -> None:
-        runner.forward(batch).argmax(dim=-1).tolist()  # waits for the device
-
-    step()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def run(arguments: argparse.Namespace, show: Callable[[Measurement], None]) -> list[Measurement]:
-    """Measure every back end; `show` gets each line as it is known."""
-    results = []
-    for backend in arguments.backends:
-        spec = EngineSpec(
-            arguments.model, load_format=arguments.load_format, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
-        )
-        options = RunnerOptions(device=arguments.device, threads=arguments.threads, backend=backend)
-        runner = ModelRunner.load(spec, lambda *_: None, options)
-        works = [
-            (f"decode, {rows} rows at context {arguments.context}", [(arguments.context - 1, 1)] * rows)
-            for rows in arguments.rows
-        ]
-        works += [(f"prefill, {tokens} tokens", [(0, tokens)]) for tokens in arguments.prefills]
-        for work, lengths in works:
-            tokens = sum(new for _, new in lengths)
-            times = measure(runner, random_batch(runner, lengths), arguments.seconds)
-            best, median = min(times), statistics.median(times)
-            results.append(Measurement(backend, work, tokens / best, tokens / median, best * 1e3))
-            show(results[-1])
-        runner.close()
-    return results
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None, backends: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m services.worker.engine.benchmark", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="bundled name, directory or GGUF file")
@@ -106,7 +25,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="auto", help="type of keys and values")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: the cores there are")
-    parser.add_argument("--backends", nargs="+", default=["auto"], choices=BACKENDS, help="kernels to compare")
+    parser.add_argument("--backends", nargs="+", default=["auto"], choices=backends, help="kernels to compare")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32], help="rows that decode at once")
     parser.add_argument("--context", type=int, default=512, help="tokens that a decoding row sees")
     parser.add_argument("--prefills", nargs="+", type=int, default=[256, 1016], help="prompt lengths")
@@ -117,7 +36,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table; return the exit code."""
-    arguments = parse(argv)
+    limit_spinning()
+    # Only now: these load torch, and with it the runtime that reads what was set.
+    from services.worker.engine.backends import BACKENDS
+    from services.worker.engine.pass_times import run
+
+    arguments = parse(argv, BACKENDS)
     sys.stdout.write(f"{'backend':10}{'work':36}{'best tok/s':>12}{'median tok/s':>14}{'best ms':>10}\n")
 
     def show(line: Measurement) -> None:
