@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from common.settings import LogSettings
 
+DRAIN_INTERVAL_S = 0.05
+
 
 def run_service(
     name: str, log: LogSettings, main: Callable[[asyncio.Event], Awaitable[None]], metrics_port: int | None = None
@@ -38,6 +40,14 @@ def run_service(
         logger.error("service.misconfigured", reason=str(error))
         sys.exit(1)
     logger.info("service.stopped")
+
+
+async def drained(is_idle: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until there is nothing left to finish, for at most `timeout_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not is_idle():  # noqa: ASYNC110  (what is being finished knows no events)
+                await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 async def _run(name: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

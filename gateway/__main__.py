@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
 
-from common.errors import ConfigurationError
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
@@ -23,10 +21,7 @@ def main() -> None:
     async def serve(stopping: asyncio.Event) -> None:
         await Gateway(settings.gateway, REGISTRY).run(stopping)
 
-    try:
-        run_service("gateway", settings.log, serve)
-    except ConfigurationError as error:
-        sys.exit(f"gateway: {error}")
+    run_service("gateway", settings.log, serve)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
+from typing import TYPE_CHECKING
 
-from common.errors import ConfigurationError
-from common.logs import get_logger
 from common.rpc.server import RpcServer
-from common.runtime import run_service
+from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from protos.gen.pando.v1 import detokenizer_pb2_grpc
@@ -16,8 +13,10 @@ from services.detokenizer.factory import DecoderFactory
 from services.detokenizer.hub import Hub
 from services.detokenizer.service import DetokenizerService
 
+if TYPE_CHECKING:
+    import asyncio
+
 NAME = "pando.v1.Detokenizer"
-DRAIN_INTERVAL_S = 0.05
 
 
 def main() -> None:
@@ -27,30 +26,22 @@ def main() -> None:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
-    """Run the detokenizer until `stopping` is set; exit with status 1 if the configuration cannot work."""
+    """Run the detokenizer until `stopping` is set.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
     server = RpcServer(NAME, settings.detokenizer.address)
-    try:
-        hub = Hub(DecoderFactory(load_served_model(settings.model)))
-        server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
-        await server.start()
-    except ConfigurationError as error:
-        get_logger("detokenizer").error("service.misconfigured", reason=str(error))
-        sys.exit(1)
+    hub = Hub(DecoderFactory(load_served_model(settings.model)))
+    server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
+    await server.start()
     try:
         await server.set_serving(True)
         await stopping.wait()
         await server.set_serving(False)
-        await drained(hub, settings.detokenizer.drain_s)
+        await drained(lambda: not hub.open_choices, settings.detokenizer.drain_s)
     finally:
         await server.stop(grace_s=0.2)
-
-
-async def drained(hub: Hub, timeout_s: float) -> None:
-    """Wait until the open choices have finished, for at most `timeout_s`."""
-    for _ in range(int(timeout_s / DRAIN_INTERVAL_S)):
-        if not hub.open_choices:
-            break
-        await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from common.errors import ConfigurationError
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.stream import StreamLink
-from common.runtime import run_service
+from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
@@ -62,7 +62,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             await stopping.wait()
             running.pop().cancel()
             await server.set_serving(False)
-            await drained(loop, settings.scheduler.drain_s)
+            loop.refuse_new()
+            await drained(lambda: loop.core is None or not any(loop.core.open_sequences), settings.scheduler.drain_s)
             for task in running:
                 task.cancel()
     except* ConfigurationError as errors:
@@ -72,15 +73,6 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         await channel.close()
     if misconfigured is not None:
         raise misconfigured
-
-
-async def drained(loop: SchedulerLoop, timeout_s: float) -> None:
-    """Wait until the open requests have finished, for at most `timeout_s`; new ones are refused meanwhile."""
-    loop.refuse_new()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while loop.core is not None and any(loop.core.open_sequences):  # noqa: ASYNC110  (the core knows no events)
-                await asyncio.sleep(0.05)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:

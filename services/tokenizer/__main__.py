@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigurationError
-from common.logs import get_logger
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.server import RpcServer
-from common.runtime import run_service
+from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from protos.gen.pando.v1 import tokenizer_pb2_grpc
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 NAME = "pando.v1.Tokenizer"
 SCHEDULER_NAME = "pando.v1.Scheduler"
 HEALTH_INTERVAL_S = 0.25
-DRAIN_INTERVAL_S = 0.05
 
 
 def main() -> None:
@@ -46,30 +42,28 @@ def main() -> None:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
-    """Run the tokenizer until `stopping` is set; exit with status 1 if the configuration cannot work."""
+    """Run the tokenizer until `stopping` is set.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
     server = RpcServer(NAME, settings.tokenizer.address)
-    channel = open_channel(settings.tokenizer.scheduler)
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
-        try:
+        async with open_channel(settings.tokenizer.scheduler) as channel:
             link, relay, service = build(settings, load_served_model(settings.model), channel, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             await server.start()
-        except ConfigurationError as error:
-            get_logger("tokenizer").error("service.misconfigured", reason=str(error))
-            await channel.close()
-            sys.exit(1)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(link.run(relay))
-                health = tasks.create_task(report_health(server, link, channel))
-                await stopping.wait()
-                health.cancel()
-                await server.set_serving(False)
-                await drained(relay, settings.tokenizer.drain_s)
-                running.cancel()
-        finally:
-            await server.stop(grace_s=0.2)
-            await channel.close()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = tasks.create_task(link.run(relay))
+                    health = tasks.create_task(report_health(server, link, channel))
+                    await stopping.wait()
+                    health.cancel()
+                    await server.set_serving(False)
+                    await drained(lambda: not relay.pending, settings.tokenizer.drain_s)
+                    running.cancel()
+            finally:
+                await server.stop(grace_s=0.2)
 
 
 def build(
@@ -92,14 +86,6 @@ async def report_health(server: RpcServer, link: SchedulerLink, channel: grpc.ai
             metrics.SCHEDULER_CONNECTED.set(can_serve)
             await server.set_serving(can_serve)
             await asyncio.sleep(HEALTH_INTERVAL_S)
-
-
-async def drained(relay: Relay, timeout_s: float) -> None:
-    """Wait until the pending requests have been answered, for at most `timeout_s`."""
-    for _ in range(int(timeout_s / DRAIN_INTERVAL_S)):
-        if not relay.pending:
-            break
-        await asyncio.sleep(DRAIN_INTERVAL_S)
 
 
 if __name__ == "__main__":
