@@ -15,7 +15,9 @@ from protos.gen.pando.v1 import worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from common.steps import EngineCapacity, PageIds, StepResult
+    from numpy.typing import NDArray
+
+    from common.steps import EngineCapacity, StepResult
 
 DEFAULT_MEMORY_FRACTION = 0.85
 
@@ -71,11 +73,11 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         epoch=message.epoch,
         closes=tuple(RowSlot(row) for row in message.closes),
         opens=tuple(_open_from_wire(opened) for opened in message.opens),
-        grants=tuple(PageGrant(RowSlot(grant.row), _pages(grant.pages)) for grant in message.grants),
+        grants=tuple(PageGrant(RowSlot(grant.row), _int32(grant.pages)) for grant in message.grants),
         prefills=tuple(PrefillChunk(RowSlot(chunk.row), chunk.start, chunk.length) for chunk in message.prefills),
         steps=message.steps,
         replacements=tuple(
-            PageReplacement(RowSlot(replaced.row), replaced.first, _pages(replaced.pages))
+            PageReplacement(RowSlot(replaced.row), replaced.first, _int32(replaced.pages))
             for replaced in message.replacements
         ),
     )
@@ -106,10 +108,10 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
     return RowOpen(
         row=RowSlot(message.row),
         request_id=RequestId(message.request_id),
-        token_ids=np.array(message.token_ids, dtype=np.uint32).astype(np.int32),
+        token_ids=_int32(message.token_ids),
         prompt_tokens=message.prompt_tokens,
         computed_tokens=message.computed_tokens,
-        pages=_pages(message.pages),
+        pages=_int32(message.pages),
         sampling=sampling_from_wire(message.sampling),
         max_total_tokens=message.max_total_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
@@ -117,6 +119,6 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
     )
 
 
-def _pages(pages: Iterable[int]) -> PageIds:
+def _int32(values: Iterable[int]) -> NDArray[np.int32]:
     # Through uint32: what a peer's defect puts beyond int32 turns negative, and the engine refuses that plan.
-    return np.array(pages, dtype=np.uint32).astype(np.int32)
+    return np.array(values, dtype=np.uint32).astype(np.int32)

@@ -6,18 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import numpy as np
 
-from common.steps import PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
-from common.types import RequestId, RowSlot, StepId
-from common.wire import finish_reason_to_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.convert import plan_from_wire, result_to_wire
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from common.steps import StepResult
+    from common.steps import StepPlan
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -73,53 +70,3 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             for result in worker.run(plan):
                 await asyncio.sleep(self.step_s)
                 yield result_to_wire(result)
-
-
-def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
-    def ids(values: Any) -> Any:
-        return np.array(values, np.int32)
-
-    return StepPlan(
-        step_id=StepId(message.step_id),
-        epoch=message.epoch,
-        closes=tuple(RowSlot(row) for row in message.closes),
-        opens=tuple(
-            RowOpen(
-                row=RowSlot(opened.row),
-                request_id=RequestId(opened.request_id),
-                token_ids=ids(opened.token_ids),
-                prompt_tokens=opened.prompt_tokens,
-                computed_tokens=opened.computed_tokens,
-                pages=ids(opened.pages),
-                sampling=sampling_from_wire(opened.sampling),
-                max_total_tokens=opened.max_total_tokens,
-                stop_token_ids=tuple(opened.stop_token_ids),
-                min_new_tokens=opened.min_new_tokens,
-            )
-            for opened in message.opens
-        ),
-        grants=tuple(PageGrant(RowSlot(grant.row), ids(grant.pages)) for grant in message.grants),
-        prefills=tuple(PrefillChunk(RowSlot(chunk.row), chunk.start, chunk.length) for chunk in message.prefills),
-        replacements=tuple(
-            PageReplacement(RowSlot(change.row), change.first, ids(change.pages)) for change in message.replacements
-        ),
-        steps=message.steps,
-    )
-
-
-def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
-    stops = [
-        worker_pb2.RowStop(
-            row=stop.row, reason=finish_reason_to_wire(stop.reason), matched_token_id=stop.matched_token_id
-        )
-        for stop in result.stops
-    ]
-    return worker_pb2.StepResult(
-        step_id=result.step_id,
-        substep=result.substep,
-        last=result.last,
-        rows=result.rows.tolist(),
-        token_ids=result.token_ids.tolist(),
-        stops=stops,
-        compute_us=result.compute_us,
-    )
