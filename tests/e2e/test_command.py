@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,25 +123,27 @@ def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
     wait_until(lambda: not [pid for pid in children if is_running(pid)], timeout_s=10)
 
 
-def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
+@contextmanager
+def long_stream(up: Up) -> Iterator[Iterator[str]]:
+    """Open a stream of thousands of tokens, of which the first has come."""
     up.wait_for("Ctrl-C ends it")
     url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
     body = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
         lines = answer.iter_lines()
         next(lines)
+        yield lines
+
+
+def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
+    with long_stream(up) as lines:
         up.process.send_signal(signal.SIGINT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert up.process.wait(timeout=60) == 0
 
 
 def test_one_wish_that_comes_as_two_signals_still_lets_a_stream_finish(up: Up) -> None:
-    up.wait_for("Ctrl-C ends it")
-    url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
-    body = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:
-        lines = answer.iter_lines()
-        next(lines)
+    with long_stream(up) as lines:
         up.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         up.process.send_signal(signal.SIGTERM)
