@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
-from common.requests import GenerateRequest, TokenPrompt
-from common.types import CacheMode, RequestId
+from common.types import RequestId
 from gateway.api.schema import documented
 from gateway.identity import principal_of
 from gateway.render.completions import CompletionStream, WholeCompletion
 from gateway.schemas import refusals
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.parse import parse
-from gateway.trace import trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.requests import GenerateRequest, TokenPrompt
     from gateway.api.context import Context
 
 
@@ -39,23 +38,9 @@ def create_router(context: Context) -> APIRouter:
         body = parse(CompletionBody, raw)
         principal = principal_of(caller, body.user_names)
         card = await context.served.require(body.model)
-        response_id = f"cmpl-{uuid.uuid4().hex}"
-        template = GenerateRequest(
-            request_id=RequestId(response_id),
-            principal=principal,
-            model=card.name,
-            prompt="",
-            sampling=body.sampling(body.logprobs),
-            stop=body.stop_conditions(body.token_limit),
-            n=body.choices,
-            priority=body.priority or 0,
-            cache_mode=body.cache_mode or CacheMode.DEFAULT,
-            skip_special_tokens=body.skip_special_tokens is not False,
-            timeout_ms=context.limits.request_timeout_ms,
-            trace=trace_of(request.headers),
-        )
-        requests = _one_per_prompt(template, body.prompt)
-        head = context.head(response_id, card.name)
+        head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
+        first = context.generate_request(request, head, principal, body, body.prompt[0])
+        requests = _one_per_prompt(first, body.prompt)
         echoes = await _echoes(context, body) if body.echo else None
         logprobs = body.logprobs is not None
         if body.stream:
@@ -67,12 +52,12 @@ def create_router(context: Context) -> APIRouter:
     return router
 
 
-def _one_per_prompt(template: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
+def _one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
     """Return a request for each prompt; ids stay unique, and a single prompt keeps the response's own."""
     if len(prompts) == 1:
-        return [replace(template, prompt=prompts[0])]
+        return [first]
     return [
-        replace(template, prompt=prompt, request_id=RequestId(f"{template.request_id}-{number}"))
+        replace(first, prompt=prompt, request_id=RequestId(f"{first.request_id}-{number}"))
         for number, prompt in enumerate(prompts)
     ]
 

@@ -6,21 +6,27 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.requests import GenerateRequest
+from common.types import CacheMode, RequestId
 from gateway.body import read_object
 from gateway.render.shapes import ResponseHead
 from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
+from gateway.trace import trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
 
-    from common.requests import GenerateRequest
+    from common.requests import Prompt
+    from common.types import Principal
     from gateway.generations import Generations
     from gateway.identity import Caller, Identity
     from gateway.metrics import GatewayMetrics
     from gateway.render.shapes import StreamRenderer, WholeRenderer
     from gateway.ring.port import Model, Readiness
+    from gateway.schemas.chat import ChatCompletionBody
+    from gateway.schemas.completions import CompletionBody
     from gateway.served_model import ServedModel
 
 
@@ -61,6 +67,34 @@ class Context:
     def head(self, response_id: str, model: str) -> ResponseHead:
         """Return what all parts of a response made now repeat."""
         return ResponseHead(response_id, int(time.time()), model, self.fingerprint)
+
+    def generate_request(
+        self,
+        request: Request,
+        head: ResponseHead,
+        principal: Principal,
+        body: ChatCompletionBody | CompletionBody,
+        prompt: Prompt,
+    ) -> GenerateRequest:
+        """Return what `body` asks the ring for, under the response's id.
+
+        Raises:
+            InvalidRequestError: fields of the body contradict each other.
+        """
+        return GenerateRequest(
+            request_id=RequestId(head.id),
+            principal=principal,
+            model=head.model,
+            prompt=prompt,
+            sampling=body.sampling(body.logprobs_wanted),
+            stop=body.stop_conditions(body.token_limit),
+            n=body.choices,
+            priority=body.priority or 0,
+            cache_mode=body.cache_mode or CacheMode.DEFAULT,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            timeout_ms=self.limits.request_timeout_ms,
+            trace=trace_of(request.headers),
+        )
 
     def stream(self, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
         """Submit `requests` and answer with events as they come."""

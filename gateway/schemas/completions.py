@@ -65,3 +65,8 @@ class CompletionBody(GenerationFields):
     def token_limit(self) -> int:
         """Most tokens of a choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many alternatives to report beside each token's own log probability; None: nothing."""
+        return self.logprobs
