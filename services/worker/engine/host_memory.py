@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -38,9 +39,8 @@ def _map(size: int) -> torch.Tensor:
     """Return at least `size` zeroed bytes that begin at a huge page's border, where the system has such."""
     mapping = mmap.mmap(-1, size + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        # A kernel without them refuses: the memory is as good, only slower.
+        with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them: the memory is as good, only slower
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return memory[-memory.data_ptr() % _HUGE_PAGE :]

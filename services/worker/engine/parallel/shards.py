@@ -68,15 +68,25 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     """
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank {rank} is not below world_size {world_size}")
-    intermediate = split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
-    vocabulary = split_evenly(config.vocabulary_size, world_size)[rank]
-    queries, keys = _split_heads(config, rank, world_size)
-    if not (len(intermediate) and len(vocabulary) and len(queries)):
+    shards = [_shard(config, other, world_size) for other in range(world_size)]
+    if not all(len(shard.intermediate) and len(shard.vocabulary) and len(shard.query_heads) for shard in shards):
         raise ConfigurationError(
             f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
             f"query heads and {config.intermediate_size} feed-forward columns"
         )
-    return ModelShard(rank, world_size, queries, keys, intermediate, vocabulary)
+    return shards[rank]
+
+
+def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
+    queries, keys = _split_heads(config, rank, world_size)
+    return ModelShard(
+        rank,
+        world_size,
+        query_heads=queries,
+        kv_heads=keys,
+        intermediate=split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank],
+        vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
+    )
 
 
 def _split_heads(config: ModelConfig, rank: int, world_size: int) -> tuple[Span, Span]:

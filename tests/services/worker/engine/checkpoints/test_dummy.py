@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.worker.engine.checkpoints.dummy import DummyCheckpoint
+from services.worker.engine.checkpoints.safetensors_directory import read_config
+from tests.services.worker.engine.families import save_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.mark.parametrize("family", ["llama biased", "qwen2", "qwen3", "smol"])
+def test_every_tensor_of_a_model_has_its_shape(family: str, tmp_path: Path) -> None:
+    checkpoint = DummyCheckpoint(read_config(save_family(tmp_path, family)))
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert checkpoint.read(name).shape == tensor.shape, name
+
+
+def test_weights_depend_on_seed_and_name_only(model: Path) -> None:
+    config = read_config(model)
+    first = DummyCheckpoint(config, seed=3).read(UP)
+    assert torch.equal(DummyCheckpoint(config, seed=3).read(UP), first)
+    assert not torch.equal(DummyCheckpoint(config, seed=4).read(UP), first)
+    assert not torch.equal(DummyCheckpoint(config, seed=3).read(UP.replace(".0.", ".1.")), first)
+    assert DummyCheckpoint(config, seed=3).identity != DummyCheckpoint(config, seed=4).identity
+
+
+def test_ranks_read_parts_of_the_same_weights(model: Path) -> None:
+    # More weights than are drawn: the rows from 1023 on begin in the repeated block.
+    config = replace(read_config(model), hidden_size=1024, intermediate_size=2048)
+    checkpoint = DummyCheckpoint(config)
+    whole = checkpoint.read(UP)
+    assert torch.equal(checkpoint.read(UP, slice(0, 1040)), whole[:1040])
+    assert torch.equal(checkpoint.read(UP, slice(1040, 2048)), whole[1040:])
+    assert torch.equal(checkpoint.read(UP, columns=slice(512, 1024)), whole[:, 512:])
+
+
+def test_no_two_rows_are_alike_though_values_repeat(model: Path) -> None:
+    config = replace(read_config(model), hidden_size=1024, intermediate_size=2048)
+    whole = DummyCheckpoint(config).read(UP)
+    assert len(torch.unique(whole[:, :8], dim=0)) == 2048
+    assert whole.std() == pytest.approx(0.02, rel=0.01)

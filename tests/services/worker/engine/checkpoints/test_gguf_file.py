@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+
+from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
+from tests.services.worker.engine.families import save_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("family", ["llama", "llama tied", "llama3", "smol", "qwen2", "qwen3"])
+def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path) -> None:
+    source = SafetensorsCheckpoint(save_family(tmp_path, family))
+    tensors = load_file(tmp_path / "model.safetensors")
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source.config, tensors))
+    assert checkpoint.config.tied_embeddings == source.config.tied_embeddings
+    assert checkpoint.config.rotary.theta == source.config.rotary.theta
+    assert checkpoint.config.rotary.frequency_divisors == pytest.approx(source.config.rotary.frequency_divisors)
+    for field in ("query_heads", "kv_heads", "head_dim", "hidden_size", "intermediate_size", "layers", "max_context"):
+        assert getattr(checkpoint.config, field) == getattr(source.config, field), field
+    for field in ("vocabulary_size", "qkv_bias", "head_norms", "eos_token_ids"):
+        assert getattr(checkpoint.config, field) == getattr(source.config, field), field
+    for name in tensors:
+        assert torch.equal(checkpoint.read(name), source.read(name)), name
+
+
+def test_parts_are_parts_of_the_whole(tmp_path: Path) -> None:
+    source = SafetensorsCheckpoint(save_family(tmp_path, "smol"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source.config, tensors))
+    # Rows 32 to 96 are query heads 2 to 5.
+    assert torch.equal(checkpoint.read(QUERY, slice(32, 96)), tensors[QUERY][32:96])
+    assert torch.equal(checkpoint.read(DOWN, columns=slice(16, 48)), tensors[DOWN][:, 16:48])
+    assert torch.equal(checkpoint.read(DOWN, slice(3, 9), slice(0, 16)), tensors[DOWN][3:9, :16])
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_weights_are_dequantised(kind: str, tmp_path: Path) -> None:
+    quantization = GGMLQuantizationType[kind]
+    config = SafetensorsCheckpoint(save_family(tmp_path, "mistral")).config
+    # Blocks are 32 wide.
+    weight = torch.randn(config.hidden_size, 128)
+    written = {DOWN: weight, "lm_head.weight": weight}
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", config, written, quantization))
+    expected = dequantize(quantize(weight.numpy(), quantization), quantization)
+    assert np.array_equal(checkpoint.read(DOWN).numpy(), expected)
+    assert np.array_equal(checkpoint.read(DOWN, slice(5, 7)).numpy(), expected[5:7])
+    assert checkpoint.read(DOWN).dtype == torch.float32
+
+
+def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> None:
+    config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
+    fields = {
+        "llama__rope__scaling__type": ("linear", GGUFValueType.STRING),
+        "llama__rope__scaling__factor": (4.0, GGUFValueType.FLOAT32),
+        "llama__attention__sliding_window": (128, GGUFValueType.UINT32),
+    }
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", config, {}, **fields))
+    assert checkpoint.config.rotary.frequency_divisors == (4.0,) * 8
+    assert checkpoint.config.max_context == 128
+
+
+def test_other_rope_scaling_is_refused(tmp_path: Path) -> None:
+    config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
+    fields = {"llama__rope__scaling__type": ("yarn", GGUFValueType.STRING)}
+    path = write_gguf(tmp_path / "model.gguf", config, {}, **fields)
+    with pytest.raises(ConfigurationError, match="rope scaling 'yarn' is not supported"):
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF\x01\0\0\0", b"GGUF\x03\0\0\0\xff"])
+def test_what_is_no_gguf_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"GGUF|readable"):
+        GgufCheckpoint(path)
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", config, {}))
+    with pytest.raises(ConfigurationError, match=r"blk\.0\.ffn_down\.weight"):
+        checkpoint.read(DOWN)
+    with pytest.raises(ConfigurationError, match="no tensor for"):
+        gguf_name("model.layers.0.mlp.experts.weight")

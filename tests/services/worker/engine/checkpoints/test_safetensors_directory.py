@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from tests.services.worker.engine.families import save_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def test_shards_give_the_same_tensors_as_one_file(tmp_path: Path) -> None:
+    tensors = load_file(save_family(tmp_path / "whole", "llama") / "model.safetensors")
+    sharded = save_family(tmp_path / "sharded", "llama", max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    checkpoint = SafetensorsCheckpoint(sharded)
+    # Against the order of the files, so that each is opened again and again.
+    for name in sorted(tensors, key=lambda name: name[::-1]):
+        assert torch.equal(checkpoint.read(name), tensors[name]), name
+
+
+def test_parts_are_parts_of_the_whole(tmp_path: Path) -> None:
+    checkpoint = SafetensorsCheckpoint(save_family(tmp_path, "llama"))
+    whole = load_file(tmp_path / "model.safetensors")[DOWN]
+    assert torch.equal(checkpoint.read(DOWN, slice(3, 9)), whole[3:9])
+    assert torch.equal(checkpoint.read(DOWN, columns=slice(16, 48)), whole[:, 16:48])
+    assert torch.equal(checkpoint.read(DOWN, slice(3, 9), slice(16, 48)), whole[3:9, 16:48])
+
+
+def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert SafetensorsCheckpoint(tmp_path).config.eos_token_ids == (5, 9)
+
+
+def test_other_weights_have_another_identity(tmp_path: Path) -> None:
+    same = [SafetensorsCheckpoint(save_family(tmp_path / name, "llama")).identity for name in ("first", "second")]
+    other = SafetensorsCheckpoint(save_family(tmp_path / "third", "llama", seed=1)).identity
+    assert same[0] == same[1] != other
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no tensor 'lm_head\.bias'"):
+        SafetensorsCheckpoint(save_family(tmp_path, "llama")).read("lm_head.bias")
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        SafetensorsCheckpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {DOWN: "shard-2.safetensors"}}))
+    with pytest.raises(ConfigurationError, match=r"files that are not there: shard-2\.safetensors"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_broken_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        SafetensorsCheckpoint(tmp_path)

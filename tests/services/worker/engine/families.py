@@ -1,0 +1,79 @@
+"""Tiny models of every family, with random weights, as `transformers` writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# No power of two: the last panel of the head is not full.
+VOCABULARY = 131
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    # Large weights, so that attention is sharp and logits are far apart.
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "rms_norm_eps": 1e-6}),
+    # As SmolLM2: three query heads for each of three KV heads.
+    "smol": (
+        "Llama",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+}
+
+
+def save_family(directory: Path, family: str, *, seed: int = 0, **changes: object) -> Path:
+    """Write a tiny model of `family` to `directory`, which is returned."""
+    import transformers
+
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **options})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norm weights, which start out as zeros and ones
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory, **changes)
+    return directory
+
+
+def reference_logits(directory: Path, token_ids: list[int], rounded: torch.dtype | None = None) -> torch.Tensor:
+    """Return what `transformers` computes in fp32 for every token, [tokens, vocabulary].
+
+    With `rounded`, matrices are rounded to that type first.
+    """
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if rounded is not None and parameter.ndim == 2:
+            parameter.data = parameter.data.to(rounded).float()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits

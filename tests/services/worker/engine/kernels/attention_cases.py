@@ -1,0 +1,84 @@
+"""Random batches for attention back ends, and their KV pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from services.worker.engine.batch import ForwardBatch
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
+from services.worker.engine.kv_pool import allocate_pool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of (tokens computed before, new tokens), decoding ones first."""
+
+    shape: AttentionShape
+    rows: list[tuple[int, int]]
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(new for _, new in self.rows)
+
+    def batch(self) -> ForwardBatch:
+        """Return the batch; pages are scattered, unused entries of the table name other rows' pages."""
+        size = self.shape.page_size
+        generator = torch.Generator().manual_seed(self.seed)
+        width = max(-(-(old + new) // size) for old, new in self.rows)
+        table = torch.randperm(width * len(self.rows), generator=generator).view(len(self.rows), width)
+        places = [torch.arange(old, old + new) for old, new in self.rows]
+        starts = torch.tensor([0, *(new for _, new in self.rows)]).cumsum(0)
+        return ForwardBatch(
+            token_ids=torch.zeros(self.tokens, dtype=torch.int64),
+            positions=torch.cat(places),
+            query_starts=starts.int(),
+            key_lengths=torch.tensor([old + new for old, new in self.rows], dtype=torch.int32),
+            page_table=table.int(),
+            write_slots=torch.cat([table[i, place // size] * size + place % size for i, place in enumerate(places)]),
+            sample_indices=starts[1:] - 1,
+            decode_rows=sum(new == 1 for _, new in self.rows),
+            max_query_length=max(new for _, new in self.rows),
+            max_key_length=max(old + new for old, new in self.rows),
+        )
+
+    def layer(self, layout: KvLayout, dtype: torch.dtype) -> KvLayer:
+        """Return random KV, the same values in every layout."""
+        pages = sum(max(-(-(old + new) // self.shape.page_size) for old, new in self.rows) for _ in self.rows)
+        plain = allocate_pool(self.shape, 1, pages, KvLayout.TOKEN_MAJOR, dtype=dtype, device=torch.device("cpu"))
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        layer = plain.layers[0]
+        for tensor in (layer.keys, layer.values):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        if layout is KvLayout.TOKEN_MAJOR:
+            return layer
+        return KvLayer(
+            layer.keys.permute(0, 2, 3, 1).contiguous(),
+            layer.values.permute(0, 2, 1, 3).contiguous(),
+        )
+
+    def qkv(self) -> torch.Tensor:
+        """Return random projections."""
+        width = self.shape.query_width + 2 * self.shape.kv_width
+        return torch.randn(self.tokens, width, generator=torch.Generator().manual_seed(self.seed + 2))
+
+
+def token_major(layer: KvLayer, layout: KvLayout) -> KvLayer:
+    """Return `layer` as [pages, page_size, kv_heads, head_dim]."""
+    if layout is KvLayout.TOKEN_MAJOR:
+        return layer
+    return KvLayer(layer.keys.permute(0, 3, 1, 2), layer.values.permute(0, 2, 1, 3))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any shape that compiled attention takes, and any mix of rows."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4, 7, 30]))
+    head_dim, page_size = draw(st.sampled_from([16, 32, 48, 64, 80, 128, 256])), draw(st.sampled_from([16, 32, 64]))
+    decoding = draw(st.lists(st.integers(0, 200), max_size=4))
+    chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size)
+    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))

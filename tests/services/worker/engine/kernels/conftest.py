@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from services.worker.engine.kernels.native_build import BuildError, build_library, find_openmp
+from services.worker.engine.kernels.native_library import NativeLibrary
+
+
+@pytest.fixture(scope="session")
+def library() -> NativeLibrary:
+    """The compiled operators; without a compiler their tests say so instead of passing."""
+    import torch  # noqa: F401  # loads the OpenMP runtime that the operators share
+
+    try:
+        return NativeLibrary(build_library(find_openmp()))
+    except BuildError as error:
+        pytest.skip(f"the CPU operators cannot be compiled here: {error}")

@@ -1,0 +1,141 @@
+"""Every attention back end against the definition of attention."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, HeadNorms, KvLayer
+from services.worker.engine.kernels.native_attention import NativeAttention, fits
+from services.worker.engine.kernels.torch_attention import TorchAttention
+from services.worker.engine.kernels.torch_kernels import rms_norm
+from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.native_library import NativeLibrary
+
+KV_TYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+def backends(library: NativeLibrary, shape: AttentionShape) -> list[AttentionBackend]:
+    angles = torch.rand(256, shape.head_dim // 2, generator=torch.Generator().manual_seed(9)) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return [TorchAttention(shape, table), *(NativeAttention(library, shape, table, threads) for threads in (1, 3))]
+
+
+def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
+    """Attend token by token and head by head, in double precision."""
+    batch, shape = case.batch(), case.shape
+    group, size = shape.query_heads // shape.kv_heads, shape.page_size
+    outputs = torch.empty_like(queries)
+    for row in range(batch.rows):
+        length = int(batch.key_lengths[row])
+        places = torch.arange(length)
+        pages, offsets = batch.page_table[row, places // size].long(), places % size
+        keys, values = layer.keys[pages, offsets].double(), layer.values[pages, offsets].double()
+        for token in range(int(batch.query_starts[row]), int(batch.query_starts[row + 1])):
+            seen = int(batch.positions[token]) + 1
+            heads = queries[token].double().view(shape.kv_heads, group, shape.head_dim)
+            scores = torch.einsum("hgd,thd->hgt", heads, keys[:seen]) / math.sqrt(shape.head_dim)
+            outputs[token] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[:seen]).float().flatten()
+    return outputs
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_attention_follows_its_definition(library: NativeLibrary, case: Case) -> None:
+    queries = case.qkv()[:, : case.shape.query_width].contiguous()
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, torch.float32)
+        expected = defined(case, queries, token_major(layer, backend.layout))
+        got = backend.attend(queries, layer, case.batch())
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_attention_reads_every_type_of_kv(library: NativeLibrary, dtype: torch.dtype) -> None:
+    case = Case(AttentionShape(6, 2, 64, 16), [(100, 1), (3, 1), (20, 30)], seed=1)
+    queries = case.qkv()[:, : case.shape.query_width].contiguous()
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, dtype)
+        # The values were rounded when they were stored; reading them is exact.
+        expected = defined(case, queries, token_major(layer, backend.layout))
+        torch.testing.assert_close(backend.attend(queries, layer, case.batch()), expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_back_ends_store_the_same_keys_and_values(library: NativeLibrary, case: Case) -> None:
+    torch.manual_seed(case.seed)
+    norms = HeadNorms(torch.rand(case.shape.head_dim), torch.rand(case.shape.head_dim), 1e-6)
+    reference, *others = backends(library, case.shape)
+    for chosen in (None, norms):
+        wanted = case.layer(reference.layout, torch.float32)
+        queries = reference.store(case.qkv(), wanted, chosen, case.batch())
+        for backend in others:
+            layer = case.layer(backend.layout, torch.float32)
+            torch.testing.assert_close(backend.store(case.qkv(), layer, chosen, case.batch()), queries)
+            plain = token_major(layer, backend.layout)
+            torch.testing.assert_close(plain.keys, wanted.keys)
+            assert torch.equal(plain.values, wanted.values)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), KV_TYPES.items())
+def test_stored_tokens_are_rotated_normalised_and_rounded(
+    library: NativeLibrary, dtype: torch.dtype, tolerance: float
+) -> None:
+    case = Case(AttentionShape(4, 2, 32, 16), [(5, 1), (0, 20)], seed=2)
+    norms = HeadNorms(torch.rand(32), torch.rand(32), 1e-6)
+    batch, (queries, keys, values) = case.batch(), case.qkv().view(21, 8, 32).tensor_split([4, 6], dim=1)
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, dtype)
+        got = backend.store(case.qkv(), layer, norms, batch).view(21, 4, 32)
+        plain = token_major(layer, backend.layout)
+        pages, offsets = batch.write_slots // 16, batch.write_slots % 16
+        angles = torch.rand(256, 16, generator=torch.Generator().manual_seed(9)) * 6
+        turn = torch.polar(torch.ones(21, 1, 16), angles[batch.positions][:, None])
+        for heads, weight, result in (
+            (queries, norms.query, got),
+            (keys, norms.key, plain.keys[pages, offsets]),
+        ):
+            first, second = rms_norm(heads, weight, 1e-6).chunk(2, dim=-1)
+            turned = torch.view_as_real(torch.complex(first, second) * turn)
+            expected = torch.cat((turned[..., 0], turned[..., 1]), dim=-1)
+            torch.testing.assert_close(result.float(), expected, atol=tolerance * 3, rtol=tolerance)
+        assert torch.equal(plain.values[pages, offsets], values.to(dtype))
+
+
+def test_a_query_gets_the_same_bits_in_every_chunk(library: NativeLibrary) -> None:
+    shape = AttentionShape(6, 2, 64, 16)
+    whole = Case(shape, [(0, 150)], seed=3)
+    queries = whole.qkv()[:, : shape.query_width].contiguous()
+    for backend in backends(library, shape)[1:]:
+        layer = whole.layer(backend.layout, torch.float32)
+        expected = backend.attend(queries, layer, whole.batch())
+        for old, new in ((149, 1), (100, 50), (63, 1), (64, 1), (65, 3)):
+            part = Case(shape, [(old, new)], seed=3).batch()
+            batch = whole.batch()
+            object.__setattr__(part, "page_table", batch.page_table)
+            got = backend.attend(queries[old : old + new].contiguous(), layer, part)
+            assert torch.equal(got, expected[old : old + new])
+
+
+def test_far_scores_do_not_overflow(library: NativeLibrary) -> None:
+    case = Case(AttentionShape(2, 1, 16, 16), [(90, 1), (10, 70)], seed=4)
+    queries = case.qkv()[:, :32].contiguous() * 300
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, torch.float32)
+        got = backend.attend(queries, layer, case.batch())
+        expected = defined(case, queries, token_major(layer, backend.layout))
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_shapes_that_fill_no_register_are_not_for_compiled_attention(library: NativeLibrary) -> None:
+    assert fits(library, AttentionShape(9, 3, 64, 16))
+    assert not fits(library, AttentionShape(9, 3, 64, 5))
+    assert not fits(library, AttentionShape(9, 3, 6, 16))
+    assert not fits(library, AttentionShape(9, 3, 512, 16))

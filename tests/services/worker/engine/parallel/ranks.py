@@ -1,0 +1,37 @@
+"""Runs functions as several ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MOST_RANKS = 3
+_TIMEOUT_SECONDS = 150
+
+
+class Ranks:
+    """Processes that stay for several groups of ranks: starting them takes longest."""
+
+    def __init__(self) -> None:
+        # torch and its threads must not be inherited by fork.
+        self._pool = multiprocessing.get_context("spawn").Pool(MOST_RANKS)
+
+    def run(self, function: Callable[..., object], world_size: int, *arguments: object) -> list[Any]:
+        """Return what `function(rank, world_size, rendezvous, *arguments)` returned, for each rank in order."""
+        assert world_size <= MOST_RANKS, "ranks wait for each other, so each needs a process"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+        waiting = [
+            self._pool.apply_async(function, (rank, world_size, rendezvous, *arguments)) for rank in range(world_size)
+        ]
+        return [result.get(_TIMEOUT_SECONDS) for result in waiting]
+
+    def stop(self) -> None:
+        """End the processes."""
+        self._pool.terminate()
+        self._pool.join()

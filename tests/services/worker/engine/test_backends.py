@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from common.steps import EngineSpec
+from services.worker.engine.backends import (
+    RunnerOptions,
+    count_threads,
+    ranks_on_host,
+    select_backend,
+    select_device,
+    select_dtype,
+    select_kv_dtype,
+)
+from services.worker.engine.host import available_cores
+from tests.services.worker.engine.parallel.test_shards import SMOL
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert select_device(RunnerOptions()) == CPU
+    with pytest.raises(ConfigurationError, match="no CUDA device"):
+        select_device(RunnerOptions(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert select_device(RunnerOptions(device_index=3)) == torch.device("cuda", 3)
+    assert select_device(RunnerOptions(device="cpu")) == CPU
+    with pytest.raises(ConfigurationError, match="'tpu' is not one of"):
+        select_device(RunnerOptions(device="tpu"))
+
+
+def test_types_follow_the_device_unless_chosen() -> None:
+    assert select_dtype("auto", SMOL, CPU) == torch.float32
+    assert select_dtype("auto", SMOL, CUDA) == torch.float32
+    assert select_dtype("bfloat16", SMOL, CPU) == torch.bfloat16
+    assert select_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
+    assert select_kv_dtype("float16", torch.float32) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rendezvous", "ranks"),
+    [(1, "", 1), (4, "127.0.0.1:5000", 4), (4, "localhost:5000", 4), (2, "[::1]:5000", 2), (4, "10.0.0.7:5000", 1)],
+)
+def test_ranks_that_meet_over_the_loopback_share_a_host(world_size: int, rendezvous: str, ranks: int) -> None:
+    spec = EngineSpec("model", world_size=world_size, rendezvous=rendezvous)
+    assert ranks_on_host(spec) == ranks
+    assert count_threads(RunnerOptions(), spec) == max(1, available_cores() // ranks)
+    assert count_threads(RunnerOptions(threads=3), spec) == 3
+
+
+def test_compiled_operators_are_for_cpus() -> None:
+    with pytest.raises(ConfigurationError, match="backend=compiled runs on CPUs"):
+        select_backend(RunnerOptions(backend="compiled"), torch.float32, CUDA, threads=1)
+    assert select_backend(RunnerOptions(backend="torch"), torch.float32, CPU, threads=1).name == "torch"
