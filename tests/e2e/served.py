@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,10 @@ from openai import AsyncOpenAI, OpenAI
 
 from common.rpc.options import CHANNEL_OPTIONS
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from deploy.supervisor.deployment import Deployment
 
@@ -82,17 +82,3 @@ class Served:
         yield
         wait_until(self.is_idle, timeout_s=20, what=lambda: f"idle, but: {self.state(include_requests=True)}")
         assert self.state().leaked_pages == 0
-
-
-def wait_until(
-    condition: Callable[[], bool],
-    timeout_s: float,
-    what: Callable[[], str] = lambda: "the condition",
-    step_s: float = 0.05,
-) -> float:
-    """Wait until `condition` holds; return the seconds it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, f"not within {timeout_s:g} s: {what()}"
-        time.sleep(step_s)
-    return time.monotonic() - started

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from deploy.supervisor.layout import free_port
-from tests.e2e.served import wait_until
+from tests.waiting import is_running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,13 +81,6 @@ def up(runtime: dict[str, str]) -> Iterator[Up]:
 def children_of(pid: int) -> list[int]:
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in listed]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: dict[str, str]) -> None:

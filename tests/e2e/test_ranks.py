@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import GatewaySettings, Settings
 from tests.e2e.conftest import require_model, serve
-from tests.e2e.served import wait_until
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.e2e.served import wait_until
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.e2e.served import Served

@@ -10,6 +10,7 @@ from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.stream import StreamLink
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,12 +57,6 @@ class Link:
 
     def send(self, name: str) -> None:
         self.link.send(tokenizer_pb2.TokenizerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  (what is awaited signals nothing)
-            await asyncio.sleep(0.01)
 
 
 async def start_echo(path: Path) -> RpcServer:

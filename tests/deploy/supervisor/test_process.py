@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.supervisor.process import child_environment, lines_of
+from tests.waiting import is_running, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 async def lines(*chunks: bytes) -> list[str]:
@@ -71,20 +73,3 @@ def test_a_service_dies_with_a_supervisor_that_is_killed(tmp_path: Path) -> None
     parent.wait()
     parent.stdout.close()
     wait_until(lambda: not is_running(child))
-
-
-def wait_until(condition: object, timeout_s: float = 20.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # An orphan that nobody has waited for yet is dead all the same.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

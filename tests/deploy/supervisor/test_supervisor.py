@@ -16,22 +16,16 @@ from deploy.supervisor.restarts import RestartPolicy
 from deploy.supervisor.state import read_state
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor, Timing
 from tests.deploy.supervisor.fakes import FileProbes, RecordingReporter, layout_of, service
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from deploy.supervisor.layout import ServiceSpec
 
 TIMING = Timing(probe_interval_s=0.01, liveness_interval_s=0.02, hang_after_s=0.3)
 POLICY = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, stable_after_s=30.0, give_up_after=3)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
 
 
 class Running:

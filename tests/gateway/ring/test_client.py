@@ -27,9 +27,10 @@ from gateway.ring.model import GrpcModel
 from gateway.ring.readiness import RingReadiness
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
 from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from gateway.ring.messages import Delta
@@ -87,12 +88,6 @@ def request(name: str = "r1", n: int = 1) -> GenerateRequest:
     )
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  (conditions of several kinds, none of which can notify)
-            await asyncio.sleep(0.002)
-
-
 async def up(client: Connected) -> None:
     await until(lambda: client.ring.is_linked and client.ring.is_subscribed)
 
@@ -102,7 +97,7 @@ async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
         await up(client)
         notes = Notes()
         client.ring.submit(request(n=2), notes)
-        await until(lambda: len(notes.deltas) == 8)
+        await until(lambda: len(notes.deltas) == 8 and notes.admissions)
     assert notes.admissions == [Admission(RequestId("r1"), 7)]
     assert [delta.text for delta in notes.deltas if delta.choice_index == 1] == list(services.words)
     assert notes.lost == []

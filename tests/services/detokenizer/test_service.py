@@ -13,6 +13,7 @@ from common.types import ErrorCode
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc
 from services.detokenizer.hub import Hub
 from services.detokenizer.service import DetokenizerService
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -47,9 +48,7 @@ class Ring:
         return call
 
     async def until(self, choices: int) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while self.hub.open_choices != choices:  # noqa: ASYNC110  (the state of another task)
-                await asyncio.sleep(0.005)
+        await until(lambda: self.hub.open_choices == choices)
 
 
 @pytest.fixture

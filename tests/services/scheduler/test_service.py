@@ -27,18 +27,13 @@ from tests.fakes.detokenizer_service import RecordingDetokenizer
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.worker_service import FakeWorkerService
 from tests.services.scheduler.core.harness import STOP_ID, make_request
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 PROMPT = [(17 * position) % 900 + 10 for position in range(30)]
-
-
-async def until(condition: Callable[[], Any], seconds: float = 15) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (what is awaited signals nothing)
-            await asyncio.sleep(0.01)
 
 
 async def until_state(ring: Ring, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:

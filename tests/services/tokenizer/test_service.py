@@ -17,9 +17,10 @@ from common.types import ErrorCode
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.__main__ import build, report_health
 from tests.fakes.scheduler import FakeScheduler
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from common.tokenization import TextModel
@@ -113,12 +114,6 @@ class Gateway:
         answer = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
         assert isinstance(answer, tokenizer_pb2.TokenizerSubmitResponse)
         return list(answer.admissions)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():  # noqa: ASYNC110  (the state of another task)
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
