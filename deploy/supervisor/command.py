@@ -13,7 +13,7 @@ from common import models
 from common.errors import ConfigurationError
 from common.settings import parse_settings
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
-from deploy.supervisor.deployment import lay_out
+from deploy.supervisor.layout import lay_out
 from deploy.supervisor.probes import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 

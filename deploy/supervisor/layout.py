@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from deploy.supervisor.state import run_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,11 +45,6 @@ class ServiceSpec:
     # Seconds between the request to end and the kill.
     stop_s: float = STOP_MARGIN_S
 
-    @property
-    def is_http(self) -> bool:
-        """Whether the address is an HTTP base URL rather than a gRPC target."""
-        return self.address.startswith("http://")
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -64,6 +60,23 @@ class Layout:
             if service.name == name:
                 return service
         raise KeyError(f"no service {name!r}; there are {', '.join(service.name for service in self.services)}")
+
+
+def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[Layout, Path]:
+    """Return the processes of a deployment and its run directory, with a port that is free now.
+
+    Raises:
+        ConfigurationError: the port is taken, or the directory cannot hold sockets.
+    """
+    gateway = settings.gateway
+    if gateway.port:
+        check_port(gateway.host, gateway.port)
+    else:
+        gateway = gateway.model_copy(update={"port": free_port(gateway.host)})
+    directory = (run_root() if root is None else root) / str(gateway.port)
+    # Services write JSON; what a person sees of it is the reporter's to choose.
+    log = settings.log.model_copy(update={"format": "json"})
+    return plan_layout(settings.model_copy(update={"gateway": gateway, "log": log}), directory, ranks), directory
 
 
 def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layout:

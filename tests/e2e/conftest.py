@@ -12,7 +12,7 @@ import pytest
 from common import models
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
-from deploy.supervisor.deployment import Deployment
+from tests.e2e.deployment import Deployment
 from tests.e2e.served import Served
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def served_fake(run_root: Path) -> Iterator[Served]:
 
 def serve(settings: Settings, root: Path, ranks: int = 1) -> Iterator[Served]:
     """Run a deployment as long as the caller keeps this iterator."""
-    deployment = Deployment(settings, ranks, root=root)
+    deployment = Deployment(settings, ranks, root)
     deployment.start(START_TIMEOUT_S)
     try:
         yield Served(deployment)

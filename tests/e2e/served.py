@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from deploy.supervisor.deployment import Deployment
+    from tests.e2e.deployment import Deployment
 
 TIMEOUT_S = 120.0
 

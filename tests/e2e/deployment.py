@@ -1,4 +1,4 @@
-"""A whole deployment as one object, for programs that need a running Pando: end-to-end tests and benchmarks."""
+"""A whole deployment as one object, supervised inside the tests' own process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from deploy.supervisor.events import format_event, parse_line
-from deploy.supervisor.layout import Layout, check_port, free_port, plan_layout
+from deploy.supervisor.layout import lay_out
 from deploy.supervisor.probes import Probes
-from deploy.supervisor.state import run_root
 from deploy.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from common.settings import Settings
-    from deploy.supervisor.supervisor import Reporter, Timing
+    from deploy.supervisor.layout import Layout
 
 
 class PlainReporter:
@@ -42,42 +40,12 @@ class PlainReporter:
         self.note(f"serving {layout.model} at {layout.url}")
 
 
-def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[Layout, Path]:
-    """Return the processes of a deployment and its run directory, with a port that is free now.
-
-    Raises:
-        ConfigurationError: the port is taken, or the directory cannot hold sockets.
-    """
-    gateway = settings.gateway
-    if gateway.port:
-        check_port(gateway.host, gateway.port)
-    else:
-        gateway = gateway.model_copy(update={"port": free_port(gateway.host)})
-    directory = (run_root() if root is None else root) / str(gateway.port)
-    # Services write JSON; what a person sees of it is the reporter's to choose.
-    log = settings.log.model_copy(update={"format": "json"})
-    return plan_layout(settings.model_copy(update={"gateway": gateway, "log": log}), directory, ranks), directory
-
-
 class Deployment:
-    """All services of one configuration as child processes, supervised by a thread of this process.
+    """All services of one configuration as child processes, supervised by a thread of this process."""
 
-    Usable as a context manager: entering waits until requests are served, leaving ends every process.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        ranks: int = 1,
-        *,
-        root: Path | None = None,
-        reporter: Reporter | None = None,
-        timing: Timing | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, ranks: int, root: Path) -> None:
         """Prepare a deployment of `settings` with `ranks` tensor-parallel workers; port 0 takes a free one."""
         self.layout, self.run_directory = lay_out(settings, ranks, root)
-        self._reporter = reporter or PlainReporter()
-        self._timing = timing
         self._thread = threading.Thread(target=self._run, name="pando-supervisor", daemon=True)
         self._settled = threading.Event()
         self._failure: BaseException | None = None
@@ -121,24 +89,9 @@ class Deployment:
         """Return the process id of a service, None while it restarts."""
         return self._running.pid_of(name)
 
-    def restarts_of(self, name: str) -> int:
-        """Return how often a service has been started again."""
-        return self._running.restarts_of(name)
-
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to a service's processes; the supervisor starts it again if it dies."""
         self._running.kill(name, number)
-
-    def __enter__(self) -> Self:
-        """Start."""
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop."""
-        self.stop()
 
     @property
     def _running(self) -> Supervisor:
@@ -156,7 +109,7 @@ class Deployment:
 
     async def _supervise(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._supervisor = Supervisor(self.layout, self.run_directory, self._reporter, Probes(), self._timing)
+        self._supervisor = Supervisor(self.layout, self.run_directory, PlainReporter(), Probes())
         announcing = asyncio.create_task(self._announce(self._supervisor))
         try:
             await self._supervisor.run(self._stopping)
