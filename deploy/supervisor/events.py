@@ -20,7 +20,6 @@ class LogEvent:
     text: str
     level: str = "info"
     time: str = ""
-    component: str = ""
     fields: Mapping[str, object] = field(default_factory=dict)
     traceback: str = ""
 
@@ -54,7 +53,6 @@ def parse_line(line: str) -> LogEvent:
         text=content["event"],
         level=str(content.get("level", "info")),
         time=time,
-        component=str(content.get("component", "")),
         fields={name: value for name, value in content.items() if name not in PLACED_FIELDS},
         traceback=str(content.get("exception", "")),
     )

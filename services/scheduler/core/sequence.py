@@ -61,11 +61,6 @@ class Sequence:
         return len(self.request.token_ids)
 
     @property
-    def resumed_tokens(self) -> int:
-        """Generated tokens that the client had before this submission."""
-        return len(self.request.resume.token_ids) if self.request.resume else 0
-
-    @property
     def may_start(self) -> bool:
         """Whether the sequence it wants to share a prefill with is past it."""
         return self.leader is None or self.leader.is_prefilled or self.leader.phase is Phase.FINISHED
