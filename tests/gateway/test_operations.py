@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
 
 from common.errors import UnavailableError
 from gateway.trace import TRACEPARENT, trace_of
@@ -37,6 +39,25 @@ async def test_metrics_count_what_happened() -> None:
     assert "pando_gateway_open_requests 0.0" in text
     assert "pando_gateway_time_to_first_token_seconds_count 1.0" in text
     assert "pando_gateway_inter_token_latency_seconds_count 1.0" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "level"), [("/health", "debug"), ("/ready", "debug"), ("/metrics", "debug"), ("/v1/models", "info")]
+)
+async def test_what_is_asked_every_few_seconds_is_logged_for_debugging_only(path: str, level: str) -> None:
+    with capture_logs() as events:
+        await gateway_saying("x").get(path)
+    assert [event["log_level"] for event in events if event["event"] == "request.finished"] == [level]
+
+
+async def test_log_lines_carry_the_request_s_id_as_text() -> None:
+    gateway = gateway_saying("x")
+    with capture_logs(processors=[merge_contextvars]) as events:
+        named = await gateway.get("/v1/models", headers={"x-request-id": "mine"})
+        unnamed = await gateway.get("/v1/models")
+    ids = [named.headers["x-request-id"], unnamed.headers["x-request-id"]]
+    assert ids[0] == "mine"
+    assert [event["http_request_id"] for event in events] == ids
 
 
 async def test_models_show_the_context_length() -> None:
