@@ -15,11 +15,11 @@ from gateway.outbox import Outbox
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from common.deltas import Delta
     from common.types import Admission
     from gateway.journal import ChoiceRecord, ChoiceUpdate, JournalEntry
     from gateway.metrics import GatewayMetrics
     from gateway.resume import ResumePolicy
-    from gateway.ring.messages import Delta
     from gateway.ring.port import Ring
 
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")

@@ -11,10 +11,10 @@ from common.sampling import choice_seed
 from common.types import Finish, FinishReason, RequestId, Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from common.deltas import Delta, LogprobText, PromptUsage
     from common.requests import GenerateRequest
-    from gateway.ring.messages import Delta, LogprobText, PromptUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ChoiceUpdate:
     index: int
     text: str
     tokens: int
-    logprobs: tuple[LogprobText, ...] = ()
+    logprobs: Sequence[LogprobText] = ()
     finish: Finish | None = None
 
 

@@ -11,10 +11,10 @@ from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, usage_ob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.deltas import LogprobText, TokenText
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
     from gateway.render.shapes import ResponseHead, WholeChoice
-    from gateway.ring.messages import LogprobText, TokenText
 
 
 class ChatStream:

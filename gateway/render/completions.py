@@ -12,10 +12,10 @@ from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, token_st
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.deltas import LogprobText
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
     from gateway.render.shapes import ResponseHead, WholeChoice
-    from gateway.ring.messages import LogprobText
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from common.types import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from common.deltas import LogprobText, TokenText
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
-    from gateway.ring.messages import LogprobText, TokenText
 
 DONE = b"data: [DONE]\n\n"
 

@@ -18,9 +18,9 @@ from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from common.deltas import Delta
     from common.requests import GenerateRequest
     from gateway.metrics import GatewayMetrics
-    from gateway.ring.messages import Delta
     from gateway.ring.port import Listener
     from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
     from common.types import Admission, RequestFailure, RequestId
-    from gateway.ring.messages import Delta, ModelInfo, Tokenization
+    from gateway.ring.messages import ModelInfo, Tokenization
 
 
 class Listener(Protocol):

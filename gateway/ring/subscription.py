@@ -16,7 +16,7 @@ from protos.gen.pando.v1 import detokenizer_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.ring.messages import Delta
+    from common.deltas import Delta
     from protos.gen.pando.v1 import detokenizer_pb2_grpc
 
 

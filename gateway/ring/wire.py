@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatPrompt, TokenPrompt
 from common.types import RequestId
 from common.wire import (
@@ -16,7 +17,7 @@ from common.wire import (
     stop_to_wire,
     trace_to_wire,
 )
-from gateway.ring.messages import Delta, LogprobText, ModelInfo, PromptUsage, TokenText
+from gateway.ring.messages import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.deltas import Delta, PromptUsage
 from common.types import Finish, FinishReason
-from services.detokenizer.messages import Delta, PromptUsage
 from services.detokenizer.stops import StopAutomaton, StopMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.deltas import LogprobText
     from common.types import Resume
     from services.detokenizer.decoding import Decoder
     from services.detokenizer.mailbox import Mailbox
-    from services.detokenizer.messages import ChoiceSpec, LogprobText
+    from services.detokenizer.messages import ChoiceSpec
 
 # Ends after which the text is complete. After others it may be continued elsewhere, so what is uncertain stays unsaid.
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)

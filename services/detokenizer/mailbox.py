@@ -10,8 +10,8 @@ from common.errors import PandoError, UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from common.deltas import Delta
     from common.types import RequestId, SubscriberId
-    from services.detokenizer.messages import Delta
 
 # A subscriber that reads at once never has more than a step's deltas here. Beyond this many, those of one choice are
 # merged, so that what waits grows with the text only.

@@ -1,4 +1,4 @@
-"""What comes in with a push and goes out to subscribers, as values without protobuf."""
+"""What comes in with a push, and what its sender has to be told, as values without protobuf."""
 
 from __future__ import annotations
 
@@ -42,43 +42,7 @@ class Push:
     starts: Mapping[int, int] = field(default_factory=dict)
 
 
-# The following are made for every row of every step: tuples cost a third of frozen dataclasses.
-
-
-class TokenText(NamedTuple):
-    """A token's log probability and its own bytes, which may be a part of a character."""
-
-    token_id: int
-    logprob: float
-    text: bytes
-
-
-class LogprobText(NamedTuple):
-    """A generated token, and the most likely ones, best first."""
-
-    token: TokenText
-    top: tuple[TokenText, ...]
-
-
-class PromptUsage(NamedTuple):
-    """Length of a prompt, and how much of it came from the cache."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class Delta(NamedTuple):
-    """What one step added to one choice."""
-
-    request_id: RequestId
-    choice_index: int
-    # Generated tokens of the choice before this delta's.
-    first_token_index: int
-    token_ids: Sequence[int]
-    text: str
-    logprobs: Sequence[LogprobText]
-    prompt_usage: PromptUsage | None
-    finish: Finish | None
+# The following are made for every push: named tuples cost a third of frozen dataclasses.
 
 
 class StopHit(NamedTuple):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from common.deltas import LogprobText, TokenText
 from common.errors import InvalidRequestError
 from common.types import Finish, FinishReason
 from services.detokenizer.choice import Choice
-from services.detokenizer.messages import Answers, LogprobText, StopHit, TokenText
+from services.detokenizer.messages import Answers, StopHit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.deltas import Delta
     from common.errors import PandoError
     from common.types import SubscriberId, TokenLogprob
     from services.detokenizer.factory import DecoderFactory
     from services.detokenizer.mailbox import Mailbox
-    from services.detokenizer.messages import ChoiceSpec, Delta, Push
+    from services.detokenizer.messages import ChoiceSpec, Push
 
 
 class PushSession:

@@ -13,7 +13,8 @@ from services.detokenizer.messages import ChoiceSpec, Push
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.detokenizer.messages import Answers, Delta, LogprobText, TokenText
+    from common.deltas import Delta, LogprobText, TokenText
+    from services.detokenizer.messages import Answers
 
 
 def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:

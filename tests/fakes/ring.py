@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatPrompt, GenerateRequest
 from common.types import Admission, Finish, FinishReason, RequestFailure, RequestId
-from gateway.ring.messages import Delta, LogprobText, ModelInfo, PromptUsage, Tokenization, TokenText
+from gateway.ring.messages import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError

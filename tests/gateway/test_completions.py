@@ -5,8 +5,8 @@ from typing import Any
 import orjson
 import pytest
 
+from common.deltas import Delta, PromptUsage
 from common.requests import TokenPrompt
-from gateway.ring.messages import Delta, PromptUsage
 from tests.fakes.ring import STOP, Event, logprob, says
 from tests.gateway.support import events, faked, gateway_saying
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.deltas import Delta, PromptUsage
 from common.requests import GenerateRequest
 from common.sampling import choice_seed
 from common.types import Finish, FinishReason, Principal, RequestId, Resume, SamplingParams, StopConditions
 from gateway.journal import ChoiceRecord, Journal, JournalEntry, Verdict
-from gateway.ring.messages import Delta, PromptUsage
 
 ID = RequestId("cmpl-1")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import openai
 import pytest
 
+from common.deltas import Delta
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
-from gateway.ring.messages import Delta
 from tests.fakes.ring import logprob, rejects, says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, faked, gateway_saying

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from common.deltas import Delta, PromptUsage
 from common.errors import RequestFailedError
 from common.requests import GenerateRequest
 from common.sampling import choice_seed
@@ -25,7 +26,6 @@ from gateway.generation import Generation
 from gateway.journal import ChoiceRecord, JournalEntry
 from gateway.metrics import GatewayMetrics
 from gateway.resume import ResumePolicy
-from gateway.ring.messages import Delta, PromptUsage
 from tests.fakes.ring import LENGTH, STOP, FakeRing
 
 ID = RequestId("cmpl-1")

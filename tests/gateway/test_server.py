@@ -6,8 +6,8 @@ import socket
 import httpx
 import pytest
 
+from common.deltas import Delta
 from common.errors import ConfigurationError
-from gateway.ring.messages import Delta
 from gateway.server import HttpServer
 from tests.fakes.ring import STOP
 from tests.gateway.listening import listening

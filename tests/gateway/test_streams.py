@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from common.deltas import Delta
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure
-from gateway.ring.messages import Delta
 from tests.fakes.ring import LENGTH, PROMPT, STOP, Event, logprob, says
 from tests.gateway.support import events, faked, gateway_saying, stable
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from gateway.ring.messages import Delta
+    from common.deltas import Delta
 
 
 @dataclass

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.types import (
     CacheMode,
@@ -21,7 +22,6 @@ from common.types import (
     TraceContext,
 )
 from common.wire import finish_to_wire, sampling_from_wire, stop_from_wire
-from gateway.ring.messages import Delta, LogprobText, PromptUsage, TokenText
 from gateway.ring.wire import delta_from_wire, generate_to_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 

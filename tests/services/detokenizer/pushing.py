@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from common.types import Finish, FinishReason, RequestId, Resume, SubscriberId, TokenLogprob
 from services.detokenizer.hub import Hub
-from services.detokenizer.messages import Answers, ChoiceSpec, Delta, Push
+from services.detokenizer.messages import Answers, ChoiceSpec, Push
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.deltas import Delta
     from services.detokenizer.factory import DecoderFactory
 
 GATEWAY = SubscriberId("gateway-1")

@@ -3,12 +3,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.deltas import PromptUsage
 from common.errors import UnavailableError
 from common.models import resolve
 from common.tokenization import load_text_model
 from common.types import Finish, FinishReason, Resume
 from services.detokenizer.factory import DecoderFactory
-from services.detokenizer.messages import PromptUsage
 from tests.services.detokenizer.pushing import LENGTH, STOP, Pushing, spec
 
 MODEL = load_text_model(resolve("smollm2-135m-instruct"))

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.errors import UnavailableError
 from common.types import Finish, FinishReason, RequestId, SubscriberId
 from services.detokenizer.mailbox import Mailbox, merge
-from services.detokenizer.messages import Delta, LogprobText, PromptUsage, TokenText
 
 END = Finish(FinishReason.LENGTH)
 

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.deltas import LogprobText, TokenText
 from common.errors import InvalidRequestError, UnavailableError
 from common.types import ErrorCode, FinishReason, SubscriberId, TokenLogprob
-from services.detokenizer.messages import LogprobText, Push, TokenText
+from services.detokenizer.messages import Push
 from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec
 
 if TYPE_CHECKING:
