@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -21,19 +21,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from common.cache_settings import CacheSettings
 from common.errors import ConfigurationError
+from common.section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PREFIX = "PANDO_"
 CONFIG_VARIABLE = "PANDO_CONFIG"
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, and strict about names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSettings(Section):
@@ -125,7 +121,7 @@ class TokenizerSettings(Section):
     """Port of the Prometheus endpoint; absent: none."""
 
 
-class SchedulerSettings(Section):
+class SchedulerSettings(CacheSettings):
     """Queues, cache, step plans."""
 
     address: str = "127.0.0.1:50052"
@@ -148,8 +144,6 @@ class SchedulerSettings(Section):
     """KV pages on the device; absent: sized by the worker from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of free memory that the worker may take for weights and KV."""
-    cache: Literal["isolated", "shared", "chunk"] = "isolated"
-    """Prefix cache: per principal, one for all (fast and leaky: for trusted users only), or none."""
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
     """Order of the waiting queue: arrival, longest cached prefix, or the request's priority."""
     queue_depth: int = Field(default=2, ge=1, le=16)
@@ -164,8 +158,6 @@ class SchedulerSettings(Section):
     """A request that has not started by then fails with a timeout."""
     running_timeout_s: float = Field(default=3600.0, gt=0)
     """A request that has not finished so long after its start fails with a timeout."""
-    epoch_seconds: float = Field(default=10.0, gt=0)
-    """Length of a cache epoch."""
     worker_timeout_s: float = Field(default=120.0, gt=0)
     """Without any result for so long while plans are in flight, the worker group is taken for dead."""
     drain_s: float = Field(default=10.0, ge=0)

@@ -73,9 +73,13 @@ class StopConditions:
 
 
 class CacheMode(Enum):
-    """What a request may read from the prefix cache and put into it."""
+    """What a request may read from the prefix cache and put into it.
+
+    PRIVATE is the default, except that the request is no reason to make anything public.
+    """
 
     DEFAULT = "default"
+    PRIVATE = "private"
     NONE = "none"
 
 

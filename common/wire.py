@@ -39,7 +39,11 @@ _FINISH_REASONS_BACK = {wire: reason for reason, wire in _FINISH_REASONS.items()
 _ERROR_CODES = {code: common_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
 _ERROR_CODES_BACK = {wire: code for code, wire in _ERROR_CODES.items()}
 
-_CACHE_MODES = {CacheMode.DEFAULT: common_pb2.CACHE_MODE_DEFAULT, CacheMode.NONE: common_pb2.CACHE_MODE_NONE}
+_CACHE_MODES = {
+    CacheMode.DEFAULT: common_pb2.CACHE_MODE_DEFAULT,
+    CacheMode.PRIVATE: common_pb2.CACHE_MODE_PRIVATE,
+    CacheMode.NONE: common_pb2.CACHE_MODE_NONE,
+}
 
 
 def principal_to_wire(principal: Principal) -> common_pb2.Principal:
@@ -121,7 +125,7 @@ def cache_mode_to_wire(mode: CacheMode) -> common_pb2.CacheMode.ValueType:
 
 def cache_mode_from_wire(value: common_pb2.CacheMode.ValueType) -> CacheMode:
     """Decode a cache mode; unset means the default."""
-    return CacheMode.NONE if value == common_pb2.CACHE_MODE_NONE else CacheMode.DEFAULT
+    return next((mode for mode, encoded in _CACHE_MODES.items() if encoded == value), CacheMode.DEFAULT)
 
 
 def reply_to_wire(reply_to: ReplyTo) -> common_pb2.ReplyTo:

@@ -18,7 +18,7 @@ from common.wire import (
     sampling_to_wire,
 )
 from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2, worker_pb2
-from services.scheduler.cache.interface import CacheEventKind, Visibility
+from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen, StepPlan
@@ -31,11 +31,22 @@ _VISIBILITIES = {
     Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
     Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
 }
+_STATES = {
+    NodeState.LIVE: scheduler_pb2.NODE_STATE_LIVE,
+    NodeState.SOFT_FREE: scheduler_pb2.NODE_STATE_SOFT_FREE,
+}
 _EVENT_KINDS = {
     CacheEventKind.INSERTED: scheduler_pb2.CACHE_EVENT_KIND_INSERTED,
     CacheEventKind.SPLIT: scheduler_pb2.CACHE_EVENT_KIND_SPLIT,
     CacheEventKind.EVICTED: scheduler_pb2.CACHE_EVENT_KIND_EVICTED,
     CacheEventKind.FLUSHED: scheduler_pb2.CACHE_EVENT_KIND_FLUSHED,
+    CacheEventKind.PROMOTED: scheduler_pb2.CACHE_EVENT_KIND_PROMOTED,
+    CacheEventKind.DEMOTED: scheduler_pb2.CACHE_EVENT_KIND_DEMOTED,
+    CacheEventKind.QUARANTINED: scheduler_pb2.CACHE_EVENT_KIND_QUARANTINED,
+    CacheEventKind.SOFT_FREED: scheduler_pb2.CACHE_EVENT_KIND_SOFT_FREED,
+    CacheEventKind.REVIVED: scheduler_pb2.CACHE_EVENT_KIND_REVIVED,
+    CacheEventKind.RECLAIMED: scheduler_pb2.CACHE_EVENT_KIND_RECLAIMED,
+    CacheEventKind.MERGED: scheduler_pb2.CACHE_EVENT_KIND_MERGED,
 }
 
 
@@ -168,6 +179,18 @@ def node_to_wire(node: NodeView, *, is_admin: bool, with_ids: bool) -> scheduler
         lock_ref=node.lock_ref,
         last_access=node.last_access,
         device_pages=node.pages.tolist(),
+        state=_STATES[node.state],
+        hits=node.hits,
+        users=node.users,
+        previous_hits=node.previous_hits,
+        previous_users=node.previous_users,
+        epoch=node.epoch,
+        creators=node.creators,
+        quarantined=node.quarantined,
+        generation=node.generation,
+        priority=node.priority,
+        pinned=node.pinned,
+        no_promote=node.no_promote,
     )
     if is_admin and node.owner is not None:
         message.owner.CopyFrom(principal_to_wire(node.owner))

@@ -12,6 +12,7 @@ from common.logs import get_logger
 from common.types import Admission, RequestId
 from services.scheduler import metrics
 from services.scheduler.cache.factory import make_cache
+from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
@@ -73,7 +74,7 @@ class SchedulerLoop:
 
     @property
     def epoch(self) -> int:
-        """The cache's epoch: one integer that every plan carries."""
+        """The epoch that the cache is to be in; plans carry the one that it is in."""
         return int(self._clock() / self._settings.epoch_seconds)
 
     def submit(self, request: ScheduleRequest) -> Admission:
@@ -126,7 +127,9 @@ class SchedulerLoop:
         if self.core is None:
             config = resolve(self._settings, capacity)
             allocator = PageAllocator(config.device_pages)
-            cache = make_cache(self._settings.cache, allocator, config.page_size)
+            rules = resolve_cache(self._settings)
+            cache = make_cache(self._settings.cache, allocator, config.page_size, rules)
+            cache.advance(self.epoch)
             self.core = SchedulerCore(config, allocator, cache, make_policy(self._settings.policy))
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
@@ -185,7 +188,7 @@ class SchedulerLoop:
             return
         while self.can_serve and self.core.in_flight < self._settings.queue_depth:
             started = time.thread_time()
-            plan = self.core.plan(self.now, self.epoch)
+            plan = self.core.plan(self.now, self.core.memory.cache.epoch)
             if plan is None:
                 break
             self._group.send(plan)
@@ -212,12 +215,13 @@ class SchedulerLoop:
                 self._outlet.send(output_to_wire(output))
 
     async def _housekeep(self) -> None:
-        """Every so often: time limits, accounts, gauges."""
+        """Every so often: time limits, the cache's epoch, accounts, gauges."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             if self.core is None:
                 continue
             self.core.expire(self.now)
+            self.core.memory.cache.advance(self.epoch)
             self._push()
             self._check_accounts(self.core)
             self._wake.set()

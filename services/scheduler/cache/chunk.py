@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import Principal, TokenIds
+    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
 _NO_PAGES.flags.writeable = False
@@ -30,6 +31,7 @@ class ChunkCache:
     def __init__(self, page_size: int) -> None:
         """Start without leases."""
         self.page_size = page_size
+        self.epoch = 0
         self.events = CacheEvents()
         self._next_lease = 0
         self._leases: set[LeaseId] = set()
@@ -38,7 +40,15 @@ class ChunkCache:
         """Return 0."""
         return 0
 
-    def commit(self, principal: Principal, token_ids: TokenIds, *, repeated: bool = False) -> Lease:
+    def commit(
+        self,
+        principal: Principal,
+        token_ids: TokenIds,
+        *,
+        repeated: bool = False,
+        may_promote: bool = True,
+        priority: int = 0,
+    ) -> Lease:
         """Return a lease on nothing."""
         return self.commit_nothing(principal)
 
@@ -69,6 +79,29 @@ class ChunkCache:
         """Return 0: there is nothing to drop."""
         self.events.emit(CacheEventKind.FLUSHED)
         return 0
+
+    def forget(self, principal: Principal) -> int:
+        """Return 0: nothing is remembered."""
+        return 0
+
+    def advance(self, epoch: int) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+
+    def pin(self, token_ids: TokenIds) -> int:
+        """Return 0: nothing is kept."""
+        return 0
+
+    def unpin(self, token_ids: TokenIds) -> bool:
+        """Return False: nothing is pinned."""
+        return False
+
+    def take_candidates(self) -> tuple[PromotionCandidate, ...]:
+        """Return nothing: nothing becomes public."""
+        return ()
+
+    def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
+        """Do nothing: nothing was asked."""
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield nothing."""

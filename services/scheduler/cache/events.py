@@ -18,6 +18,7 @@ class CacheEvents:
     def __init__(self) -> None:
         """Start without listeners, before the first change."""
         self._sequence = 0
+        self._counts = dict.fromkeys(CacheEventKind, 0)
         self._listeners: list[Callable[[CacheEvent], None]] = []
 
     @property
@@ -35,11 +36,21 @@ class CacheEvents:
 
         return unsubscribe
 
-    def emit(self, kind: CacheEventKind, view: Callable[[], NodeView] | None = None) -> None:
-        """Count a change; `view` describes its node, and is called only when somebody listens."""
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody listens; else nodes need not be described."""
+        return bool(self._listeners)
+
+    def count(self, kind: CacheEventKind) -> int:
+        """Return how many events of a kind there have been."""
+        return self._counts[kind]
+
+    def emit(self, kind: CacheEventKind, node: NodeView | None = None) -> None:
+        """Count a change of `node`, and tell the listeners."""
         self._sequence += 1
+        self._counts[kind] += 1
         if not self._listeners:
             return
-        event = CacheEvent(self._sequence, kind, view() if view else None)
+        event = CacheEvent(self._sequence, kind, node)
         for listener in tuple(self._listeners):
             listener(event)

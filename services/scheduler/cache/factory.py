@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, assert_never
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Literal
 
 from services.scheduler.cache.chunk import ChunkCache
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.radix import RadixCache
 
 if TYPE_CHECKING:
+    from common.cache_settings import CacheSettings
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
 
-CacheName = Literal["isolated", "shared", "chunk"]
+CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
 
 
-def make_cache(name: CacheName, allocator: PageAllocator, page_size: int) -> PrefixCache:
-    """Return an empty cache over the pages of `allocator`; `SchedulerSettings.cache` tells the names."""
-    match name:
-        case "isolated":
-            return RadixCache(allocator, page_size)
-        case "shared":
-            return RadixCache(allocator, page_size, shared=True)
-        case "chunk":
-            return ChunkCache(page_size)
-        case _:
-            assert_never(name)
+def make_cache(
+    name: CacheName, allocator: PageAllocator, page_size: int, config: CacheConfig | None = None
+) -> PrefixCache:
+    """Return an empty cache over the pages of `allocator`; `name` decides the mode of `config`."""
+    if name == "chunk":
+        return ChunkCache(page_size)
+    return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)))
+
+
+def resolve(settings: CacheSettings) -> CacheConfig:
+    """Return what the settings say; the mode is left to `make_cache`.
+
+    Raises:
+        ConfigurationError: the settings contradict each other.
+    """
+    values = {
+        field.name: getattr(settings, f"cache_{field.name}")
+        for field in fields(CacheConfig)
+        if field.name not in ("mode", "eviction")
+    }
+    return CacheConfig(eviction=EvictionPolicy(settings.cache_eviction), **values)

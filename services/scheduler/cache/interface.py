@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import Principal, TokenIds
+    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
 
 LeaseId = NewType("LeaseId", int)
 NodeId = NewType("NodeId", int)
@@ -55,6 +56,13 @@ class Insertion:
     first_duplicate: int | None = None
 
 
+class NodeState(Enum):
+    """Whether a node counts as held. SOFT_FREE: its pages count as free, but until they are reused it can be found."""
+
+    LIVE = "live"
+    SOFT_FREE = "soft_free"
+
+
 class Visibility(Enum):
     """Whose views a node is in."""
 
@@ -67,7 +75,8 @@ class NodeView:
     """A node as it is at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
     `parent_id` is None for children of the root, `owner` for PUBLIC nodes. `pages` is [edge_tokens / page_size] int32
-    and `token_ids` [edge_tokens] int32, both read-only.
+    and `token_ids` [edge_tokens] int32, both read-only. Hits and users of the current and the last epoch are those of
+    principals that are not among the `creators`.
     """
 
     node_id: NodeId
@@ -80,20 +89,43 @@ class NodeView:
     last_access: int
     pages: PageIds
     token_ids: TokenIds
+    state: NodeState = NodeState.LIVE
+    hits: int = 0
+    users: int = 0
+    previous_hits: int = 0
+    previous_users: int = 0
+    epoch: int = 0
+    creators: int = 0
+    quarantined: int = 0
+    generation: int = 0
+    priority: int = 0
+    pinned: bool = False
+    no_promote: bool = False
 
 
 class CacheEventKind(Enum):
-    """What happened to a node.
+    """What happened to a node; the event shows it as it is afterwards, with `edge_tokens` 0 when nothing is left.
 
     INSERTED: it is new, or its edge grew at the end. SPLIT: its edge was cut in two; one event for the new upper
-    half, then one for the lower half, which keeps the id. EVICTED: its edge lost pages at its end; `edge_tokens` 0
-    says that nothing is left of it. FLUSHED: has no node; the EVICTED events of all that went stand before it.
+    half, then one for the lower half, which keeps the id. SOFT_FREED: it counts as free and can still be found.
+    REVIVED: it counts no longer as free. RECLAIMED: it was soft-free and lost pages at its end. EVICTED: it was
+    dropped without having been soft-free, as somebody is forgotten or others hold the same. FLUSHED: has no node; the
+    events of all that went stand before it. PROMOTED: it is PUBLIC now. DEMOTED: it was PUBLIC and is gone; its
+    creators' copies were INSERTED before. QUARANTINED: some principals do not see it any more. MERGED: it names other
+    pages with the same content, took in its parent, or hangs below another parent with the same tokens.
     """
 
     INSERTED = "inserted"
     SPLIT = "split"
     EVICTED = "evicted"
     FLUSHED = "flushed"
+    PROMOTED = "promoted"
+    DEMOTED = "demoted"
+    QUARANTINED = "quarantined"
+    SOFT_FREED = "soft_freed"
+    REVIVED = "revived"
+    RECLAIMED = "reclaimed"
+    MERGED = "merged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +165,7 @@ class PrefixCache(Protocol):
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could make free now. O(1)."""
+        """Device pages that `evict` could make free now, soft-free ones aside. O(1)."""
 
     @property
     def protected_pages(self) -> int:
@@ -153,12 +185,25 @@ class PrefixCache(Protocol):
         A multiple of the page size, and at most len(token_ids) - 1.
         """
 
-    def commit(self, principal: Principal, token_ids: TokenIds, *, repeated: bool = False) -> Lease:
+    def commit(
+        self,
+        principal: Principal,
+        token_ids: TokenIds,
+        *,
+        repeated: bool = False,
+        may_promote: bool = True,
+        priority: int = 0,
+    ) -> Lease:
         """Match, lock and touch the longest prefix in the principal's view; once, when a row is admitted.
 
         The row gets a reference on each of the lease's pages and gives them back with the rest of its table.
-        `repeated` marks further commits of one request (after a retraction, or another of its choices): they are
-        no new evidence of use.
+
+        Args:
+            principal: Who asks.
+            token_ids: [tokens] int32, the row's known ids.
+            repeated: A further commit of one request (after a retraction, or another of its choices): no new hit.
+            may_promote: Whether what is inserted through the lease may be evidence that makes a chain public.
+            priority: The request's priority, where the order of eviction looks at it.
         """
 
     def commit_nothing(self, principal: Principal) -> Lease:
@@ -182,6 +227,31 @@ class PrefixCache(Protocol):
 
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
+
+    def forget(self, principal: Principal) -> int:
+        """Drop all that is private to a principal, also while its rows run; return how many pages became free.
+
+        Its rows go on, and nothing more of them is kept.
+        """
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last `advance` began."""
+
+    def advance(self, epoch: int) -> None:
+        """Begin a later epoch: promote, demote, merge. Off the critical path, as it may take milliseconds."""
+
+    def pin(self, token_ids: TokenIds) -> int:
+        """Make a prompt's whole pages public from the next epoch on; return how many tokens that are."""
+
+    def unpin(self, token_ids: TokenIds) -> bool:
+        """Undo `pin`; return whether there was such a pin."""
+
+    def take_candidates(self) -> tuple[PromotionCandidate, ...]:
+        """Return the chains that await a content check, once."""
+
+    def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
+        """Take the verdict on a candidate: how many of its leading tokens may become public."""
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes: parents before children.

@@ -1,72 +1,142 @@
-"""What must hold of a radix cache after every operation: tests check it always, a running scheduler may sample it."""
+"""What must hold of a radix cache after every operation: tests check it always, a running scheduler may sample it.
+
+The numbers are those of the specification. Number 4, that a page's references are its holders, is `accounting.audit`;
+number 9 and 10, evidence and determinism, are properties of operations and not of a state.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.tree import PUBLIC_SCOPE
+from services.scheduler.cache.counters import distinct
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.node import Node
     from services.scheduler.cache.radix import RadixCache
-    from services.scheduler.cache.tree import Node
 
 
 def violations(cache: RadixCache) -> list[str]:
     """Return what is wrong with the tree, nothing if all is well. O(nodes and pages)."""
-    found = [*_totals(cache), *_recency(cache)]
-    for node, _ in cache.tree.walk():
-        found.extend(_structure(cache, node))
+    nodes = [node for node, _ in cache.store.tree.walk()]
+    found = [*_totals(cache, nodes), *_accounts(cache, nodes), *_queue(cache, nodes), *_soft(cache, nodes)]
+    for node in nodes:
+        found.extend(_place(cache, node))
+        found.extend(_use(cache, node))
     return found
 
 
-def _structure(cache: RadixCache, node: Node) -> Iterator[str]:
-    parent = node.parent
+def _place(cache: RadixCache, node: Node) -> Iterator[str]:
+    """Numbers 1 to 3: who hangs below whom."""
+    tree, parent, name = cache.store.tree, node.parent, f"node {node.node_id}"
     if parent is None:
-        yield f"node {node.node_id} hangs nowhere"
+        yield f"{name} hangs nowhere"
         return
-    page = node.key[: cache.tree.page_bytes]
-    if parent.children.get((node.scope, page)) is not node:
-        yield f"node {node.node_id} is not found under its own scope and first page"
-    if len(node.pages) == 0 or len(node.key) != len(node.pages) * cache.tree.page_bytes:
-        yield f"node {node.node_id} has {len(node.key)} key bytes for {len(node.pages)} pages"
-    if parent is not cache.tree.root and parent.scope not in (node.scope, PUBLIC_SCOPE):
-        yield f"node {node.node_id} of {node.scope} hangs below {parent.scope}"
-    if node.scope != PUBLIC_SCOPE and (PUBLIC_SCOPE, page) in parent.children:
-        yield f"node {node.node_id} has a public sibling with the same first page"
+    group = tree.group(parent, tree.first_page(node))
+    if node not in group:
+        yield f"{name} is not found under its own first page"
+    if len(node.pages) == 0 or len(node.key) != len(node.pages) * tree.page_bytes:
+        yield f"{name} has {len(node.key)} key bytes for {len(node.pages)} pages"
+    if node.is_public and not parent.is_public:
+        yield f"{name} is PUBLIC below a PRIVATE parent"
+    if not node.is_public and not parent.is_public and parent.owner is not node.owner:
+        yield f"{name} of {node.owner_id} hangs below one of {parent.owner_id}"
+    if not node.is_public and any(sibling.is_public for sibling in group):
+        yield f"{name} has a public sibling with the same first page"
+    if sum(sibling.owner is node.owner for sibling in group) > 1:
+        yield f"{name} has a sibling of the same owner with the same first page"
+    if node.is_public and node.prompt_epoch is not None:
+        yield f"{name} is PUBLIC and still evidence"
+    if not node.is_public and (node.creators or node.quarantined or node.hit_cur):
+        yield f"{name} is PRIVATE and counts others"
+
+
+def _use(cache: RadixCache, node: Node) -> Iterator[str]:
+    """Numbers 5, 7 and 8: locks, residence, counters."""
+    parent, root, name = node.parent, cache.store.tree.root, f"node {node.node_id}"
     if node.lock_ref < 0:
-        yield f"node {node.node_id} is locked {node.lock_ref} times"
-    if parent is not cache.tree.root and parent.lock_ref < node.lock_ref:
-        yield f"node {node.node_id} is locked more often than its parent"
-    if parent is not cache.tree.root and parent.last_access < node.last_access:
-        yield f"node {node.node_id} was used after its parent"
-    if (node.lock_ref == 0) != (node in cache.locks.unlocked):
-        yield f"node {node.node_id} with lock_ref {node.lock_ref} is on the wrong side of `unlocked`"
+        yield f"{name} is locked {node.lock_ref} times"
+    if node.lock_ref and node.is_soft_free:
+        yield f"{name} is locked and counts as free"
+    if parent is not None and parent is not root:
+        if parent.lock_ref < node.lock_ref:
+            yield f"{name} is locked more often than its parent"
+        if parent.last_access < node.last_access:
+            yield f"{name} was used after its parent"
+        if parent.is_soft_free and not node.is_soft_free:
+            yield f"{name} is LIVE below a soft-free parent"
+    if node.hit_cur < distinct(node) or (node.u_cnt_l is not None and node.hit_cur == 0):
+        yield f"{name} counts more users than hits"
+    if node.epoch > cache.epoch:
+        yield f"{name} is of a later epoch than the cache"
+    children = cache.store.tree.children(node)
+    if node.live_children != sum(not child.is_soft_free for child in children):
+        yield f"{name} miscounts its LIVE children"
 
 
-def _totals(cache: RadixCache) -> Iterator[str]:
-    nodes = [node for node, _ in cache.tree.walk()]
-    evictable = sum(len(node.pages) for node in nodes if node.lock_ref == 0)
-    protected = sum(len(node.pages) for node in nodes if node.lock_ref > 0)
-    if (evictable, protected) != (cache.evictable_pages, cache.protected_pages):
-        yield f"{evictable} + {protected} pages, counted {cache.evictable_pages} + {cache.protected_pages}"
-    if len(nodes) != cache.tree.node_count:
-        yield f"{len(nodes)} nodes, counted {cache.tree.node_count}"
-    pages = [page for node in nodes for page in node.pages.tolist()]
-    if len(pages) != len(set(pages)):
-        yield "a page is in two nodes"
-    if set(cache.locks.unlocked) - set(nodes):
-        yield "`unlocked` holds nodes that are not in the tree"
+def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
+    """Number 6, and that shared pages are known as such."""
+    named = Counter(page for node in nodes for page in node.pages.tolist())
+    joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
+    held = {page for hold in cache.leases.all() for page in hold.held.tolist()} & joint
+    protected = {page for node in nodes if node.lock_ref for page in node.pages.tolist()} | held
+    live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
+    expected = (len(live), len(protected), len(named) - len(live) - len(protected))
+    counted = (cache.evictable_pages, cache.protected_pages, cache.soft_free_pages)
+    if expected != counted:
+        yield f"{expected} pages evictable, protected and soft-free, counted {counted}"
+    if named.total() != cache.held_references:
+        yield f"{named.total()} page references, counted {cache.held_references}"
+    if any(count > 1 and page not in joint for page, count in named.items()):
+        yield "a page is in two nodes that are not joint"
+    if any(page in joint for node in nodes if not node.joint for page in node.pages.tolist()):
+        yield "a page of a joint node is in one that is not"
+    if len(nodes) != cache.store.tree.node_count:
+        yield f"{len(nodes)} nodes, counted {cache.store.tree.node_count}"
 
 
-def _recency(cache: RadixCache) -> Iterator[str]:
+def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
+    accounts: dict[Account, list[Node]] = {account: [] for account in cache.store.accounts.all()}
+    accounts[cache.store.accounts.public] = []
+    for node in nodes:
+        if node.owner not in accounts:
+            yield f"node {node.node_id} is of an owner without account"
+            continue
+        accounts[node.owner].append(node)
+    for account, owned in accounts.items():
+        live = sum(len(node.pages) for node in owned if not node.is_soft_free)
+        if (len(owned), live) != (account.nodes, account.live_pages):
+            yield f"{account.scope} has {len(owned)} nodes, {live} pages, counted {account.nodes}, {account.live_pages}"
+        tops = {node for node in owned if not node.is_public and node.parent and node.parent.is_public}
+        if tops != set(account.tops):
+            yield f"{account.scope} has other tops than counted"
+        if not (account.is_public or owned or account.leases):
+            yield f"{account.scope} has an account and nothing in it"
+
+
+def _queue(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
+    """Every node that can be evicted, and no other, has one valid entry."""
+    for node in nodes:
+        can_go = not (node.lock_ref or node.host_ref or node.live_children or node.is_soft_free)
+        entries = [number for _, number, other in node.owner.heap if other is node and number == node.queued]
+        if len(entries) != can_go:
+            yield f"node {node.node_id} has {len(entries)} entries in the eviction queue"
+    for account in {node.owner for node in nodes}:
+        candidates = sum(node.queued > 0 for node in nodes if node.owner is account)
+        if candidates != account.candidates:
+            yield f"{account.scope} has {candidates} candidates, counted {account.candidates}"
+    if any(node.queued for node in nodes) != (cache.store.queue.first() is not None):
+        yield "the eviction queue does not find its candidates"
+
+
+def _soft(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
+    if set(cache.store.soft) != {node for node in nodes if node.is_soft_free}:
+        yield "the soft-free list holds other nodes than the tree"
     seen: set[Node] = set()
-    last_access = 0
-    for node in cache.locks.unlocked:
-        if not seen.issuperset(node.children.values()):
-            yield f"node {node.node_id} would be evicted before its children"
-        if node.last_access < last_access:
-            yield f"node {node.node_id} stands behind one used later"
+    for node in cache.store.soft:
+        if not seen.issuperset(cache.store.tree.children(node)):
+            yield f"node {node.node_id} would be reclaimed before its children"
         seen.add(node)
-        last_access = node.last_access

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from common.types import TokenIds
 
 TOKEN_BYTES = 4
@@ -44,3 +47,25 @@ class PagedKey:
         lhs = np.frombuffer(ours, np.int32)
         rhs = np.frombuffer(edge, np.int32, count=len(lhs))
         return int((lhs != rhs).argmax()) // self._page_size
+
+
+def common_run(keys: Sequence[bytes], page_bytes: int) -> int:
+    """Return how many whole pages all of `keys` have in common from their starts."""
+    first = keys[0]
+    common = min(map(len, keys)) // page_bytes
+    for other in keys[1:]:
+        if not other.startswith(first[: common * page_bytes]):
+            lhs = np.frombuffer(first, np.int32, count=common * page_bytes // TOKEN_BYTES)
+            rhs = np.frombuffer(other, np.int32, count=len(lhs))
+            common = int((lhs != rhs).argmax()) * TOKEN_BYTES // page_bytes
+    return common
+
+
+def chain_hashes(key: bytes, page_bytes: int) -> list[bytes]:
+    """Return one hash per page, each of all tokens from the first to the page's last."""
+    hashes: list[bytes] = []
+    chain = b""
+    for start in range(0, len(key), page_bytes):
+        chain = blake2b(chain + key[start : start + page_bytes], digest_size=16).digest()
+        hashes.append(chain)
+    return hashes

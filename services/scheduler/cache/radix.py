@@ -1,4 +1,4 @@
-"""A paged radix tree as prefix cache, one view per principal or one for all."""
+"""The radix cache: one tree that serves as shared, isolated and user-aware cache."""
 
 from __future__ import annotations
 
@@ -6,97 +6,150 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import CacheEventKind, Insertion, Lease, LeaseId
+from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.demotion import Demoter
+from services.scheduler.cache.growth import Growth
+from services.scheduler.cache.interface import CacheEventKind, Insertion
 from services.scheduler.cache.keys import PagedKey
-from services.scheduler.cache.locks import PathLocks
-from services.scheduler.cache.tree import PUBLIC_SCOPE, PageTree
+from services.scheduler.cache.leases import NO_PAGES, Hold, Leases, orphan
+from services.scheduler.cache.merging import compress_chains, merge_private_subtree
+from services.scheduler.cache.pins import Pins
+from services.scheduler.cache.promotion import Promoter
+from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.views import view
+from services.scheduler.cache.vigilance import Vigilance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
     from common.types import Principal, TokenIds
-    from services.scheduler.cache.interface import NodeView
+    from services.scheduler.cache.accounts import Account, Scope
+    from services.scheduler.cache.events import CacheEvents
+    from services.scheduler.cache.interface import Lease, NodeView
+    from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.tree import Match, Node, Scope
-
-_NO_PAGES: PageIds = np.empty(0, np.int32)
-_NO_PAGES.flags.writeable = False
+    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.tree import Match
 
 
 class RadixCache:
-    """Principals are isolated, or with `shared` see everything of each other."""
+    """Keeps to `PrefixCache`; `config.mode` says who finds what.
 
-    soft_free_pages = 0
+    The work on one request is here; what happens at an epoch boundary is `promotion.py`, `vigilance.py`, `demotion.py`
+    and `merging.py`.
+    """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, *, shared: bool = False) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, config: CacheConfig | None = None) -> None:
         """Start empty, over the pages of `allocator`."""
         self.page_size = page_size
-        self.events = CacheEvents()
-        self.tree = PageTree(page_size)
-        self.locks = PathLocks()
-        self._allocator = allocator
-        self._shared = shared
-        self._next_lease = 0
-        # Where each lease ends; None for a lease on nothing.
-        self._leases: dict[LeaseId, Node | None] = {}
+        self.config = config or CacheConfig()
+        self.store = NodeStore(allocator, page_size, self.config)
+        self.leases = Leases(page_size)
+        self._demoter = Demoter(self.store, self.leases)
+        self._promoter = Promoter(self.store, self.leases, self._demoter.demoted)
+        self._vigilance = Vigilance(self.store, self._demoter)
+        self._pins = Pins(page_size)
+        self._growth = Growth(self.store, self._promoter, self._vigilance, self._pins)
+        self._is_shared = self.config.mode is Mode.SHARED
+        self._is_user_aware = self.config.mode is Mode.USER_AWARE
+        self._has_priorities = self.config.eviction is EvictionPolicy.PRIORITY
+        self._headroom = int(allocator.capacity * self.config.headroom_share)
+
+    @property
+    def events(self) -> CacheEvents:
+        """Where changes of the tree are told."""
+        return self.store.events
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last `advance` began."""
+        return self.store.epoch
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could make free now."""
-        return self.locks.evictable_pages
+        """Device pages that `evict` could make free now, soft-free ones aside."""
+        return self.store.use.evictable
 
     @property
     def protected_pages(self) -> int:
         """Device pages in nodes that a lease holds."""
-        return self.locks.protected_pages
+        return self.store.use.protected
+
+    @property
+    def soft_free_pages(self) -> int:
+        """Device pages that count as free and can still be found."""
+        return self.store.use.soft_free
 
     @property
     def held_references(self) -> int:
-        """Page references the cache holds: no page is in two nodes."""
-        return self.locks.evictable_pages + self.locks.protected_pages
+        """Page references the cache holds, one per page and node."""
+        return self.store.use.references
+
+    # --- a row's life ---
 
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure."""
-        return self._match(principal, token_ids).pages * self.page_size
+        viewer = self.store.accounts.view(self._scope(principal))
+        return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 
-    def commit(self, principal: Principal, token_ids: TokenIds, *, repeated: bool = False) -> Lease:
-        """Match, lock and touch the longest prefix; `repeated` changes nothing, as no evidence is counted here."""
-        node = self._end_of(self._match(principal, token_ids))
-        pages = self.tree.path_pages(node, self.tree.root)
-        self.locks.lock(node, self.tree.root)
-        self._allocator.retain(pages)
-        return self._lease(principal, node, pages)
+    def commit(
+        self,
+        principal: Principal,
+        token_ids: TokenIds,
+        *,
+        repeated: bool = False,
+        may_promote: bool = True,
+        priority: int = 0,
+    ) -> Lease:
+        """Match, lock, revive and touch the longest prefix, and count the hit on what is public of it."""
+        account = self.store.accounts.open(self._scope(principal), self.store.epoch)
+        key = PagedKey(token_ids, self.page_size)
+        match = self._match(account, key, len(token_ids))
+        node = self._end_of(match)
+        pages = self.store.tree.path_pages(node, self.store.tree.root)
+        self.store.lock_path(node, self.store.tree.root)
+        if self._is_user_aware and not repeated:
+            self._vigilance.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
+        if self._has_priorities:
+            self._growth.raise_priority(node, priority)
+        self.store.allocator.retain(pages)
+        return self.leases.open(Hold(account, node, may_promote, priority), principal, pages)
 
     def commit_nothing(self, principal: Principal) -> Lease:
         """Return a lease on nothing, through which nothing is inserted."""
-        return self._lease(principal, None, _NO_PAGES)
+        account = self.store.accounts.open(self._scope(principal), self.store.epoch)
+        return self.leases.open(Hold(account, None), principal, NO_PAGES)
 
     def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
-        """Add the whole pages of `token_ids` below the lease; `prompt_tokens` matters only to caches with evidence."""
-        node = self._held_node(lease)
+        """Add the whole pages of `token_ids` below the lease; see `PrefixCache.insert`."""
+        hold = self.leases.hold(lease)
         key = PagedKey(token_ids, self.page_size)
         assert len(pages) >= key.pages, "a row's page table covers its tokens"
-        first = len(lease.pages)
-        if node is None:
-            return Insertion(lease, pages[: key.pages].copy(), _NO_PAGES, _NO_PAGES)
+        first, above = len(lease.pages), hold.node
+        if above is None or hold.is_closed:
+            return Insertion(lease, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
         if key.pages <= first:
-            return Insertion(lease, lease.pages, _NO_PAGES, _NO_PAGES)
-        match = self.tree.match(node, self._scope(lease.principal), key, first, key.pages)
+            return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
+        match = self.store.tree.match(above, hold.account, key, first, key.pages, computed=True)
         deepest = self._end_of(match)
-        found = self.tree.path_pages(deepest, node)
+        found = self.store.tree.path_pages(deepest, above)
+        prompt_pages = min(prompt_tokens // self.page_size, key.pages)
+        if match.pages > first and self._is_user_aware:
+            self._growth.claim(hold, deepest, match.pages, prompt_pages)
         added = pages[match.pages : key.pages]
         if len(added):
-            deepest = self._grow(deepest, lease, key.slice(match.pages, key.pages), added)
-        self.locks.lock(deepest, node)
-        del self._leases[lease.lease_id]
+            deepest = self._growth.grow(hold, deepest, key, added, prompt_pages)
+        self.store.lock_path(deepest, above)
+        self._enforce_quota(hold.account)
+        self.leases.close(lease)
+        hold.node = deepest
         known = np.concatenate([lease.pages, found, added])
         own = pages[first : match.pages]
         replaced = np.flatnonzero(own != found)
         return Insertion(
-            lease=self._lease(lease.principal, deepest, known),
+            lease=self.leases.open(hold, lease.principal, known),
             pages=known,
             duplicates=own[replaced],
             canonical=found[replaced],
@@ -105,84 +158,140 @@ class RadixCache:
 
     def release(self, lease: Lease) -> None:
         """Unlock the lease's path."""
-        node = self._held_node(lease)
-        del self._leases[lease.lease_id]
-        if node is not None:
-            self.locks.unlock(node)
+        hold = self.leases.close(lease)
+        if hold.node is not None:
+            self.store.unlock_path(hold.node, self.store.tree.root)
+        if len(hold.held):
+            self.store.use.give_up(hold.held)
+        self._enforce_quota(hold.account)
+        self.store.accounts.close(hold.account)
+
+    # --- memory ---
 
     def evict(self, pages: int) -> int:
-        """Free at least so many pages, least recently used first and leaves from their ends, or all there are."""
-        freed = 0
-        while freed < pages and self.evictable_pages:
-            freed += self._allocator.release(self._drop(pages - freed))
+        """Free at least so many pages, or all there are, and mark some more as free ahead of need."""
+        freed = self._free(pages)
+        while self.soft_free_pages < self._headroom and (node := self.store.queue.first()) is not None:
+            self.store.soften(node, self._headroom - self.soft_free_pages)
         return freed
 
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
-        freed = self.evict(self.evictable_pages)
+        freed = self._free(self.store.allocator.capacity + 1)
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
+    def forget(self, principal: Principal) -> int:
+        """Drop all that is private to a principal, also while its rows run; return how many pages became free."""
+        account = self.store.accounts.view(self._scope(principal))
+        if account.is_public:
+            return 0
+        for hold in self.leases.all():
+            if hold.account is account and hold.node is not None:
+                self._close(hold, hold.node)
+        freed = sum(self.store.remove_below(top) for top in list(account.tops))
+        for node, _ in self.store.tree.walk_public():
+            if node.creators is not None:
+                node.creators.pop(account.scope, None)
+        return freed
+
+    def _free(self, pages: int) -> int:
+        freed = 0
+        while freed < pages:
+            if self.store.soft:
+                freed += self.store.reclaim_oldest(pages - freed)
+            elif (node := self.store.queue.first()) is not None:
+                self.store.soften(node, pages - freed)
+            else:
+                break
+        return freed
+
+    def _enforce_quota(self, account: Account) -> None:
+        """Let a principal that has more than its quota give up its own cold pages first."""
+        queue = self.store.queue
+        while queue.is_over(account) and (node := queue.first_of(account)) is not None:
+            self.store.soften(node, account.live_pages - queue.quota)
+
+    def _close(self, hold: Hold, node: Node) -> None:
+        """Take the private part of its path from a hold."""
+        hold.is_closed = True
+        if node.is_public:
+            return
+        top = node
+        while top.parent is not None and not top.parent.is_public:
+            top = top.parent
+        above = top.parent
+        assert above is not None
+        pages = self.store.tree.path_pages(node, above)
+        self.store.unlock_path(node, above)
+        orphan(self.store, hold, above, pages)
+
+    # --- epochs and the operator ---
+
+    def advance(self, epoch: int) -> None:
+        """Begin `epoch`: close the windows of the last one, publish what has evidence, merge what is equal."""
+        assert epoch >= self.store.epoch, "epochs only advance"
+        if epoch == self.store.epoch:
+            return
+        self.store.epoch = epoch
+        if self._is_user_aware:
+            self._vigilance.close()
+        if self.config.mode.allows_pins:
+            for pin in self._pins.activate():
+                self._promoter.publish_pin(pin)
+        fresh = self._promoter.take_fresh()
+        if self._is_user_aware:
+            self._promoter.promote(self._promoter.groups(fresh))
+            self._promoter.reviews.expire(epoch)
+            missed = merge_private_subtree(self.store, self._promoter.groups(fresh))
+            self._promoter.note(missed)
+        else:
+            compress_chains(self.store)
+        for account in self.store.accounts.pop_idle(epoch):
+            self.store.queue.rank(account)
+
+    def pin(self, token_ids: TokenIds) -> int:
+        """Make a prompt's whole pages public from the next epoch on; return how many tokens that are."""
+        return self._pins.add(token_ids)
+
+    def unpin(self, token_ids: TokenIds) -> bool:
+        """Undo `pin`: what is cached stays public while it is cached; return whether there was such a pin."""
+        if not self._pins.remove(token_ids):
+            return False
+        for node, _ in self.store.tree.walk_public():
+            if node.pinned:
+                self._promoter.set_pinned(node, is_pinned=False)
+        for pin in self._pins.active:
+            self._promoter.publish_pin(pin)
+        return True
+
+    def take_candidates(self) -> tuple[PromotionCandidate, ...]:
+        """Return what awaits a content check, once."""
+        return self._promoter.reviews.take()
+
+    def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
+        """Take the verdict on a candidate; it counts from the next epoch on."""
+        self._promoter.note(self._promoter.reviews.resolve(candidate_id, allowed_tokens))
+
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes: parents before children."""
-        scope = None if principal is None else self._scope(principal)
-        for node, depth in self.tree.walk():
-            if scope is None or node.scope == scope:
-                yield view(self.tree, node, depth)
+        tree = self.store.tree
+        viewer = None if principal is None else self.store.accounts.view(self._scope(principal))
+        for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):
+            yield view(tree, node, depth)
+
+    # --- helpers ---
 
     def _scope(self, principal: Principal) -> Scope:
-        return PUBLIC_SCOPE if self._shared else (principal.tenant, principal.user)
+        return PUBLIC_SCOPE if self._is_shared else (principal.tenant, principal.user)
 
-    def _match(self, principal: Principal, token_ids: TokenIds) -> Match:
+    def _match(self, viewer: Account, key: PagedKey, tokens: int) -> Match:
         # The last token must be computed, for its logits.
-        pages = max(len(token_ids) - 1, 0) // self.page_size
-        return self.tree.match(self.tree.root, self._scope(principal), PagedKey(token_ids, self.page_size), 0, pages)
-
-    def _lease(self, principal: Principal, node: Node | None, pages: PageIds) -> Lease:
-        pages.flags.writeable = False
-        lease = Lease(LeaseId(self._next_lease), principal, len(pages) * self.page_size, pages)
-        self._next_lease += 1
-        self._leases[lease.lease_id] = node
-        return lease
-
-    def _held_node(self, lease: Lease) -> Node | None:
-        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released or replaced before"
-        return self._leases[lease.lease_id]
+        end = max(tokens - 1, 0) // self.page_size
+        return self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
 
     def _end_of(self, match: Match) -> Node:
         """Return the node that ends where the match ends, cut out of a longer one if need be; the caller locks it."""
         if match.partial is None:
             return match.node
-        upper = self.tree.split(match.partial, match.partial_pages)
-        self.locks.add_upper_half(upper)
-        self._emit(CacheEventKind.SPLIT, upper)
-        self._emit(CacheEventKind.SPLIT, match.partial)
-        return upper
-
-    def _grow(self, node: Node, lease: Lease, key: bytes, pages: PageIds) -> Node:
-        """Put new pages below `node`; return the node they are in."""
-        self._allocator.retain(pages)
-        # Chunks of one prompt become one node, unless another lease or a child needs the boundary.
-        if node is self._leases[lease.lease_id] and node.lock_ref == 1 and not node.children:
-            self.tree.extend(node, key, pages)
-            self.locks.count_growth(node, len(pages))
-        else:
-            node = self.tree.attach(node, self._scope(lease.principal), key, pages)
-            self.locks.add(node)
-        self._emit(CacheEventKind.INSERTED, node)
-        return node
-
-    def _drop(self, pages: int) -> PageIds:
-        """Take up to `pages` pages out of the tree."""
-        dropped = [_NO_PAGES]
-        missing = pages
-        while missing > 0 and (leaf := self.locks.first_unlocked()) is not None:
-            taken = self.tree.trim(leaf, missing) if len(leaf.pages) > missing else self.tree.detach(leaf)
-            self.locks.count_loss(leaf, len(taken))
-            self._emit(CacheEventKind.EVICTED, leaf)
-            dropped.append(taken)
-            missing -= len(taken)
-        return np.concatenate(dropped)
-
-    def _emit(self, kind: CacheEventKind, node: Node) -> None:
-        self.events.emit(kind, lambda: view(self.tree, node, self.tree.depth_pages(node)))
+        return self.store.split(match.partial, match.partial_pages)

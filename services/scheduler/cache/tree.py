@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import NodeId
+from services.scheduler.cache.interface import NodeId, NodeState
 from services.scheduler.cache.keys import TOKEN_BYTES
+from services.scheduler.cache.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
+    from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.keys import PagedKey
 
-# Whose view a node is in: (tenant, user), or nothing for what all may see. No principal is the empty tuple.
-Scope = tuple[str, ...]
-PUBLIC_SCOPE: Scope = ()
-
-# Scope and first page of an edge: one principal's child never takes the place of another's.
-ChildKey = tuple[Scope, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """An edge of whole pages and what hangs below it.
-
-    `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32, replaced and never written to.
-    Only the root has no parent.
-    """
-
-    node_id: NodeId
-    parent: Node | None
-    scope: Scope
-    key: bytes
-    pages: PageIds
-    lock_ref: int = 0
-    last_access: int = 0
-    children: dict[ChildKey, Node] = field(default_factory=dict)
+_LIVE = NodeState.LIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +39,35 @@ class Match:
 class PageTree:
     """Owns the nodes below one root, which itself holds no pages."""
 
-    def __init__(self, page_size: int) -> None:
-        """Start with nothing but the root."""
+    def __init__(self, page_size: int, public: Account) -> None:
+        """Start with nothing but the root, which is `public`'s."""
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.node_count = 0
         self._next_id = 0
-        self.root = self._make(None, PUBLIC_SCOPE, b"", np.empty(0, np.int32))
+        self._public = public
+        self.root = self._make(None, public, b"", np.empty(0, np.int32))
 
-    def match(self, node: Node, scope: Scope, key: PagedKey, first: int, end: int) -> Match:
-        """Find the longest path of `scope` below `node` that holds the pages [first, end) of `key`; changes nothing."""
+    def match(
+        self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, *, computed: bool = False
+    ) -> Match:
+        """Find the longest path in the view of `viewer` below `node` that holds the pages [first, end) of `key`.
+
+        Changes nothing. `computed`: the viewer has computed these pages itself, so that no quarantine hides them.
+        """
         while first < end:
-            child = node.children.get((scope, key.page(first)))
+            child = node.children.get(key.page(first))
             if child is None:
                 break
+            if isinstance(child, dict):
+                child = child.get(viewer)
+                if child is None:
+                    break
+            elif child.owner is not viewer:
+                if child.owner is not self._public:
+                    break
+                if child.quarantined is not None and not computed and viewer.fingerprint in child.quarantined:
+                    break
             common = key.common_pages(child.key, first, end)
             if common < len(child.pages):
                 return Match(node, first, child, common)
@@ -81,33 +75,52 @@ class PageTree:
             first += common
         return Match(node, first)
 
+    def group(self, parent: Node, page: bytes) -> list[Node]:
+        """Return the children that begin with `page`, of whichever owner."""
+        entry = parent.children.get(page)
+        if entry is None:
+            return []
+        return list(entry.values()) if isinstance(entry, dict) else [entry]
+
+    def children(self, node: Node) -> list[Node]:
+        """Return all children."""
+        found: list[Node] = []
+        for entry in node.children.values():
+            if isinstance(entry, dict):
+                found.extend(entry.values())
+            else:
+                found.append(entry)
+        return found
+
+    def first_page(self, node: Node) -> bytes:
+        """Return the tokens by which a node's parent knows it."""
+        return node.key[: self.page_bytes]
+
     def split(self, node: Node, pages: int) -> Node:
         """Cut an edge after `pages` pages; return the new upper half.
 
         The lower half remains the same object with the same end, so that whoever holds it holds as many tokens as
-        before.
+        before. Both halves have the history of the whole.
         """
         assert 0 < pages < len(node.pages)
         parent = node.parent
         assert parent is not None
         cut = pages * self.page_bytes
-        upper = self._make(parent, node.scope, node.key[:cut], node.pages[:pages])
-        upper.lock_ref = node.lock_ref
-        upper.last_access = node.last_access
-        parent.children[self._child_key(upper)] = upper
+        upper = self._make(parent, node.owner, node.key[:cut], node.pages[:pages])
+        node.copy_history_to(upper)
+        if node.host_pages is not None:
+            upper.host_pages, node.host_pages = _frozen(node.host_pages[:pages]), _frozen(node.host_pages[pages:])
+        self._replace(node, upper)
         node.key = node.key[cut:]
         node.pages = _frozen(node.pages[pages:])
-        node.parent = upper
-        upper.children[self._child_key(node)] = node
+        self._link(node, upper)
         self.node_count += 1
         return upper
 
-    def attach(self, parent: Node, scope: Scope, key: bytes, pages: PageIds) -> Node:
+    def attach(self, parent: Node, owner: Account, key: bytes, pages: PageIds) -> Node:
         """Hang a new leaf below `parent`."""
-        node = self._make(parent, scope, key, pages)
-        child_key = self._child_key(node)
-        assert child_key not in parent.children, "the tree has a child with this scope and page"
-        parent.children[child_key] = node
+        node = self._make(parent, owner, key, pages)
+        self._link(node, parent)
         self.node_count += 1
         return node
 
@@ -128,14 +141,40 @@ class PageTree:
         return dropped
 
     def detach(self, leaf: Node) -> PageIds:
-        """Take a leaf out of the tree; return its pages, which leaves it with none."""
+        """Take a leaf out of the tree; return its pages, which leaves it dead."""
         assert not leaf.children
-        assert leaf.parent is not None
-        del leaf.parent.children[self._child_key(leaf)]
+        self._unlink(leaf)
         self.node_count -= 1
         dropped = leaf.pages
         leaf.key, leaf.pages = b"", dropped[:0]
         return dropped
+
+    def rehang(self, node: Node, parent: Node) -> None:
+        """Move a node with all that hangs below it."""
+        self._unlink(node)
+        self._link(node, parent)
+
+    def hand_over(self, node: Node, owner: Account) -> None:
+        """Make a node another owner's."""
+        parent = node.parent
+        assert parent is not None
+        self._unlink(node)
+        for child in self.children(node):
+            _forget_top(child)
+        node.owner = owner
+        self._link(node, parent)
+        for child in self.children(node):
+            _note_top(child)
+
+    def absorb_child(self, node: Node, child: Node) -> None:
+        """Make a node's only child take the node's place with both edges in one; the node is dead then."""
+        assert len(node.children) == 1
+        self._unlink(child)
+        self._replace(node, child)
+        child.key = node.key + child.key
+        child.pages = _frozen(np.concatenate([node.pages, child.pages]))
+        node.key, node.pages = b"", node.pages[:0]
+        self.node_count -= 1
 
     def path_pages(self, node: Node, above: Node) -> PageIds:
         """Return the pages from below `above`, an ancestor, to the end of `node`."""
@@ -146,6 +185,15 @@ class PageTree:
             node = node.parent
         return np.concatenate(parts[::-1])
 
+    def path_key(self, node: Node) -> bytes:
+        """Return the tokens from the root to the end of `node`, as `PagedKey` makes them."""
+        parts: list[bytes] = []
+        at: Node | None = node
+        while at is not None:
+            parts.append(at.key)
+            at = at.parent
+        return b"".join(reversed(parts))
+
     def depth_pages(self, node: Node) -> int:
         """Return the number of pages from the root to the end of `node`."""
         depth = 0
@@ -155,22 +203,109 @@ class PageTree:
             at = at.parent
         return depth
 
-    def walk(self) -> Iterator[tuple[Node, int]]:
-        """Yield every node but the root with its depth in pages, parents before children, in order of insertion."""
-        stack = [(child, 0) for child in reversed(self.root.children.values())]
+    def is_below(self, node: Node, top: Node) -> bool:
+        """Whether `node` is `top` or hangs somewhere below it."""
+        at: Node | None = node
+        while at is not None:
+            if at is top:
+                return True
+            at = at.parent
+        return False
+
+    def walk(self, top: Node | None = None) -> Iterator[tuple[Node, int]]:
+        """Yield every node below `top` (the root by default) with its depth in pages from there, parents first."""
+        stack = [(child, 0) for child in reversed(self.children(top or self.root))]
         while stack:
             node, above = stack.pop()
             depth = above + len(node.pages)
             yield node, depth
-            stack.extend((child, depth) for child in reversed(node.children.values()))
+            stack.extend((child, depth) for child in reversed(self.children(node)))
 
-    def _make(self, parent: Node | None, scope: Scope, key: bytes, pages: PageIds) -> Node:
-        node = Node(NodeId(self._next_id), parent, scope, key, _frozen(pages))
+    def walk_view(self, viewer: Account) -> Iterator[tuple[Node, int]]:
+        """Yield the nodes in the view of `viewer` with their depths, parents first."""
+        stack = [(self.root, 0)]
+        while stack:
+            node, above = stack.pop()
+            if node is not self.root:
+                yield node, above + len(node.pages)
+            depth = above + len(node.pages)
+            stack.extend((child, depth) for child in reversed(self.children(node)) if self._is_visible(child, viewer))
+
+    def walk_public(self) -> Iterator[tuple[Node, int]]:
+        """Yield the PUBLIC nodes with their depths, parents first. O(their children)."""
+        stack = [(child, 0) for child in self.children(self.root) if child.owner is self._public]
+        while stack:
+            node, above = stack.pop()
+            depth = above + len(node.pages)
+            yield node, depth
+            stack.extend((child, depth) for child in self.children(node) if child.owner is self._public)
+
+    def _is_visible(self, node: Node, viewer: Account) -> bool:
+        if node.owner is viewer:
+            return True
+        is_hidden = node.quarantined is not None and viewer.fingerprint in node.quarantined
+        return node.owner is self._public and not is_hidden
+
+    def _make(self, parent: Node | None, owner: Account, key: bytes, pages: PageIds) -> Node:
+        node = Node(NodeId(self._next_id), parent, owner, key, _frozen(pages))
         self._next_id += 1
         return node
 
-    def _child_key(self, node: Node) -> ChildKey:
-        return node.scope, node.key[: self.page_bytes]
+    def _link(self, node: Node, parent: Node) -> None:
+        node.parent = parent
+        page = node.key[: self.page_bytes]
+        entry = parent.children.get(page)
+        if entry is None:
+            parent.children[page] = node
+        elif isinstance(entry, dict):
+            assert node.owner not in entry, "the tree has a child with this owner and page"
+            entry[node.owner] = node
+        else:
+            assert node.owner is not entry.owner, "the tree has a child with this owner and page"
+            parent.children[page] = {entry.owner: entry, node.owner: node}
+        if node.state is _LIVE:
+            parent.live_children += 1
+        _note_top(node)
+
+    def _unlink(self, node: Node) -> None:
+        """Take a node out of its parent's children; it still remembers the parent."""
+        parent = node.parent
+        assert parent is not None
+        page = node.key[: self.page_bytes]
+        entry = parent.children[page]
+        if isinstance(entry, dict):
+            del entry[node.owner]
+            if len(entry) == 1:
+                parent.children[page] = next(iter(entry.values()))
+        else:
+            del parent.children[page]
+        if node.state is _LIVE:
+            parent.live_children -= 1
+        _forget_top(node)
+
+    def _replace(self, old: Node, new: Node) -> None:
+        """Put `new`, of the same owner, state and first page, where `old` was."""
+        parent = old.parent
+        assert parent is not None
+        page = old.key[: self.page_bytes]
+        entry = parent.children[page]
+        if isinstance(entry, dict):
+            entry[old.owner] = new
+        else:
+            parent.children[page] = new
+        _forget_top(old)
+        new.parent = parent
+        _note_top(new)
+
+
+def _note_top(node: Node) -> None:
+    assert node.parent is not None
+    if node.owner is not node.parent.owner and not node.is_public:
+        node.owner.tops[node] = None
+
+
+def _forget_top(node: Node) -> None:
+    node.owner.tops.pop(node, None)
 
 
 def _frozen(pages: PageIds) -> PageIds:

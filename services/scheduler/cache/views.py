@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import Principal
-from services.scheduler.cache.interface import NodeView, Visibility
+from services.scheduler.cache.counters import distinct
+from services.scheduler.cache.interface import NodeView
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.tree import Node, PageTree
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.tree import PageTree
 
 
 def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
@@ -21,10 +23,22 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
         parent_id=None if node.parent is tree.root else node.parent.node_id,
         edge_tokens=len(node.pages) * tree.page_size,
         depth_tokens=depth_pages * tree.page_size,
-        visibility=Visibility.PRIVATE if node.scope else Visibility.PUBLIC,
-        owner=Principal(*node.scope) if node.scope else None,
+        visibility=node.visibility,
+        owner=None if node.is_public else Principal(*node.owner_id),
         lock_ref=node.lock_ref,
         last_access=node.last_access,
         pages=node.pages,
         token_ids=np.frombuffer(node.key, np.int32),
+        state=node.state,
+        hits=node.hit_cur,
+        users=distinct(node),
+        previous_hits=node.hit_pre,
+        previous_users=node.u_pre,
+        epoch=node.epoch,
+        creators=len(node.creators or ()),
+        quarantined=len(node.quarantined or ()),
+        generation=node.generation,
+        priority=node.priority,
+        pinned=node.pinned,
+        no_promote=node.no_promote,
     )

@@ -58,12 +58,18 @@ class KvMemory:
         return lease
 
     def _commit(self, sequence: Sequence) -> Lease:
-        principal = sequence.request.principal
-        if sequence.request.cache_mode is CacheMode.NONE:
-            return self.cache.commit_nothing(principal)
+        request = sequence.request
+        if request.cache_mode is CacheMode.NONE:
+            return self.cache.commit_nothing(request.principal)
         repeated = sequence.was_committed
         sequence.was_committed = True
-        return self.cache.commit(principal, sequence.token_ids, repeated=repeated)
+        return self.cache.commit(
+            request.principal,
+            sequence.token_ids,
+            repeated=repeated,
+            may_promote=request.cache_mode is not CacheMode.PRIVATE,
+            priority=request.priority,
+        )
 
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:
         """Take `count` pages, evicting what the cache can spare; None if even that is not enough."""

@@ -30,6 +30,8 @@ class _CacheModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMode.V
     """Reuse what the principal may see, keep what this request computes."""
     CACHE_MODE_NONE: _CacheMode.ValueType  # 2
     """Neither read nor insert."""
+    CACHE_MODE_PRIVATE: _CacheMode.ValueType  # 3
+    """As the default, but what this request computes is no reason to make anything public."""
 
 class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
     """What a request may put into the prefix cache and read from it."""
@@ -39,6 +41,8 @@ CACHE_MODE_DEFAULT: CacheMode.ValueType  # 1
 """Reuse what the principal may see, keep what this request computes."""
 CACHE_MODE_NONE: CacheMode.ValueType  # 2
 """Neither read nor insert."""
+CACHE_MODE_PRIVATE: CacheMode.ValueType  # 3
+"""As the default, but what this request computes is no reason to make anything public."""
 Global___CacheMode: _TypeAlias = CacheMode  # noqa: Y015
 
 class _FinishReason:

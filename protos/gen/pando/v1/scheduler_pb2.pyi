@@ -37,6 +37,25 @@ VISIBILITY_PRIVATE: Visibility.ValueType  # 1
 VISIBILITY_PUBLIC: Visibility.ValueType  # 2
 Global___Visibility: _TypeAlias = Visibility  # noqa: Y015
 
+class _NodeState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NODE_STATE_UNSPECIFIED: _NodeState.ValueType  # 0
+    NODE_STATE_LIVE: _NodeState.ValueType  # 1
+    NODE_STATE_SOFT_FREE: _NodeState.ValueType  # 2
+    """Its pages count as free; until they are reused it can still be found."""
+
+class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper): ...
+
+NODE_STATE_UNSPECIFIED: NodeState.ValueType  # 0
+NODE_STATE_LIVE: NodeState.ValueType  # 1
+NODE_STATE_SOFT_FREE: NodeState.ValueType  # 2
+"""Its pages count as free; until they are reused it can still be found."""
+Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
 class _CacheEventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -50,6 +69,18 @@ class _CacheEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheE
     CACHE_EVENT_KIND_FLUSHED: _CacheEventKind.ValueType  # 4
     CACHE_EVENT_KIND_SNAPSHOT_END: _CacheEventKind.ValueType  # 5
     """Ends the snapshot that a new subscriber is sent first."""
+    CACHE_EVENT_KIND_PROMOTED: _CacheEventKind.ValueType  # 6
+    """It is PUBLIC now."""
+    CACHE_EVENT_KIND_DEMOTED: _CacheEventKind.ValueType  # 7
+    """It was PUBLIC and is gone; its creators' private nodes were INSERTED before."""
+    CACHE_EVENT_KIND_QUARANTINED: _CacheEventKind.ValueType  # 8
+    """Some principals do not see it any more."""
+    CACHE_EVENT_KIND_SOFT_FREED: _CacheEventKind.ValueType  # 9
+    """It counts as free and can still be found; then it is revived or reclaimed."""
+    CACHE_EVENT_KIND_REVIVED: _CacheEventKind.ValueType  # 10
+    CACHE_EVENT_KIND_RECLAIMED: _CacheEventKind.ValueType  # 11
+    CACHE_EVENT_KIND_MERGED: _CacheEventKind.ValueType  # 12
+    """It names other pages with the same content, took in its parent, or hangs below another parent."""
 
 class CacheEventKind(_CacheEventKind, metaclass=_CacheEventKindEnumTypeWrapper): ...
 
@@ -60,6 +91,18 @@ CACHE_EVENT_KIND_EVICTED: CacheEventKind.ValueType  # 3
 CACHE_EVENT_KIND_FLUSHED: CacheEventKind.ValueType  # 4
 CACHE_EVENT_KIND_SNAPSHOT_END: CacheEventKind.ValueType  # 5
 """Ends the snapshot that a new subscriber is sent first."""
+CACHE_EVENT_KIND_PROMOTED: CacheEventKind.ValueType  # 6
+"""It is PUBLIC now."""
+CACHE_EVENT_KIND_DEMOTED: CacheEventKind.ValueType  # 7
+"""It was PUBLIC and is gone; its creators' private nodes were INSERTED before."""
+CACHE_EVENT_KIND_QUARANTINED: CacheEventKind.ValueType  # 8
+"""Some principals do not see it any more."""
+CACHE_EVENT_KIND_SOFT_FREED: CacheEventKind.ValueType  # 9
+"""It counts as free and can still be found; then it is revived or reclaimed."""
+CACHE_EVENT_KIND_REVIVED: CacheEventKind.ValueType  # 10
+CACHE_EVENT_KIND_RECLAIMED: CacheEventKind.ValueType  # 11
+CACHE_EVENT_KIND_MERGED: CacheEventKind.ValueType  # 12
+"""It names other pages with the same content, took in its parent, or hangs below another parent."""
 Global___CacheEventKind: _TypeAlias = CacheEventKind  # noqa: Y015
 
 @_typing.final
@@ -424,6 +467,18 @@ class TreeNode(_message.Message):
     LAST_ACCESS_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    USERS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_HITS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_USERS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CREATORS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    NO_PROMOTE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     parent_id: _builtins.int
     """Absent for children of the root."""
@@ -435,6 +490,26 @@ class TreeNode(_message.Message):
     """Running requests that need it."""
     last_access: _builtins.int
     """Logical clock of the last access."""
+    state: Global___NodeState.ValueType
+    hits: _builtins.int
+    """PUBLIC nodes: hits of the current and the previous epoch, and distinct principals among them, by those who have
+    not computed the node themselves.
+    """
+    users: _builtins.int
+    previous_hits: _builtins.int
+    previous_users: _builtins.int
+    epoch: _builtins.int
+    """Epoch of these counters."""
+    creators: _builtins.int
+    """PUBLIC nodes: principals that computed it themselves, and principals that do not see it."""
+    quarantined: _builtins.int
+    generation: _builtins.int
+    """How often it was demoted before."""
+    priority: _builtins.int
+    pinned: _builtins.bool
+    """The operator's pin."""
+    no_promote: _builtins.bool
+    """The owner's wish that it never becomes public."""
     @_builtins.property
     def owner(self) -> _common_pb2.Principal:
         """Owner of a PRIVATE node; left out without an admin credential."""
@@ -456,10 +531,22 @@ class TreeNode(_message.Message):
         last_access: _builtins.int = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        state: Global___NodeState.ValueType = ...,
+        hits: _builtins.int = ...,
+        users: _builtins.int = ...,
+        previous_hits: _builtins.int = ...,
+        previous_users: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        creators: _builtins.int = ...,
+        quarantined: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+        no_promote: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "owner", b"owner", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "last_access", b"last_access", "lock_ref", b"lock_ref", "node_id", b"node_id", "owner", b"owner", "parent_id", b"parent_id", "token_ids", b"token_ids", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner", b"owner", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
     _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.types import Principal
+from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.interface import Visibility
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
 
 ANN = Principal("tenant", "ann")
 BOB = Principal("tenant", "bob")
+CID = Principal("tenant", "cid")
+DAN = Principal("tenant", "dan")
+EVE = Principal("tenant", "eve")
+
+# One user may fill a small tier, and nothing is freed ahead of need.
+PLAIN = CacheConfig(quota_share=1.0, floor_share=0.0, headroom_share=0.0)
 
 
 def int32(values: object) -> np.ndarray:
@@ -32,19 +41,35 @@ class Row:
 
 
 class Driver:
-    def __init__(self, name: CacheName = "isolated", *, capacity: int = 64, page_size: int = 2) -> None:
-        self.allocator = PageAllocator(capacity)
-        self.cache: PrefixCache = make_cache(name, self.allocator, page_size)
+    """Rows over one cache, of which nothing goes ahead of need unless `config` says so."""
 
-    def admit(self, principal: Principal, ids: list[int], *, may_use_cache: bool = True) -> Row:
+    def __init__(
+        self,
+        name: CacheName = "isolated",
+        *,
+        capacity: int = 64,
+        page_size: int = 2,
+        config: CacheConfig = PLAIN,
+    ) -> None:
+        self.allocator = PageAllocator(capacity)
+        self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config)
+
+    def admit(self, principal: Principal, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)
-        lease = self.cache.commit(principal, array) if may_use_cache else self.cache.commit_nothing(principal)
-        fresh = self.allocator.try_allocate(-(-len(ids) // self.cache.page_size) - len(lease.pages))
+        if may_use_cache:
+            lease = self.cache.commit(principal, array, **options)
+        else:
+            lease = self.cache.commit_nothing(principal)
+        missing = -(-len(ids) // self.cache.page_size) - len(lease.pages)
+        if missing > self.allocator.free_pages:
+            self.cache.evict(missing - self.allocator.free_pages)
+        fresh = self.allocator.try_allocate(missing)
         assert fresh is not None
         return Row(lease, array, np.concatenate([lease.pages, fresh]))
 
-    def insert(self, row: Row, tokens: int | None = None) -> Insertion:
-        insertion = self.cache.insert(row.lease, row.ids[:tokens], row.table, len(row.ids))
+    def insert(self, row: Row, tokens: int | None = None, *, prompt_tokens: int | None = None) -> Insertion:
+        prompt_tokens = len(row.ids) if prompt_tokens is None else prompt_tokens
+        insertion = self.cache.insert(row.lease, row.ids[:tokens], row.table, prompt_tokens)
         row.lease = insertion.lease
         return insertion
 
@@ -52,13 +77,16 @@ class Driver:
         self.cache.release(row.lease)
         self.allocator.release(row.table)
 
-    def serve(self, principal: Principal, ids: list[int]) -> int:
+    def serve(self, principal: Principal, ids: list[int], *, prompt_tokens: int | None = None, **options: Any) -> int:
         """Run a row from admission to its end; return how many of its tokens were cached."""
-        row = self.admit(principal, ids)
+        row = self.admit(principal, ids, **options)
         cached = row.lease.matched_tokens
-        self.insert(row)
+        self.insert(row, prompt_tokens=prompt_tokens)
         self.end(row)
         return cached
+
+    def next_epoch(self, epochs: int = 1) -> None:
+        self.cache.advance(self.cache.epoch + epochs)
 
     def peek(self, principal: Principal, ids: list[int]) -> int:
         return self.cache.peek(principal, int32(ids))
@@ -66,6 +94,24 @@ class Driver:
     def edges(self, principal: Principal | None = None) -> list[list[int]]:
         return [node.token_ids.tolist() for node in self.cache.dump(principal)]
 
-    def violations(self) -> list[str]:
+    def nodes(self, visibility: Visibility) -> list[list[int]]:
+        return [node.token_ids.tolist() for node in self.cache.dump() if node.visibility is visibility]
+
+    @property
+    def public(self) -> list[list[int]]:
+        return self.nodes(Visibility.PUBLIC)
+
+    @property
+    def radix(self) -> RadixCache:
         assert isinstance(self.cache, RadixCache)
-        return violations(self.cache)
+        return self.cache
+
+    def violations(self) -> list[str]:
+        return violations(self.radix)
+
+    def check(self, *rows: Row) -> None:
+        """Nothing is wrong with the tree, and every page reference has a holder."""
+        assert self.violations() == []
+        assert audit(self.allocator, self.cache, {f"{number}": row.table for number, row in enumerate(rows)}).is_clean
+        accounting = account(self.allocator, self.cache, sum(len(row.table) for row in rows))
+        assert accounting.is_exact

@@ -27,9 +27,10 @@ def test_insert_split_and_eviction_are_told_in_order() -> None:
         (CacheEventKind.SPLIT, [1, 2], 2),
         (CacheEventKind.SPLIT, [3, 4], 4),
         (CacheEventKind.INSERTED, [5, 6], 4),
-        (CacheEventKind.EVICTED, [], 2),
+        (CacheEventKind.SOFT_FREED, [3, 4], 4),
+        (CacheEventKind.RECLAIMED, [], 2),
     ]
-    assert [event.sequence for event in events] == [1, 2, 3, 4, 5]
+    assert [event.sequence for event in events] == [1, 2, 3, 4, 5, 6]
 
 
 def test_split_halves_were_last_used_when_the_whole_was() -> None:
@@ -41,11 +42,16 @@ def test_split_halves_were_last_used_when_the_whole_was() -> None:
     assert [half.last_access for half in halves if half] == [whole.last_access] * 2
 
 
-def test_trimmed_leaf_shows_what_is_left() -> None:
+def test_tail_of_a_leaf_is_split_off_before_it_goes() -> None:
     driver, events = watched()
     driver.serve(ANN, [1, 2, 3, 4])
     driver.cache.evict(1)
-    assert short(events[-1]) == (CacheEventKind.EVICTED, [1, 2], 2)
+    assert [short(event) for event in events[1:]] == [
+        (CacheEventKind.SPLIT, [1, 2], 2),
+        (CacheEventKind.SPLIT, [3, 4], 4),
+        (CacheEventKind.SOFT_FREED, [3, 4], 4),
+        (CacheEventKind.RECLAIMED, [], 2),
+    ]
 
 
 def test_flush_tells_what_went_and_then_that_it_is_over() -> None:
@@ -54,8 +60,10 @@ def test_flush_tells_what_went_and_then_that_it_is_over() -> None:
     driver.serve(BOB, [3, 4])
     driver.cache.flush()
     assert [event.kind for event in events[2:]] == [
-        CacheEventKind.EVICTED,
-        CacheEventKind.EVICTED,
+        CacheEventKind.SOFT_FREED,
+        CacheEventKind.RECLAIMED,
+        CacheEventKind.SOFT_FREED,
+        CacheEventKind.RECLAIMED,
         CacheEventKind.FLUSHED,
     ]
     assert events[-1].node is None
@@ -109,10 +117,9 @@ def test_unsubscribed_listener_hears_nothing_and_others_go_on() -> None:
     assert (len(events), len(others)) == (1, 0)
 
 
-def test_nodes_are_described_only_for_listeners() -> None:
-    def view() -> NodeView:
-        raise AssertionError("nobody asked")
-
+def test_events_are_counted_by_kind() -> None:
     events = CacheEvents()
-    events.emit(CacheEventKind.INSERTED, view)
-    assert events.sequence == 1
+    events.emit(CacheEventKind.INSERTED)
+    events.emit(CacheEventKind.INSERTED)
+    assert (events.count(CacheEventKind.INSERTED), events.count(CacheEventKind.SPLIT)) == (2, 0)
+    assert not events.is_heard

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import fields
+from typing import Any, get_args
 
+import pytest
+
+from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
-from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.factory import CacheName, make_cache, resolve
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
 
 
 def test_every_name_of_the_settings_makes_a_cache() -> None:
@@ -12,3 +18,32 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
     assert set(names) == set(get_args(CacheName))
     for name in names:
         assert make_cache(name, PageAllocator(4), 16).page_size == 16
+
+
+def test_settings_name_every_constant_and_have_its_default() -> None:
+    assert resolve(SchedulerSettings()) == CacheConfig()
+    named = {name.removeprefix("cache_") for name in SchedulerSettings.model_fields if name.startswith("cache_")}
+    assert named == {field.name for field in fields(CacheConfig)} - {"mode"}
+
+
+def test_settings_reach_the_cache() -> None:
+    config = resolve(SchedulerSettings(cache_promotion_principals=5, cache_eviction="slru", cache_quota_share=0.5))
+    cache = make_cache("isolated_pinned", PageAllocator(8), 16, config)
+    assert isinstance(cache, RadixCache)
+    assert (cache.config.mode, cache.config.eviction) == (Mode.ISOLATED_PINNED, EvictionPolicy.SLRU)
+    assert (cache.config.promotion_principals, cache.config.quota_share) == (5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"promotion_principals": 0},
+        {"promotion_principals": 33},
+        {"quota_share": 0.1, "floor_share": 0.2},
+        {"headroom_share": 1.0},
+        {"creators_limit": 5},
+    ],
+)
+def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        CacheConfig(**wrong)

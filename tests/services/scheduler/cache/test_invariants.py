@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from services.scheduler.cache.accounts import Account
+from services.scheduler.cache.config import CacheConfig, Mode
+from services.scheduler.cache.interface import NodeState
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
@@ -14,13 +17,13 @@ from tests.services.scheduler.cache.driver import ANN, BOB, int32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.scheduler.cache.tree import Node
+    from services.scheduler.cache.node import Node
 
 
 def make_cache() -> RadixCache:
     """Ann: a parent, a locked child and two unlocked ones; Bob: one node."""
     allocator = PageAllocator(32)
-    cache = RadixCache(allocator, 2)
+    cache = RadixCache(allocator, 2, CacheConfig(mode=Mode.ISOLATED))
     for principal, ids in [(ANN, [1, 2, 3, 4]), (ANN, [1, 2, 5, 6]), (ANN, [1, 2, 7, 8]), (BOB, [1, 2])]:
         array = int32(ids)
         lease = cache.commit(principal, array)
@@ -32,7 +35,7 @@ def make_cache() -> RadixCache:
 
 
 def nodes(cache: RadixCache) -> dict[tuple[str, ...], Node]:
-    return {(node.scope[1], *map(str, node.key[::4])): node for node, _ in cache.tree.walk()}
+    return {(node.owner_id[1], *map(str, node.key[::4])): node for node, _ in cache.store.tree.walk()}
 
 
 def drop_lock(cache: RadixCache) -> None:
@@ -43,12 +46,20 @@ def negative_lock(cache: RadixCache) -> None:
     nodes(cache)["ann", "5", "6"].lock_ref = -1
 
 
-def cross_scope(cache: RadixCache) -> None:
-    nodes(cache)["ann", "5", "6"].scope = ("tenant", "bob")
+def cross_owner(cache: RadixCache) -> None:
+    nodes(cache)["ann", "5", "6"].owner = nodes(cache)["bob", "1", "2"].owner
+
+
+def forget_owner(cache: RadixCache) -> None:
+    nodes(cache)["ann", "5", "6"].owner = Account(("tenant", "ann"))
 
 
 def public_sibling(cache: RadixCache) -> None:
-    cache.tree.attach(cache.tree.root, (), int32([1, 2]).tobytes(), int32([30]))
+    cache.store.tree.attach(cache.store.tree.root, cache.store.accounts.public, int32([1, 2]).tobytes(), int32([30]))
+
+
+def public_below_private(cache: RadixCache) -> None:
+    cache.store.tree.hand_over(nodes(cache)["ann", "5", "6"], cache.store.accounts.public)
 
 
 def lose_key(cache: RadixCache) -> None:
@@ -60,23 +71,33 @@ def share_page(cache: RadixCache) -> None:
 
 
 def grow_unnoticed(cache: RadixCache) -> None:
-    cache.tree.extend(nodes(cache)["ann", "5", "6"], int32([9, 9]).tobytes(), int32([31]))
+    cache.store.tree.extend(nodes(cache)["ann", "5", "6"], int32([9, 9]).tobytes(), int32([31]))
 
 
 def detach_unnoticed(cache: RadixCache) -> None:
-    cache.tree.detach(nodes(cache)["ann", "5", "6"])
+    node = nodes(cache)["ann", "5", "6"]
+    cache.store.soft[node] = None
+    cache.store.tree.detach(node)
 
 
-def forget_unlocked(cache: RadixCache) -> None:
-    del cache.locks.unlocked[nodes(cache)["ann", "5", "6"]]
-
-
-def reorder(cache: RadixCache) -> None:
-    cache.locks.unlocked.move_to_end(nodes(cache)["ann", "5", "6"])
+def forget_candidate(cache: RadixCache) -> None:
+    cache.store.queue.discard(nodes(cache)["ann", "5", "6"])
 
 
 def use_before_parent(cache: RadixCache) -> None:
     nodes(cache)["ann", "3", "4"].last_access += 100
+
+
+def soften_unnoticed(cache: RadixCache) -> None:
+    nodes(cache)["ann", "5", "6"].state = NodeState.SOFT_FREE
+
+
+def count_hits_of_nobody(cache: RadixCache) -> None:
+    nodes(cache)["bob", "1", "2"].hit_cur = 1
+
+
+def run_ahead(cache: RadixCache) -> None:
+    nodes(cache)["bob", "1", "2"].epoch = 1
 
 
 def test_sound_tree_has_no_violations() -> None:
@@ -88,16 +109,20 @@ def test_sound_tree_has_no_violations() -> None:
     [
         (drop_lock, "locked more often than its parent"),
         (negative_lock, "locked -1 times"),
-        (cross_scope, "hangs below"),
-        (cross_scope, "not found under its own scope"),
+        (cross_owner, "hangs below"),
+        (forget_owner, "without account"),
         (public_sibling, "public sibling"),
+        (public_below_private, "below a PRIVATE parent"),
         (lose_key, "0 key bytes"),
-        (share_page, "in two nodes"),
-        (grow_unnoticed, "pages, counted"),
-        (detach_unnoticed, "not in the tree"),
-        (forget_unlocked, "wrong side"),
-        (reorder, "used later"),
+        (share_page, "not joint"),
+        (grow_unnoticed, "soft-free, counted"),
+        (detach_unnoticed, "other nodes than the tree"),
+        (forget_candidate, "0 entries in the eviction queue"),
         (use_before_parent, "used after its parent"),
+        (soften_unnoticed, "other nodes than the tree"),
+        (soften_unnoticed, "miscounts its LIVE children"),
+        (count_hits_of_nobody, "counts others"),
+        (run_ahead, "later epoch"),
     ],
 )
 def test_damage_is_found(damage: Callable[[RadixCache], None], found: str) -> None:
@@ -106,13 +131,9 @@ def test_damage_is_found(damage: Callable[[RadixCache], None], found: str) -> No
     assert any(found in violation for violation in violations(cache)), violations(cache)
 
 
-def test_parent_before_child_in_eviction_order_is_found() -> None:
+def test_parent_before_child_in_reclaim_order_is_found() -> None:
     cache = make_cache()
-    lease = cache.commit(ANN, int32([1, 2, 3, 4, 0]))
-    cache.release(lease)
-    parent = nodes(cache)["ann", "1", "2"]
-    parent.lock_ref = 0
-    nodes(cache)["ann", "3", "4"].lock_ref = 0
-    cache.locks.unlocked[parent] = None
-    cache.locks.unlocked[nodes(cache)["ann", "3", "4"]] = None
+    found = nodes(cache)
+    for name in [("ann", "1", "2"), ("ann", "5", "6")]:
+        cache.store.soft[found[name]] = None
     assert any("before its children" in violation for violation in violations(cache))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.types import Principal
 from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.config import Mode
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.cache.oracle import NaiveCache, Path
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = PageAllocator(CAPACITY)
-        self.cache = RadixCache(self.allocator, PAGE_SIZE, shared=self.shared)
+        mode = Mode.SHARED if self.shared else Mode.ISOLATED
+        self.cache = RadixCache(self.allocator, PAGE_SIZE, replace(PLAIN, mode=mode))
         self.oracle = NaiveCache(PAGE_SIZE, self.shared)
         self.rows: list[Row] = []
         # The tokens whose KV each page holds, all from the first on: what attention would read.

@@ -1,0 +1,65 @@
+"""The part of the scheduler's section that is about the prefix cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.section import Section
+
+
+class CacheSettings(Section):
+    """Who finds what, who may keep how much. Shares are of a tier's pages, spans are in epochs."""
+
+    cache: Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"] = "user_aware"
+    """Prefix cache: what enough users have computed themselves is public and the rest is theirs; only what the
+    operator pinned is public; one per user; one for all (fast and leaky: for trusted users only); or none."""
+    epoch_seconds: float = Field(default=10.0, gt=0)
+    """Length of a cache epoch: windows of counters close, and prompts become public, at its end."""
+    cache_eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    """What goes first: longest unused, fewest uses, used only once, or used by requests of low priority."""
+    cache_promotion_principals: int = Field(default=3, ge=1)
+    """So many users must have computed a prompt before it is public (k); k - 1 colluders and victims learn nothing."""
+    cache_promotion_epochs: int = Field(default=30, ge=0)
+    """Their computations must lie within so many epochs of each other: five minutes."""
+    cache_tenant_counts_as_one: bool = False
+    """Count all users of a tenant as one, where who holds an API key can invent users."""
+    cache_repromotion_factor: int = Field(default=2, ge=1)
+    """What was public by mistake needs so many times the users to be public again."""
+    cache_content_check: bool = False
+    """Publish only what a content check has let pass; without one, nothing is then published."""
+    cache_verdict_epochs: int = Field(default=30, ge=1)
+    """A content check that has not answered by then is asked again."""
+    cache_remembered_chains: int = Field(default=65_536, ge=1)
+    """Prompts whose verdict or demotion is remembered, at about 100 bytes each."""
+    cache_hit_min: int = Field(default=16, ge=1)
+    """Hits in a window below which it says nothing about probing."""
+    cache_diversity_min: float = Field(default=0.125, ge=0, le=1)
+    """Users per hit below which a window with few users looks like probing."""
+    cache_jump_factor: int = Field(default=10, ge=1)
+    """A prompt that lay quiet and has so many times its hits is suspect after one window, not two."""
+    cache_few_creators: int = Field(default=6, ge=0)
+    """That holds for prompts with up to so many creators: more are proof enough."""
+    cache_continuation_limit: int = Field(default=256, ge=1)
+    """So many different continuations tried by one user below one public prompt in a window look like guessing."""
+    cache_demotion_quarantines: int = Field(default=2, ge=1)
+    """So many users who seem to probe a prompt show that it was private: it becomes so again."""
+    cache_quarantine_epochs: int = Field(default=6, ge=0)
+    """They are counted over so many epochs."""
+    cache_creators_limit: int = Field(default=32, ge=1)
+    """Creators kept per public prompt; they keep it when it is demoted."""
+    cache_quota_share: float = Field(default=0.25, gt=0, le=1)
+    """A user with more than this evicts its own pages first, so that a flood pushes nobody else out."""
+    cache_floor_share: float = Field(default=1 / 1024, ge=0, le=1)
+    """An active user's pages up to this go only when nobody has more."""
+    cache_active_epochs: int = Field(default=30, ge=0)
+    """A user is active for so many epochs after its last request."""
+    cache_headroom_share: float = Field(default=1 / 64, ge=0, lt=1)
+    """Pages freed ahead of need, which can be found until they are reused."""
+    cache_public_bonus_epochs: int = Field(default=6, ge=0)
+    """Public prompts outlive private ones by so many epochs for each doubling of their users."""
+    cache_strict_numerics: bool = False
+    """Never let users share pages unknowingly: KV computed in another batch may differ in the last bits."""
+    cache_merge_group_limit: int = Field(default=64, ge=2)
+    """Users of one prefix whose pages are merged in one epoch; bounds the work at its boundary."""

@@ -1,0 +1,138 @@
+"""Who gives up pages next: the principal most over its quota, then the coldest leaf of all."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from services.scheduler.cache.config import EvictionPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.node import Node
+
+# What is lower goes first.
+Coldness = tuple[int, ...]
+
+_OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
+# A heap is rebuilt when it has so many dead entries beside the live ones.
+_SPARE_ENTRIES = 32
+
+
+class EvictionQueue:
+    """Orders the candidates: LIVE nodes without lock and without LIVE children.
+
+    Each account has a heap of its candidates, and the accounts stand in one heap by (over quota, within it, within the
+    floor) and then by how far over or how cold their first candidate is. Entries are invalidated by their numbers and
+    left to be met, so a change costs O(log n) and a victim O(log n) amortised.
+    """
+
+    def __init__(self, config: CacheConfig, capacity: int) -> None:
+        """Start empty, for a tier of `capacity` pages."""
+        self.quota = max(1, int(capacity * config.quota_share))
+        self._floor = int(capacity * config.floor_share)
+        self._coldness = _coldness(config)
+        self._ranks: list[tuple[int, Coldness, int, Account]] = []
+        self._ranked = 0
+        self._next = 0
+
+    def push(self, node: Node) -> None:
+        """Take in a candidate; its coldness is what it is now."""
+        assert not node.queued
+        self._next += 1
+        node.queued = self._next
+        account = node.owner
+        account.candidates += 1
+        heapq.heappush(account.heap, (self._coldness(node), node.queued, node))
+        if account.heap[0][2] is node or self.is_over(account):
+            self.rank(account)
+
+    def discard(self, node: Node) -> None:
+        """Let go of a node that is no candidate any more, if it was one."""
+        if not node.queued:
+            return
+        node.queued = 0
+        account = node.owner
+        account.candidates -= 1
+        if not account.candidates:
+            account.heap.clear()
+            if account.rank:
+                account.rank = 0
+                self._ranked -= 1
+        elif len(account.heap) > 2 * account.candidates + _SPARE_ENTRIES:
+            account.heap = [entry for entry in account.heap if entry[2].queued == entry[1]]
+            heapq.heapify(account.heap)
+
+    def is_over(self, account: Account) -> bool:
+        """Whether a principal has more than its quota."""
+        return account.live_pages > self.quota and not account.is_public
+
+    def rank(self, account: Account) -> None:
+        """Look anew at where an account stands; to be called when that may have become more urgent."""
+        if not account.candidates:
+            return
+        self._next += 1
+        if not account.rank:
+            self._ranked += 1
+        account.rank = self._next
+        heapq.heappush(self._ranks, (*self._urgency(account), self._next, account))
+        if len(self._ranks) > 2 * self._ranked + _SPARE_ENTRIES:
+            self._ranks = [entry for entry in self._ranks if entry[3].rank == entry[2]]
+            heapq.heapify(self._ranks)
+
+    def first(self) -> Node | None:
+        """Return who goes next; it stays a candidate."""
+        while self._ranks:
+            urgency, detail, number, account = self._ranks[0]
+            if account.rank != number:
+                heapq.heappop(self._ranks)
+            elif (urgency, detail) != self._urgency(account):
+                heapq.heappop(self._ranks)
+                self.rank(account)
+            else:
+                return self.first_of(account)
+        return None
+
+    def first_of(self, account: Account) -> Node | None:
+        """Return which of its nodes a principal gives up next."""
+        heap = account.heap
+        while heap:
+            _, number, node = heap[0]
+            if node.queued == number:
+                return node
+            heapq.heappop(heap)
+        return None
+
+    def _urgency(self, account: Account) -> tuple[int, Coldness]:
+        first = self.first_of(account)
+        assert first is not None, "ranked accounts have candidates"
+        if self.is_over(account):
+            return _OVER_QUOTA, (self.quota - account.live_pages,)
+        within_floor = account.is_active and account.live_pages <= self._floor
+        return _WITHIN_FLOOR if within_floor else _WITHIN_QUOTA, account.heap[0][0]
+
+
+def _coldness(config: CacheConfig) -> Callable[[Node], Coldness]:
+    """Return the order of the configured policy. What is deeper goes first by itself, as only leaves are candidates."""
+    bonus = config.public_bonus_epochs
+
+    def lru(node: Node) -> Coldness:
+        return node.pinned, node.priority, node.epoch + bonus * node.u_pre.bit_length(), node.last_access
+
+    def lfu(node: Node) -> Coldness:
+        return node.pinned, node.priority, (node.uses + node.u_pre).bit_length(), node.last_access
+
+    def slru(node: Node) -> Coldness:
+        recency = node.epoch + bonus * node.u_pre.bit_length(), node.last_access
+        return node.pinned, node.priority, node.uses > 1, *recency
+
+    match config.eviction:
+        case EvictionPolicy.LFU:
+            return lfu
+        case EvictionPolicy.SLRU:
+            return slru
+        case _:  # under PRIORITY, requests set the priorities; else they are all 0
+            return lru

@@ -1,0 +1,110 @@
+"""How a row's computed pages get into the tree: whose they are, and what they are evidence of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.scheduler.cache.config import Mode
+from services.scheduler.cache.interface import CacheEventKind
+
+if TYPE_CHECKING:
+    from common.steps import PageIds
+    from services.scheduler.cache.keys import PagedKey
+    from services.scheduler.cache.leases import Hold
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.pins import Pins
+    from services.scheduler.cache.promotion import Promoter
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.vigilance import Vigilance
+
+
+class Growth:
+    """Hangs new pages below a lease's path, and notes who has computed what."""
+
+    def __init__(self, store: NodeStore, promoter: Promoter, vigilance: Vigilance, pins: Pins) -> None:
+        """Work on the nodes of `store`; tell `promoter` of evidence and `vigilance` of proof of knowledge."""
+        self._store = store
+        self._promoter = promoter
+        self._vigilance = vigilance
+        self._pins = pins
+        self._is_user_aware = store.config.mode is Mode.USER_AWARE
+        self._allows_pins = store.config.mode.allows_pins
+
+    def claim(self, hold: Hold, deepest: Node, end: int, prompt_pages: int) -> None:
+        """Note that a row has computed what its view already had, from below the hold to `deepest`.
+
+        Args:
+            hold: The row's hold.
+            deepest: The end of what was found.
+            end: Its depth in pages.
+            prompt_pages: How many of the row's pages are its prompt.
+        """
+        node = deepest
+        while node is not hold.node:
+            start = end - len(node.pages)
+            if node.is_public:
+                self._vigilance.admit(node, hold.account)
+            elif start < prompt_pages and hold.may_promote:
+                upper = node if end <= prompt_pages else self._store.split(node, prompt_pages - start)
+                upper.prompt_epoch = self._store.epoch
+                self._promoter.note((upper,))
+                node = upper
+            end = start
+            assert node.parent is not None
+            node = node.parent
+
+    def grow(self, hold: Hold, node: Node, key: PagedKey, pages: PageIds, prompt_pages: int) -> Node:
+        """Put new pages below `node`; return the node they end in.
+
+        Args:
+            hold: The row's hold.
+            node: Where the tree ends for the row.
+            key: The row's tokens.
+            pages: The pages of the key's end.
+            prompt_pages: How many of the row's pages are its prompt.
+        """
+        start = key.pages - len(pages)
+        pinned = self._pins.covered_pages(key) if self._allows_pins else 0
+        cuts = {key.pages}
+        if start < pinned:
+            cuts.add(pinned)
+        if self._is_user_aware and start < prompt_pages:
+            cuts.add(prompt_pages)
+        begin = start
+        for end in sorted(cuts):
+            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and hold.may_promote
+            part = pages[begin - start : end - start]
+            node = self._add(hold, node, key.slice(begin, end), part, (is_evidence, end <= pinned))
+            begin = end
+        return node
+
+    def raise_priority(self, node: Node, priority: int) -> None:
+        """Let a path count as used by a request of `priority`."""
+        while node.parent is not None:
+            node.priority = max(node.priority, priority)
+            node = node.parent
+
+    def _add(self, hold: Hold, node: Node, key: bytes, pages: PageIds, kind: tuple[bool, bool]) -> Node:
+        is_evidence, is_pinned = kind
+        owner = self._store.accounts.public if is_pinned else hold.account
+        # Chunks of one prompt become one node, unless another lease or a child needs the boundary.
+        if (
+            node is hold.node
+            and node.lock_ref == 1
+            and not (node.children or node.joint or node.host_pages is not None)
+            and node.owner is owner
+            and node.prompt_epoch == (self._store.epoch if is_evidence else None)
+            and (node.no_promote, node.pinned) == (not (hold.may_promote or is_pinned), is_pinned)
+        ):
+            self._store.extend(node, key, pages)
+        else:
+            parent, node = node, self._store.attach(node, owner, key, pages)
+            node.prompt_epoch = self._store.epoch if is_evidence else None
+            node.no_promote, node.priority = not (hold.may_promote or is_pinned), hold.priority
+            if is_pinned:
+                node.pinned, node.generation = True, parent.generation
+                node.creators = {hold.account.scope: self._store.epoch}
+        if is_evidence:
+            self._promoter.note((node,))
+        self._store.emit(CacheEventKind.INSERTED, node)
+        return node

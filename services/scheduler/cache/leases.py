@@ -1,0 +1,85 @@
+"""Which row holds which path, also while the tree changes its shape under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.cache.interface import Lease, LeaseId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from common.steps import PageIds
+    from common.types import Principal
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+
+NO_PAGES: PageIds = np.empty(0, np.int32)
+NO_PAGES.flags.writeable = False
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What stands behind a lease: the path up to `node` is locked; None for a lease on nothing.
+
+    Through a closed hold nothing more is inserted: the row's path has left its principal's view while it ran, and
+    `node` is what is left of it. `held` are the pages of the rest, protected as long as the row may read them.
+    """
+
+    account: Account
+    node: Node | None
+    may_promote: bool = True
+    priority: int = 0
+    held: PageIds = field(default_factory=lambda: NO_PAGES)
+    is_closed: bool = False
+
+
+class Leases:
+    """Owns the holds of all leases."""
+
+    def __init__(self, page_size: int) -> None:
+        """Start without leases."""
+        self._page_size = page_size
+        self._next = 0
+        self._holds: dict[LeaseId, Hold] = {}
+
+    def open(self, hold: Hold, principal: Principal, pages: PageIds) -> Lease:
+        """Return a new lease on `pages`."""
+        pages.flags.writeable = False
+        lease = Lease(LeaseId(self._next), principal, len(pages) * self._page_size, pages)
+        self._next += 1
+        self._holds[lease.lease_id] = hold
+        return lease
+
+    def hold(self, lease: Lease) -> Hold:
+        """Return what a living lease holds."""
+        assert lease.lease_id in self._holds, f"lease {lease.lease_id} was released or replaced before"
+        return self._holds[lease.lease_id]
+
+    def close(self, lease: Lease) -> Hold:
+        """End a lease; return what it held."""
+        hold = self.hold(lease)
+        del self._holds[lease.lease_id]
+        return hold
+
+    def all(self) -> Iterable[Hold]:
+        """Return all holds, oldest lease first."""
+        return self._holds.values()
+
+    def repoint(self, moved: Mapping[Node, Node]) -> None:
+        """Follow nodes that another node with the same end has taken the place of."""
+        for hold in self._holds.values():
+            while hold.node is not None and hold.node in moved:
+                hold.node = moved[hold.node]
+
+
+def orphan(store: NodeStore, hold: Hold, above: Node, pages: PageIds) -> None:
+    """Let a hold go on with the path to `above` alone, whose locks it keeps; `pages` are those of the rest."""
+    store.use.hold(pages)
+    hold.held = np.concatenate([hold.held, pages])
+    hold.node = above
+    hold.is_closed = True

@@ -1,0 +1,122 @@
+"""Makes the tree smaller without changing anybody's view: chains become one node, equal pages one page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.keys import common_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+
+# A place in a private subtree: a node, and how many of its pages lie before.
+_Cursor = tuple["Node", int]
+
+
+def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]) -> list[Node]:
+    """Compress chains and let equal private pages of different owners be one page; at an epoch boundary only.
+
+    Args:
+        store: Where the nodes are.
+        groups: Parent and first page of private subtrees that have grown.
+
+    Returns:
+        Nodes that were in use and could not be repointed, to be tried again.
+    """
+    compress_chains(store)
+    if store.config.strict_numerics:
+        return []
+    missed: list[Node] = []
+    for parent, page in groups:
+        if not parent.is_dead:
+            members = store.tree.group(parent, page)[-store.config.merge_group_limit :]
+            _merge_pages(store, members, missed)
+    return missed
+
+
+def compress_chains(store: NodeStore) -> None:
+    """Join each node that has become the parent of a single, equal child with it."""
+    loose, store.loose = store.loose, {}
+    for node in loose:
+        upper = node
+        while upper.parent is not None and not upper.is_dead and (child := _only_equal_child(store, upper)) is not None:
+            store.absorb_child(upper, child)
+            upper = child
+
+
+def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
+    """Return the child that a node can be one with: nobody ends between them, and nothing sets them apart."""
+    if len(node.children) != 1:
+        return None
+    children = store.tree.children(node)
+    if len(children) != 1 or node.is_soft_free or children[0].is_soft_free:
+        return None
+    child = children[0]
+    is_equal = (
+        node.owner is child.owner
+        and node.lock_ref == child.lock_ref
+        and not (node.host_ref or child.host_ref)
+        and node.last_access == child.last_access
+        and node.prompt_epoch == child.prompt_epoch
+        and (node.priority, node.pinned, node.no_promote) == (child.priority, child.pinned, child.no_promote)
+        and (node.generation, node.uses) == (child.generation, child.uses)
+        and (node.creators, node.quarantined) == (child.creators, child.quarantined)
+        and (node.hit_cur, node.hit_pre, node.u_pre) == (child.hit_cur, child.hit_pre, child.u_pre)
+        # Two counts of equal size might be of different principals.
+        and node.hit_cur == 0
+        and (node.host_pages is None) == (child.host_pages is None)
+    )
+    return child if is_equal else None
+
+
+def _merge_pages(store: NodeStore, members: list[Node], missed: list[Node]) -> None:
+    """Walk private subtrees side by side; where tokens agree, repoint all to the pages of one."""
+    stack: list[list[_Cursor]] = [[(member, 0) for member in members]]
+    while stack:
+        cursors = stack.pop()
+        if len(cursors) < 2 or cursors[0][0].is_public:
+            continue
+        pages = common_run([_rest(store, cursor) for cursor in cursors], store.tree.page_bytes)
+        # Who is in use cannot change its pages, so the others take its.
+        cursors.sort(key=lambda cursor: (cursor[0].is_soft_free, -cursor[0].lock_ref, cursor[0].node_id))
+        for cursor in cursors[1:]:
+            _repoint(store, cursor, cursors[0], pages, missed)
+        stack.extend(_followers(store, cursors, pages))
+
+
+def _rest(store: NodeStore, cursor: _Cursor) -> bytes:
+    node, offset = cursor
+    return node.key[offset * store.tree.page_bytes :]
+
+
+def _repoint(store: NodeStore, cursor: _Cursor, canonical: _Cursor, pages: int, missed: list[Node]) -> None:
+    (node, offset), (source, start) = cursor, canonical
+    wanted = source.pages[start : start + pages]
+    if np.array_equal(node.pages[offset : offset + pages], wanted):
+        return
+    if node.lock_ref or node.host_ref:
+        missed.append(node)
+        return
+    store.use.make_joint(source)
+    store.use.make_joint(node)
+    changed = node.pages.copy()
+    changed[offset : offset + pages] = wanted
+    store.set_pages(node, changed)
+    store.emit(CacheEventKind.MERGED, node)
+
+
+def _followers(store: NodeStore, cursors: list[_Cursor], pages: int) -> Iterable[list[_Cursor]]:
+    """Return what comes behind a common run, by next page."""
+    by_page: dict[bytes, list[_Cursor]] = {}
+    for node, offset in cursors:
+        ends = offset + pages
+        following = [(node, ends)] if ends < len(node.pages) else [(child, 0) for child in store.tree.children(node)]
+        for follower in following:
+            by_page.setdefault(_rest(store, follower)[: store.tree.page_bytes], []).append(follower)
+    return by_page.values()

@@ -1,0 +1,146 @@
+"""Counts a tier's cached pages by what may become of them, each physical page once however many nodes name it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.scheduler.cache.interface import NodeState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import PageIds
+    from services.scheduler.cache.node import Node
+
+_LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
+
+
+class PageUse:
+    """Owns the totals, and with them the changes of `lock_ref` between 0 and 1 and of `state`.
+
+    A page is protected if a locked node or a hold names it, else evictable if a LIVE node does, else soft-free. The
+    pages of most nodes are named by no other node: for these the totals change by the edge's length. Only the pages of
+    nodes marked `joint` are counted one by one, and a page that one joint node names is never in a node that is not
+    joint. A hold keeps pages protected for a row whose path has left its view while others' nodes still name them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Start with no page cached."""
+        self.evictable = 0
+        self.protected = 0
+        self.soft_free = 0
+        # Sum of all edges: what the cache holds references on.
+        self.references = 0
+        self._capacity = capacity
+        # How many joint nodes name a page, how many of them are locked (or holds), how many LIVE; [capacity] each.
+        # Made when the first pages are joint: isolated and shared caches never need them.
+        self._joint: NDArray[np.int32] | None = None
+
+    def enter(self, node: Node) -> None:
+        """Take in a node's pages."""
+        count = len(node.pages)
+        self.references += count
+        if node.joint:
+            self._count(node, 1)
+        else:
+            self._add(node, count)
+
+    def leave(self, node: Node) -> None:
+        """Let a node's pages go."""
+        count = len(node.pages)
+        self.references -= count
+        if node.joint:
+            self._count(node, -1)
+        else:
+            self._add(node, -count)
+
+    def lock(self, node: Node) -> None:
+        """Take the first lock."""
+        assert node.lock_ref == 0
+        if node.joint:
+            self._count(node, -1)
+            node.lock_ref = 1
+            self._count(node, 1)
+        else:
+            count = len(node.pages)
+            self.evictable -= count
+            self.protected += count
+            node.lock_ref = 1
+
+    def unlock(self, node: Node) -> None:
+        """Give back the last lock."""
+        assert node.lock_ref == 1
+        if node.joint:
+            self._count(node, -1)
+            node.lock_ref = 0
+            self._count(node, 1)
+        else:
+            count = len(node.pages)
+            self.protected -= count
+            self.evictable += count
+            node.lock_ref = 0
+
+    def set_state(self, node: Node, state: NodeState) -> None:
+        """Change an unlocked node's state."""
+        assert node.lock_ref == 0
+        self.leave(node)
+        node.state = state
+        self.enter(node)
+
+    def make_joint(self, node: Node) -> None:
+        """From now on, other nodes or holds may name this node's pages."""
+        if not node.joint:
+            self.leave(node)
+            node.joint = True
+            self.enter(node)
+
+    def hold(self, pages: PageIds) -> None:
+        """Protect pages for a row; nodes that name them are joint."""
+        self._lock_pages(pages, 1)
+
+    def give_up(self, pages: PageIds) -> None:
+        """Undo a `hold`."""
+        self._lock_pages(pages, -1)
+
+    def _add(self, node: Node, count: int) -> None:
+        if node.lock_ref:
+            self.protected += count
+        elif node.state is _SOFT_FREE:
+            self.soft_free += count
+        else:
+            self.evictable += count
+
+    def _count(self, node: Node, sign: int) -> None:
+        named, locked, live = self._arrays()
+        pages = node.pages
+        self._weigh(pages, -1)
+        named[pages] += sign
+        if node.lock_ref:
+            locked[pages] += sign
+        if node.state is _LIVE:
+            live[pages] += sign
+        self._weigh(pages, 1)
+
+    def _lock_pages(self, pages: PageIds, sign: int) -> None:
+        _, locked, _ = self._arrays()
+        self._weigh(pages, -1)
+        locked[pages] += sign
+        self._weigh(pages, 1)
+
+    def _weigh(self, pages: PageIds, sign: int) -> None:
+        """Add joint pages, as they are counted now, to the totals."""
+        named, locked, live = self._arrays()
+        is_named = named[pages] > 0
+        is_locked = is_named & (locked[pages] > 0)
+        is_live = is_named & ~is_locked & (live[pages] > 0)
+        protected, evictable = int(is_locked.sum()), int(is_live.sum())
+        self.protected += sign * protected
+        self.evictable += sign * evictable
+        self.soft_free += sign * (int(is_named.sum()) - protected - evictable)
+
+    def _arrays(self) -> NDArray[np.int32]:
+        if self._joint is None:
+            self._joint = np.zeros((3, self._capacity), np.int32)
+        return self._joint

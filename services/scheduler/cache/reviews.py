@@ -1,0 +1,117 @@
+"""Content checks before promotion: candidates go out, verdicts come back whenever they are ready."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NewType, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from common.types import TokenIds
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.node import Node
+
+CandidateId = NewType("CandidateId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionCandidate:
+    """A chain with enough evidence, from its first token on, [tokens] int32. Whose it is stays inside."""
+
+    candidate_id: CandidateId
+    token_ids: TokenIds
+
+
+class ContentVeto(Protocol):
+    """Looks for what must not become public. It can only say no: without evidence, nothing is asked."""
+
+    def allowed_tokens(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens may be public: all, none, or those before the first finding.
+
+        Whatever it raises counts as none.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class _Review:
+    hashes: Sequence[bytes]
+    members: list[Node]
+    asked_epoch: int
+
+
+class Reviews:
+    """Remembers what was asked, and verdicts by chained page hash."""
+
+    def __init__(self, config: CacheConfig, page_size: int) -> None:
+        """Start without verdicts."""
+        self._config = config
+        self._page_size = page_size
+        self._next = 0
+        self._pending: dict[CandidateId, _Review] = {}
+        self._asked: dict[bytes, CandidateId] = {}
+        self._outgoing: list[PromotionCandidate] = []
+        self._verdicts: OrderedDict[bytes, bool] = OrderedDict()
+
+    def allowed_pages(self, hashes: Sequence[bytes], key: bytes, members: list[Node], epoch: int) -> int:
+        """Return how many leading pages of a chain may be public, as far as is known; ask about the rest.
+
+        Args:
+            hashes: The chain's hash at each page.
+            key: Its tokens.
+            members: Nodes at its end, to be looked at again after the verdict.
+            epoch: Now.
+        """
+        allowed = 0
+        end = len(hashes)
+        for number, chain in enumerate(hashes, 1):
+            verdict = self._verdicts.get(chain)
+            if verdict:
+                allowed = number
+            elif verdict is False:
+                end = number - 1
+                break
+        if end > allowed and hashes[end - 1] not in self._asked:
+            self._ask(hashes[:end], np.frombuffer(key, np.int32)[: end * self._page_size], members, epoch)
+        return allowed
+
+    def take(self) -> tuple[PromotionCandidate, ...]:
+        """Return the candidates that have not been taken, once."""
+        taken, self._outgoing = tuple(self._outgoing), []
+        return taken
+
+    def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> Iterable[Node]:
+        """Take a verdict; return the nodes that it concerns. A late or repeated one changes nothing."""
+        review = self._pending.pop(candidate_id, None)
+        if review is None:
+            return ()
+        del self._asked[review.hashes[-1]]
+        pages = min(max(allowed_tokens, 0) // self._page_size, len(review.hashes))
+        for chain in review.hashes[:pages]:
+            self._remember(chain, is_allowed=True)
+        if pages < len(review.hashes):
+            self._remember(review.hashes[pages], is_allowed=False)
+        return review.members
+
+    def expire(self, epoch: int) -> None:
+        """Stop waiting for verdicts that were asked for too long ago."""
+        for candidate_id, review in list(self._pending.items()):
+            if epoch - review.asked_epoch > self._config.verdict_epochs:
+                del self._pending[candidate_id]
+                del self._asked[review.hashes[-1]]
+
+    def _ask(self, hashes: Sequence[bytes], token_ids: TokenIds, members: list[Node], epoch: int) -> None:
+        candidate_id = CandidateId(self._next)
+        self._next += 1
+        self._pending[candidate_id] = _Review(hashes, members, epoch)
+        self._asked[hashes[-1]] = candidate_id
+        self._outgoing.append(PromotionCandidate(candidate_id, token_ids))
+
+    def _remember(self, chain: bytes, *, is_allowed: bool) -> None:
+        self._verdicts[chain] = is_allowed
+        self._verdicts.move_to_end(chain)
+        while len(self._verdicts) > self._config.remembered_chains:
+            self._verdicts.popitem(last=False)

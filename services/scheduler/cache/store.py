@@ -1,0 +1,248 @@
+"""The primitive changes of the tree, each of which leaves pages, accounts, queue and events in agreement."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from services.scheduler.cache.accounts import Accounts
+from services.scheduler.cache.counters import roll_over
+from services.scheduler.cache.events import CacheEvents
+from services.scheduler.cache.eviction import EvictionQueue
+from services.scheduler.cache.interface import CacheEventKind, NodeState
+from services.scheduler.cache.page_use import PageUse
+from services.scheduler.cache.tree import PageTree
+from services.scheduler.cache.views import view
+
+if TYPE_CHECKING:
+    from common.steps import PageIds
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.pages import PageAllocator
+
+_LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
+
+
+class NodeStore:
+    """Owns tree, accounts, eviction queue and soft-free list, over the pages of `allocator`.
+
+    The cache's collaborators change nodes through it alone. `epoch` and the logical clock live here, so that there is
+    one of each.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, config: CacheConfig) -> None:
+        """Start empty."""
+        self.config = config
+        self.allocator = allocator
+        self.accounts = Accounts(config.active_epochs)
+        self.tree = PageTree(page_size, self.accounts.public)
+        self.use = PageUse(allocator.capacity)
+        self.queue = EvictionQueue(config, allocator.capacity)
+        self.events = CacheEvents()
+        self.epoch = 0
+        # Soft-free nodes, the ones freed first in front; a node always stands behind its descendants. Upper halves of
+        # soft-free nodes that have just been split are not in it.
+        self.soft: OrderedDict[Node, None] = OrderedDict()
+        # PUBLIC nodes with hits in the current epoch, whose window has to be closed at its end.
+        self.touched: list[Node] = []
+        # Private nodes with new evidence since the last epoch boundary: only there can a threshold have been reached.
+        self.fresh: dict[Node, None] = {}
+        # Nodes whose only child may be of one piece with them.
+        self.loose: dict[Node, None] = {}
+        self._clock = 0
+
+    # --- growing ---
+
+    def attach(self, parent: Node, owner: Account, key: bytes, pages: PageIds, *, is_joint: bool = False) -> Node:
+        """Hang a new unlocked leaf below `parent`, with a reference on each of its pages; then lock or `offer` it."""
+        self.allocator.retain(pages)
+        self.queue.discard(parent)
+        node = self.tree.attach(parent, owner, key, pages)
+        node.epoch, node.joint = self.epoch, is_joint
+        owner.nodes += 1
+        owner.live_pages += len(pages)
+        self.use.enter(node)
+        return node
+
+    def extend(self, leaf: Node, key: bytes, pages: PageIds) -> None:
+        """Lengthen a locked leaf that is not joint."""
+        assert leaf.lock_ref
+        assert not leaf.joint
+        self.allocator.retain(pages)
+        self.use.leave(leaf)
+        self.tree.extend(leaf, key, pages)
+        self.use.enter(leaf)
+        leaf.owner.live_pages += len(pages)
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Cut an edge; return the new upper half. A SOFT_FREE one is to be locked or made LIVE at once."""
+        upper = self.tree.split(node, pages)
+        upper.owner.nodes += 1
+        if upper.hit_cur:
+            self.touched.append(upper)
+        if node in self.fresh:
+            self.fresh[upper] = None
+        self.loose[upper] = None
+        self.emit(CacheEventKind.SPLIT, upper)
+        self.emit(CacheEventKind.SPLIT, node)
+        return upper
+
+    # --- locks and recency ---
+
+    def lock_path(self, node: Node, above: Node) -> None:
+        """Lock the path from below `above` to `node`, revive it, and touch all of the path from the root."""
+        at = node
+        while at is not above:
+            at.uses += 1
+            if at.lock_ref:
+                at.lock_ref += 1
+            else:
+                if at.state is _SOFT_FREE:
+                    self.revive(at)
+                elif at.queued:
+                    self.queue.discard(at)
+                self.use.lock(at)
+            assert at.parent is not None
+            at = at.parent
+        self._touch(node)
+
+    def unlock_path(self, node: Node, above: Node) -> None:
+        """Take one lock from the path from below `above` to `node`, and touch it: until now it was in use."""
+        self._touch(node)
+        at = node
+        while at is not above:
+            assert at.lock_ref > 0
+            if at.lock_ref > 1:
+                at.lock_ref -= 1
+            else:
+                self.use.unlock(at)
+                self.offer(at)
+            assert at.parent is not None
+            at = at.parent
+
+    def offer(self, node: Node) -> None:
+        """Make a node a candidate for eviction if it can be one and is none."""
+        if node.lock_ref or node.live_children or node.queued or node.host_ref:
+            return
+        if node.state is _LIVE and node.parent is not None:
+            self.queue.push(node)
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        while node.parent is not None:
+            node.last_access = self._clock
+            if node.epoch != self.epoch:
+                roll_over(node, self.epoch)
+            node = node.parent
+
+    # --- logical free ---
+
+    def soften(self, node: Node, pages: int) -> None:
+        """Mark a candidate, or if it is longer than `pages` its tail, as free; it stays to be found."""
+        self.queue.discard(node)
+        upper = self.split(node, len(node.pages) - pages) if pages < len(node.pages) else node.parent
+        assert upper is not None
+        self.use.set_state(node, _SOFT_FREE)
+        node.owner.live_pages -= len(node.pages)
+        self.soft[node] = None
+        upper.live_children -= 1
+        self.emit(CacheEventKind.SOFT_FREED, node)
+        self.offer(upper)
+
+    def revive(self, node: Node) -> None:
+        """Make a soft-free node LIVE again; the caller sees to its ancestors."""
+        self.soft.pop(node, None)
+        self.use.set_state(node, _LIVE)
+        node.owner.live_pages += len(node.pages)
+        assert node.parent is not None
+        node.parent.live_children += 1
+        self.queue.discard(node.parent)
+        self.emit(CacheEventKind.REVIVED, node)
+
+    def reclaim_oldest(self, pages: int) -> int:
+        """Take up to `pages` pages from the node that was soft-freed first; return how many became free."""
+        node = next(iter(self.soft))
+        if len(node.pages) <= pages:
+            return self.remove(node, CacheEventKind.RECLAIMED)
+        self.use.leave(node)
+        dropped = self.tree.trim(node, pages)
+        self.use.enter(node)
+        self.emit(CacheEventKind.RECLAIMED, node)
+        return self.allocator.release(dropped)
+
+    # --- shrinking and reshaping ---
+
+    def remove(self, leaf: Node, kind: CacheEventKind = CacheEventKind.EVICTED) -> int:
+        """Take an unlocked leaf out of the tree; return how many pages became free."""
+        assert leaf.lock_ref == 0
+        self.queue.discard(leaf)
+        if leaf.state is _LIVE:
+            leaf.owner.live_pages -= len(leaf.pages)
+        else:
+            self.soft.pop(leaf, None)
+        self.use.leave(leaf)
+        parent, owner = leaf.parent, leaf.owner
+        pages = self.tree.detach(leaf)
+        owner.nodes -= 1
+        self.emit(kind, leaf)
+        self.accounts.forget_if_empty(owner)
+        assert parent is not None
+        self.offer(parent)
+        self.loose[parent] = None
+        return self.allocator.release(pages)
+
+    def remove_below(self, top: Node) -> int:
+        """Take an unlocked node with all that hangs below it out of the tree; return how many pages became free."""
+        nodes = [top, *(node for node, _ in self.tree.walk(top))]
+        return sum(self.remove(node) for node in reversed(nodes))
+
+    def rehang(self, node: Node, parent: Node) -> None:
+        """Move a subtree to another parent that holds the same tokens."""
+        old = node.parent
+        assert old is not None
+        self.queue.discard(parent)
+        self.tree.rehang(node, parent)
+        self.offer(parent)
+        self.offer(old)
+        self.emit(CacheEventKind.MERGED, node)
+
+    def hand_over(self, node: Node, owner: Account) -> None:
+        """Make a LIVE node another owner's; the caller offers it again."""
+        assert node.state is _LIVE
+        self.queue.discard(node)
+        former = node.owner
+        for account, sign in ((former, -1), (owner, 1)):
+            account.nodes += sign
+            account.live_pages += sign * len(node.pages)
+        self.tree.hand_over(node, owner)
+        self.accounts.forget_if_empty(former)
+
+    def set_pages(self, node: Node, pages: PageIds) -> int:
+        """Let an unlocked joint node name other pages with the same content; return how many became free."""
+        assert node.joint
+        assert node.lock_ref == 0
+        self.use.leave(node)
+        old, node.pages = node.pages, pages
+        node.pages.flags.writeable = False
+        self.use.enter(node)
+        return self.allocator.exchange(old, pages)
+
+    def absorb_child(self, node: Node, child: Node) -> None:
+        """Make one node of two with equal locks and state; `child` stays, and ends where it ended."""
+        self.queue.discard(node)
+        for half in (node, child):
+            self.use.leave(half)
+        self.tree.absorb_child(node, child)
+        child.joint = child.joint or node.joint
+        self.use.enter(child)
+        node.owner.nodes -= 1
+        self.emit(CacheEventKind.MERGED, node)
+        self.emit(CacheEventKind.MERGED, child)
+
+    def emit(self, kind: CacheEventKind, node: Node) -> None:
+        """Tell the listeners of a change of `node`."""
+        if self.events.is_heard:
+            self.events.emit(kind, view(self.tree, node, self.tree.depth_pages(node)))
+        else:
+            self.events.emit(kind)

@@ -1,0 +1,284 @@
+"""Random lives of several users' rows over the user-aware cache, side by side with the oracle of views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.types import Principal
+from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.interface import NodeState, Visibility
+from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
+from tests.services.scheduler.cache.driver import int32
+from tests.services.scheduler.cache.view_oracle import Held, Path, ViewOracle
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.interface import Lease
+
+PAGE_SIZE = 2
+USERS = ("ann", "bob", "cid", "dan")
+
+users = st.sampled_from(USERS)
+# Few distinct prompts, so that users meet; the long ones share a stem, as with a system prompt.
+prompts = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=9),
+    st.lists(st.integers(0, 1), max_size=5).map(lambda tail: [0, 0, 0, 0, *tail, 1]),
+)
+picks = st.integers(0, 1000)
+configs = st.builds(
+    CacheConfig,
+    promotion_principals=st.sampled_from([1, 2, 2, 2, 3]),
+    promotion_epochs=st.integers(0, 3),
+    hit_min=st.integers(1, 3),
+    diversity_min=st.sampled_from([0.4, 1.0]),
+    jump_factor=st.sampled_from([1, 10]),
+    demotion_quarantines=st.integers(1, 2),
+    quota_share=st.sampled_from([0.3, 1.0]),
+    floor_share=st.sampled_from([0.0, 0.1]),
+    headroom_share=st.sampled_from([0.0, 0.2]),
+    active_epochs=st.integers(0, 2),
+    strict_numerics=st.booleans(),
+    continuation_limit=st.just(1_000_000),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    user: str
+    ids: list[int]
+    prompt_tokens: int
+    computed: int
+    lease: Lease
+    table: list[int]
+    # None for a row that may not use the cache.
+    held: Held | None
+    may_promote: bool
+
+
+class UserAwareMachine(RuleBasedStateMachine):
+    @initialize(config=configs, capacity=st.sampled_from([24, 60]))
+    def start(self, config: CacheConfig, capacity: int) -> None:
+        self.allocator = PageAllocator(capacity)
+        self.cache = RadixCache(self.allocator, PAGE_SIZE, config)
+        self.oracle = ViewOracle(config, PAGE_SIZE)
+        self.rows: list[Row] = []
+        # The tokens whose KV each page holds, all from the first on: what attention would read.
+        self.content: dict[int, Path] = {}
+
+    @rule(user=users, ids=prompts, cache_mode=st.sampled_from(["use", "use", "use", "use", "private", "none"]))
+    def admit(self, user: str, ids: list[int], cache_mode: str, repeated: bool = False) -> None:
+        principal = Principal("tenant", user)
+        held = None
+        if cache_mode == "none":
+            lease = self.cache.commit_nothing(principal)
+        else:
+            held = self.oracle.commit(user, ids, repeated=repeated)
+            lease = self.cache.commit(principal, int32(ids), repeated=repeated, may_promote=cache_mode == "use")
+        assert lease.matched_tokens == (held.length if held else 0)
+        row = Row(user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), held, cache_mode == "use")
+        self.rows.append(row)
+        if not self.grow(row):
+            self.end(row)
+
+    @rule(user=users, ids=prompts, generated=st.lists(st.integers(0, 1), max_size=4))
+    def serve(self, user: str, ids: list[int], generated: list[int]) -> None:
+        before = len(self.rows)
+        self.admit(user, ids, "use")
+        if len(self.rows) > before:
+            row = self.rows[-1]
+            self.compute(row, len(ids))
+            self.insert(row, repoint=True)
+            row.ids = ids + generated
+            if self.grow(row):
+                self.compute(row, len(row.ids))
+            self.insert(row, repoint=False)
+            self.end(row)
+
+    @rule(ids=prompts, times=st.integers(1, 4))
+    def share(self, ids: list[int], times: int) -> None:
+        for user in USERS[:times]:
+            self.serve(user, ids, [])
+
+    @rule(user=users, ids=prompts, times=st.integers(2, 4))
+    def probe(self, user: str, ids: list[int], times: int) -> None:
+        for _ in range(times):
+            self.admit(user, ids, "use")
+            self.end_last(user)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks, tokens=st.integers(1, 6), repoint=st.booleans())
+    def prefill(self, pick: int, tokens: int, repoint: bool) -> None:
+        row = self.rows[pick % len(self.rows)]
+        self.compute(row, min(len(row.ids), row.computed + tokens))
+        self.insert(row, repoint=repoint)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks, generated=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def decode(self, pick: int, generated: list[int]) -> None:
+        row = self.rows[pick % len(self.rows)]
+        row.ids = row.ids + generated
+        if self.grow(row):
+            self.compute(row, len(row.ids))
+        else:
+            self.preempt(pick)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks)
+    def finish(self, pick: int) -> None:
+        row = self.rows[pick % len(self.rows)]
+        self.insert(row, repoint=False)
+        self.end(row)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        row = self.rows[pick % len(self.rows)]
+        self.insert(row, repoint=False)
+        self.end(row)
+        self.admit(row.user, row.ids, "none" if row.held is None else "use", repeated=True)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        self.end(self.rows[pick % len(self.rows)])
+
+    @rule(pages=st.integers(1, 4))
+    def evict(self, pages: int) -> None:
+        free = self.allocator.free_pages
+        assert self.cache.evict(pages) == self.allocator.free_pages - free
+        self.adopt()
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+        self.adopt()
+        assert self.oracle.entries() == self.oracle.locked()
+
+    @rule(user=users)
+    def forget(self, user: str) -> None:
+        self.oracle.forget(user)
+        self.cache.forget(Principal("tenant", user))
+
+    @rule(epochs=st.sampled_from([1, 1, 1, 1, 2, 5]))
+    def next_epoch(self, epochs: int) -> None:
+        soft = {path for (owner, path), state in self.entries().items() if owner is None and state}
+        self.oracle.advance(self.oracle.epoch + epochs, soft)
+        self.cache.advance(self.cache.epoch + epochs)
+
+    # --- a row's steps ---
+
+    def grow(self, row: Row) -> bool:
+        """Give the row pages for all its ids, evicting as needed."""
+        missing = -(-len(row.ids) // PAGE_SIZE) - len(row.table)
+        if missing > self.allocator.free_pages:
+            available = self.allocator.free_pages + self.cache.soft_free_pages + self.cache.evictable_pages
+            self.cache.evict(missing - self.allocator.free_pages)
+            self.adopt()
+            assert (missing <= self.allocator.free_pages) == (missing <= available)
+        pages = self.allocator.try_allocate(missing)
+        if pages is None:
+            return False
+        for page in pages.tolist():
+            self.content.pop(page, None)
+        row.table += pages.tolist()
+        return True
+
+    def compute(self, row: Row, end: int) -> None:
+        for position in range(row.computed, end):
+            self.content[row.table[position // PAGE_SIZE]] = tuple(row.ids[: position + 1])
+        row.computed = max(row.computed, end)
+
+    def insert(self, row: Row, *, repoint: bool) -> None:
+        ids = row.ids[: row.computed]
+        insertion = self.cache.insert(row.lease, int32(ids), int32(row.table), row.prompt_tokens)
+        row.lease = insertion.lease
+        if row.held is None or row.held.is_closed:
+            assert not len(insertion.duplicates)
+            return
+        self.oracle.insert(row.held, ids, row.prompt_tokens, may_promote=row.may_promote)
+        if repoint and insertion.first_duplicate is not None:
+            first = insertion.first_duplicate
+            before = list(row.table)
+            row.table[first : len(insertion.pages)] = insertion.pages[first:].tolist()
+            self.allocator.exchange(insertion.duplicates, insertion.canonical)
+            known = set(insertion.duplicates.tolist())
+            assert {old for old, new in zip(before, row.table, strict=True) if old != new} >= known
+
+    def end(self, row: Row) -> None:
+        self.rows.remove(row)
+        self.allocator.release(int32(row.table))
+        self.cache.release(row.lease)
+        if row.held is not None:
+            self.oracle.release(row.held)
+
+    def end_last(self, user: str) -> None:
+        if self.rows and self.rows[-1].user == user:
+            self.end(self.rows[-1])
+
+    # --- comparison ---
+
+    def entries(self) -> dict[tuple[str | None, Path], bool]:
+        """Return what the cache holds, page by page, and whether it is soft-free."""
+        held: dict[tuple[str | None, Path], bool] = {}
+        tokens_above: dict[int, Path] = {}
+        for node in self.cache.dump():
+            above = () if node.parent_id is None else tokens_above[node.parent_id]
+            tokens = above + tuple(node.token_ids.tolist())
+            tokens_above[node.node_id] = tokens
+            assert len(tokens) == node.depth_tokens
+            assert (node.owner is None) == (node.visibility is Visibility.PUBLIC)
+            owner = None if node.owner is None else node.owner.user
+            for number, page in enumerate(node.pages.tolist(), 1):
+                path = tokens[: len(above) + number * PAGE_SIZE]
+                held[owner, path] = node.state is NodeState.SOFT_FREE
+                assert self.content[page] == path, "the page holds what the node says"
+        return held
+
+    def adopt(self) -> None:
+        """Let the oracle drop what the cache has evicted, if it was free to."""
+        gone = self.oracle.entries() - self.entries().keys()
+        assert not gone & self.oracle.locked()
+        self.oracle.drop(gone)
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert not (found := violations(self.cache)), found
+        cached, expected = self.entries().keys(), self.oracle.entries()
+        assert not cached ^ expected, (cached - expected, expected - cached)
+        for user in USERS:
+            for path in {path for _, path in self.oracle.entries()} | {(0,) * 5}:
+                for probe in ([*path, 0], [*path, 1]):
+                    length = self.oracle.match(user, probe)
+                    assert self.cache.peek(Principal("tenant", user), int32(probe)) == length
+
+    @invariant()
+    def rows_read_their_own_tokens(self) -> None:
+        for row in getattr(self, "rows", []):
+            for index in range(row.computed // PAGE_SIZE):
+                assert self.content[row.table[index]] == tuple(row.ids[: (index + 1) * PAGE_SIZE])
+
+    @invariant()
+    def every_reference_has_a_holder(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        tables = {f"{number}": int32(row.table) for number, row in enumerate(self.rows)}
+        assert audit(self.allocator, self.cache, tables).is_clean
+        accounting = account(self.allocator, self.cache, sum(len(table) for table in tables.values()))
+        assert accounting.is_exact
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for row in list(self.rows):
+            self.end(row)
+        self.cache.flush()
+        assert self.allocator.free_pages == self.allocator.capacity
+        assert len(self.cache.store.accounts) == 0

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from common.types import CacheMode, Principal
+from common.wire import cache_mode_from_wire, cache_mode_to_wire
+from protos.gen.pando.v1 import scheduler_pb2
+from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeState, NodeView, Visibility
+from services.scheduler.convert import event_to_wire, node_to_wire
+
+NODE = NodeView(
+    node_id=NodeId(7),
+    parent_id=NodeId(3),
+    edge_tokens=2,
+    depth_tokens=4,
+    visibility=Visibility.PUBLIC,
+    owner=Principal("acme", "ann"),
+    lock_ref=1,
+    last_access=9,
+    pages=np.array([5], np.int32),
+    token_ids=np.array([1, 2], np.int32),
+    state=NodeState.SOFT_FREE,
+    hits=11,
+    users=12,
+    previous_hits=13,
+    previous_users=14,
+    epoch=15,
+    creators=16,
+    quarantined=17,
+    generation=18,
+    priority=-1,
+    pinned=True,
+    no_promote=True,
+)
+
+
+def test_every_field_of_a_node_is_told() -> None:
+    message = node_to_wire(NODE, is_admin=True, with_ids=True)
+    assert [field.name for field, _ in message.ListFields()] == [
+        field.name for field in scheduler_pb2.TreeNode.DESCRIPTOR.fields
+    ]
+    assert (message.hits, message.users, message.previous_hits, message.previous_users) == (11, 12, 13, 14)
+    assert (message.epoch, message.creators, message.quarantined, message.generation) == (15, 16, 17, 18)
+    assert message.state == scheduler_pb2.NODE_STATE_SOFT_FREE
+
+
+def test_neither_owner_nor_tokens_without_credential() -> None:
+    message = node_to_wire(NODE, is_admin=False, with_ids=True)
+    assert not message.HasField("owner")
+    assert not message.token_ids
+
+
+@pytest.mark.parametrize("kind", CacheEventKind)
+def test_every_kind_of_event_has_its_name_on_the_wire(kind: CacheEventKind) -> None:
+    message = event_to_wire(CacheEvent(3, kind, NODE), is_admin=False)
+    assert scheduler_pb2.CacheEventKind.Name(message.kind) == f"CACHE_EVENT_KIND_{kind.name}"
+
+
+@pytest.mark.parametrize("mode", CacheMode)
+def test_cache_modes_survive_the_wire(mode: CacheMode) -> None:
+    assert cache_mode_from_wire(cache_mode_to_wire(mode)) is mode
