@@ -71,7 +71,7 @@ def gateway() -> FakedGateway:
         ({"user_id": "a\u0000b"}, "user_id", "control"),
         ({"safety_identifier": "a\nb"}, "safety_identifier", "control"),
         ({"priority": 2**40}, "priority", "less than"),
-        ({"cache_mode": "all"}, "cache_mode", "'default' or 'none'"),
+        ({"cache_mode": "all"}, "cache_mode", "'default', 'private' or 'none'"),
     ],
 )
 async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, param: str, words: str) -> None:
