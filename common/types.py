@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
-PageId = NewType("PageId", int)
 StepId = NewType("StepId", int)
 
 # [tokens] int32. Vocabulary ids of every model fit; the wire carries them as fixed32.
@@ -38,6 +37,7 @@ class Principal:
 class SamplingParams:
     """How the next token is drawn: a pure function of logits, these fields and the token's position."""
 
+    # 0: the most likely token is always taken.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -48,11 +48,6 @@ class SamplingParams:
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:

@@ -66,7 +66,7 @@ def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
 
 def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None:
     sampling = wire.sampling_from_wire(common_pb2.SamplingParams())
-    assert sampling.is_greedy
+    assert sampling.temperature == 0.0
     assert sampling.top_p == 1.0
     assert not sampling.has_penalties
 
