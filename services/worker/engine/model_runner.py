@@ -24,6 +24,7 @@ from services.worker.engine.backends import (
 from services.worker.engine.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.host import available_memory
+from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.interface import AttentionShape
 from services.worker.engine.kv_pool import KvPool, allocate_pool, bytes_per_token
 from services.worker.engine.parallel.group import RankGroup, join_group
@@ -108,6 +109,7 @@ class _Loader:
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
+            keep_freed_memory()
         report(0.0, "preparing kernels")
         self._backend: Backend = select_backend(options, self._dtype, self._device, threads)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)

@@ -1,4 +1,7 @@
-"""Layer operations by the compiled operators: CPUs only, activations in float32 whatever the type of the weights."""
+"""Layer operations by the compiled operators: CPUs only, activations in float32 whatever the type of the weights.
+
+Products with bfloat16 weights round their inputs to bfloat16 where the processor has an instruction for such pairs.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,16 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import GatedLinear, Linear
 
 
+_INPUTS_PER_STEP = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix [outputs, inputs] as native/matrix.hpp wants it: [panels, inputs, panel], the last panel filled up."""
+    """A matrix [outputs, inputs] as native/matrix.hpp wants it.
+
+    `panels` is [panels, inputs / pair, panel, pair], the last panel filled up with zeros; pair is 2 for bfloat16, else
+    1.
+    """
 
     panels: torch.Tensor
     bias: torch.Tensor | None  # [outputs] float32
@@ -132,11 +142,12 @@ class NativeKernels:
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
         outputs, inputs = weight.shape
-        panel = self._library.panel
-        panels = -(-outputs // panel)
-        packed = self._arena.zeros((panels, inputs, panel), self._dtype)
-        whole = outputs // panel
-        packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
+        panel, pair = self._library.panel, _INPUTS_PER_STEP[self._dtype]
+        assert inputs % pair == 0, "no model has layers of odd width"
+        panels, whole = -(-outputs // panel), outputs // panel
+        packed = self._arena.zeros((panels, inputs // pair, panel, pair), self._dtype)
+        rows = weight.reshape(outputs, inputs // pair, pair)
+        packed[:whole] = rows[: whole * panel].view(whole, panel, inputs // pair, pair).transpose(1, 2)
         if whole < panels:
-            packed[whole, :, : outputs - whole * panel] = weight[whole * panel :].T
+            packed[whole, :, : outputs - whole * panel] = rows[whole * panel :].transpose(0, 1)
         return PackedMatrix(packed, None if bias is None else bias.float().contiguous(), inputs, outputs)

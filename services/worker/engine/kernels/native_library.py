@@ -89,4 +89,6 @@ class NativeLibrary:
         """Floats in a vector register: head_dim and page_size must be multiples."""
         self.panel: int = library.pando_panel()
         """Outputs in a panel of a laid-out matrix."""
+        self.rounds_inputs: bool = bool(library.pando_rounds_inputs())
+        """Whether products with bfloat16 weights round their inputs, too."""
         self.max_head_dim: int = library.pando_max_head_dim()

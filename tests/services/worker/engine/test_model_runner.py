@@ -122,11 +122,12 @@ def test_smaller_kv_stays_close(model: Path, backend: str, kv_dtype: str, tolera
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_compiled_operators_compute_in_float32_with_smaller_weights(model: Path, dtype: str) -> None:
+def test_smaller_weights_give_what_transformers_gives_with_rounded_ones(model: Path, dtype: str) -> None:
     expected = reference_logits(model, PROMPT, rounded=getattr(torch, dtype))
     driver = Driver(load(model, backend="compiled", dtype=dtype))
     got = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
-    torch.testing.assert_close(got, expected, atol=3e-4, rtol=1e-4)
+    # Some processors round the inputs of products to bfloat16, too.
+    assert (got - expected).norm() / expected.norm() < (1e-5 if dtype == "float16" else 0.05)
 
 
 def test_capacity_tells_what_was_allocated(model: Path) -> None:

@@ -27,6 +27,8 @@ extern "C" {
 
 int pando_lanes() { return pando::kLanes; }
 int pando_panel() { return pando::kPanel; }
+// Whether products with bfloat16 weights round their inputs to bfloat16 as well.
+int pando_rounds_inputs() { return std::is_same_v<pando::InputOf<pando::BFloat16>, pando::BFloat16>; }
 int pando_max_head_dim() { return pando::kMaxHeadDim; }
 
 void pando_linear(const float* inputs, const void* panels, int type, const float* bias, int tokens, int width_in,
@@ -34,7 +36,8 @@ void pando_linear(const float* inputs, const void* panels, int type, const float
   with_type(type, [&](auto element) {
     using Weight = decltype(element);
     const pando::Matrix<Weight> matrix{static_cast<const Weight*>(panels), bias, width_in, width_out};
-    pando::run_tiles(pando::Product<Weight>{matrix, inputs, outputs, accumulate != 0}, tokens, threads);
+    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * width_in, threads);
+    pando::run_tiles(pando::Product<Weight>{matrix, converted, outputs, accumulate != 0}, tokens, threads);
   });
 }
 
@@ -44,7 +47,8 @@ void pando_gated_linear(const float* inputs, const void* gate, const void* up, i
     using Weight = decltype(element);
     const pando::Matrix<Weight> gates{static_cast<const Weight*>(gate), gate_bias, width_in, width_out};
     const pando::Matrix<Weight> ups{static_cast<const Weight*>(up), up_bias, width_in, width_out};
-    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, inputs, outputs}, tokens, threads);
+    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * width_in, threads);
+    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, converted, outputs}, tokens, threads);
   });
 }
 

@@ -1,12 +1,14 @@
 // Matrix products of few or many tokens with weights laid out for it.
 //
-// The weights [outputs, inputs] are cut into panels of kPanel outputs; a panel holds, for each input in turn, its kPanel
-// weights side by side. A tile of up to kTileRows tokens by one panel stays in registers while the inputs go by. Every
-// result is summed over the inputs in the same order whatever the number of tokens, so what a token gets never depends
-// on what it is batched with.
+// The weights [outputs, inputs] are cut into panels of kPanel outputs; a panel holds, for each input in turn (bfloat16: for
+// each pair of inputs), its kPanel weights side by side. A tile of up to kTileRows tokens by one panel stays in registers
+// while the inputs go by. Every result is summed over the inputs in the same order whatever the number of tokens, so what
+// a token gets never depends on what it is batched with.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
+#include <vector>
 
 #include "vector.hpp"
 
@@ -23,7 +25,60 @@ constexpr int kPanel = kPanelVectors * kLanes;
 
 inline int panels_of(int outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-// Weights of one panel, and the biases of its outputs or null.
+// How weights of a type meet inputs: kInputs of them at each step.
+template <typename Weight>
+struct Format {
+  using Input = float;
+  static constexpr int kInputs = 1;
+
+  static Vector weights(const Weight* source) { return load(source); }
+  static Vector input(const float* source) { return broadcast(*source); }
+  static Vector add(Vector sums, Vector input, Vector weights) { return sums + input * weights; }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of weights and inputs, both bfloat16, multiplied and added to float32 sums by one instruction.
+template <>
+struct Format<BFloat16> {
+  using Input = BFloat16;
+  static constexpr int kInputs = 2;
+
+  static __m512bh weights(const BFloat16* source) { return (__m512bh)_mm512_loadu_si512(source); }
+  static __m512bh input(const BFloat16* source) {
+    int32_t pair;
+    std::memcpy(&pair, source, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Vector add(Vector sums, __m512bh input, __m512bh weights) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sums, input, weights);
+  }
+};
+#else
+// Pairs of weights are widened to float32, which is exact; inputs stay float32.
+template <>
+struct Format<BFloat16> {
+  using Input = float;
+  static constexpr int kInputs = 2;
+  struct Pair {
+    Vector first, second;
+  };
+
+  static Pair weights(const BFloat16* source) {
+    WordVector words;
+    std::memcpy(&words, source, sizeof words);
+    return {(Vector)(words << 16), (Vector)(words & 0xffff0000u)};
+  }
+  static Pair input(const float* source) { return {broadcast(source[0]), broadcast(source[1])}; }
+  static Vector add(Vector sums, const Pair& input, const Pair& weights) {
+    return sums + input.first * weights.first + input.second * weights.second;
+  }
+};
+#endif
+
+template <typename Weight>
+using InputOf = typename Format<Weight>::Input;
+
+// A laid-out matrix, and the biases of its outputs or null. `inputs` is a multiple of the format's kInputs.
 template <typename Weight>
 struct Matrix {
   const Weight* panels;
@@ -38,22 +93,24 @@ template <int Rows>
 using Tile = Vector[Rows][kPanelVectors];
 
 template <int Rows, typename Weight>
-inline void multiply(const float* inputs, const Matrix<Weight>& matrix, int panel, Tile<Rows>& sums) {
+inline void multiply(const InputOf<Weight>* inputs, const Matrix<Weight>& matrix, int panel, Tile<Rows>& sums) {
+  using Way = Format<Weight>;
   const int depth = matrix.inputs;
   const Weight* weights = matrix.panel(panel);
 #pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row)
 #pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Vector{};
-  for (int i = 0; i < depth; ++i) {
-    Vector weight[kPanelVectors];
+  for (int i = 0; i < depth; i += Way::kInputs) {
+    decltype(Way::weights(weights)) weight[kPanelVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kPanelVectors; ++v) weight[v] = load(weights + static_cast<long>(i) * kPanel + v * kLanes);
+    for (int v = 0; v < kPanelVectors; ++v)
+      weight[v] = Way::weights(weights + static_cast<long>(i) * kPanel + v * kLanes * Way::kInputs);
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      const Vector input = broadcast(inputs[static_cast<long>(row) * depth + i]);
+      const auto input = Way::input(inputs + static_cast<long>(row) * depth + i);
 #pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) sums[row][v] += input * weight[v];
+      for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Way::add(sums[row][v], input, weight[v]);
     }
   }
   if (matrix.bias == nullptr) return;
@@ -92,7 +149,7 @@ inline void put(Tile<Rows>& tile, float* outputs, int width, int first, bool acc
 template <typename Weight>
 struct Product {
   Matrix<Weight> matrix;
-  const float* inputs;
+  const InputOf<Weight>* inputs;
   float* outputs;
   bool accumulate;
 
@@ -112,7 +169,7 @@ template <typename Weight>
 struct GatedProduct {
   Matrix<Weight> gate;
   Matrix<Weight> up;
-  const float* inputs;
+  const InputOf<Weight>* inputs;
   float* outputs;
 
   int width() const { return gate.outputs; }
@@ -120,7 +177,7 @@ struct GatedProduct {
 
   template <int Rows>
   void tile(int row, int panel) const {
-    const float* first = inputs + static_cast<long>(row) * depth();
+    const InputOf<Weight>* first = inputs + static_cast<long>(row) * depth();
     Tile<Rows> gates;
     multiply<Rows>(first, gate, panel, gates);
 #pragma GCC unroll 8
@@ -146,8 +203,9 @@ inline void run_tile(const Operation& operation, int rows, int row, int panel) {
   }
 }
 
-// Runs all tiles. A thread takes one panel at a time, which its cache then holds for all tokens; panels are handed out
-// as threads come, because other processes share the cores. Where panels are few, the tokens are cut up too.
+// Runs all tiles. A panel stays in a thread's cache for all tokens. Threads get long runs of panels first, which memory
+// delivers faster than scattered ones (one token: by a third), and single ones in the end, because other processes share
+// the cores. Where panels are few, the tokens are cut up too.
 template <typename Operation>
 void run_tiles(const Operation& operation, int tokens, int threads) {
   const int panels = panels_of(operation.width());
@@ -155,13 +213,28 @@ void run_tiles(const Operation& operation, int tokens, int threads) {
   const int wanted = std::max(1, 4 * threads / panels);
   const int tiles_per_task = std::max(1, tiles / wanted);
   const int cuts = (tiles + tiles_per_task - 1) / tiles_per_task;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+#pragma omp parallel for num_threads(threads) schedule(guided)
   for (int task = 0; task < panels * cuts; ++task) {
     const int panel = task / cuts, first = task % cuts * tiles_per_task;
     for (int tile = first; tile < std::min(tiles, first + tiles_per_task); ++tile) {
       const int row = tile * kTileRows;
       run_tile<kTileRows>(operation, std::min(kTileRows, tokens - row), row, panel);
     }
+  }
+}
+
+// Inputs in the type that products with `Weight` take; valid until the calling thread asks again.
+template <typename Weight>
+const InputOf<Weight>* convert_inputs(const float* inputs, long count, int threads) {
+  if constexpr (std::is_same_v<InputOf<Weight>, float>) {
+    return inputs;
+  } else {
+    static thread_local std::vector<InputOf<Weight>> converted;
+    converted.resize(count);
+    InputOf<Weight>* target = converted.data();
+#pragma omp parallel for num_threads(threads) if (count > 1 << 16)
+    for (long i = 0; i < count; ++i) from_float(inputs[i], target + i);
+    return target;
   }
 }
 
