@@ -1,0 +1,29 @@
+"""Greedy answers are those of `transformers` in fp32 although rows lose their pages on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.types import CacheMode
+from tests.e2e.greedy.checks import TIGHT_PAGES, TIMEOUT_S, check_retraction, serve_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def tight(run_root: Path) -> Iterator[Served]:
+    """A deployment with few pages."""
+    yield from serve_rows(run_root, device_pages=TIGHT_PAGES)
+
+
+@pytest.mark.parametrize("cache_mode", CacheMode)
+def test_rows_that_were_retracted_end_as_if_they_had_not_been(tight: Served, cache_mode: CacheMode) -> None:
+    check_retraction(tight, cache_mode)

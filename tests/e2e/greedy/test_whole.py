@@ -1,0 +1,90 @@
+"""Greedy answers are those of `transformers` in fp32 where every prompt is computed in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from openai.types import CompletionChoice
+
+from tests.e2e.greedy.checks import (
+    GROWING,
+    REFERENCES,
+    SHORT,
+    TIMEOUT_S,
+    cacheable,
+    check_alone,
+    check_cache_off,
+    check_cached_answers,
+    check_together,
+    serve_rows,
+)
+from tests.e2e.greedy.prompts import PROMPTS
+from tests.e2e.greedy.reference import OUTPUT_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from openai import AsyncOpenAI
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    from tests.e2e.greedy.prompts import Prompt
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def whole(run_root: Path) -> Iterator[Served]:
+    """A deployment whose steps have room for the longest prompt."""
+    yield from serve_rows(run_root, max_step_tokens=4096)
+
+
+def test_alone(whole: Served) -> None:
+    check_alone(whole, REFERENCES)
+
+
+def test_sixteen_together_with_cold_and_with_cached_prompts(whole: Served) -> None:
+    check_together(whole, REFERENCES)
+
+
+def test_behind_cached_answers(whole: Served) -> None:
+    check_cached_answers(whole, GROWING[1:])
+
+
+def test_with_the_cache_off(whole: Served) -> None:
+    check_cache_off(whole, [reference for reference in SHORT if cacheable(len(reference.prompt_ids))])
+
+
+async def test_text_through_gateway_and_tokenizer(whole: Served) -> None:
+    client = whole.async_client()
+    asked = [prompt for prompt in PROMPTS if prompt.cut_to is None]
+    replies = await asyncio.gather(*(complete(client, whole.model, prompt) for prompt in asked))
+    names = {prompt.name for prompt in asked}
+    assert {prompt.name: describe(reply) for prompt, reply in zip(asked, replies, strict=True)} == {
+        reference.name: (reference.text, len(reference.prompt_ids), len(reference.output_ids), reference.finish.value)
+        for reference in REFERENCES
+        if reference.name in names
+    }
+
+
+async def complete(client: AsyncOpenAI, model: str, prompt: Prompt) -> Completion | ChatCompletion:
+    if prompt.is_chat:
+        return await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt.text}],
+            max_tokens=OUTPUT_TOKENS,
+            temperature=0,
+        )
+    return await client.completions.create(model=model, prompt=prompt.text, max_tokens=OUTPUT_TOKENS, temperature=0)
+
+
+def describe(reply: Completion | ChatCompletion) -> tuple[str | None, int, int, str]:
+    """Return text, tokens of prompt and answer, and why it ended."""
+    choice = reply.choices[0]
+    assert reply.usage is not None
+    text = choice.text if isinstance(choice, CompletionChoice) else choice.message.content
+    return text, reply.usage.prompt_tokens, reply.usage.completion_tokens, choice.finish_reason
