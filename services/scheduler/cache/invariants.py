@@ -81,7 +81,7 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     """Number 6, and that shared pages are known as such."""
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
-    held = {page for hold in cache.leases.all() for page in hold.held.tolist()} & joint
+    held = {page for hold in cache.leases.all() if hold.held is not None for page in hold.held.tolist()} & joint
     protected = {page for node in nodes if node.lock_ref for page in node.pages.tolist()} | held
     live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
     expected = (len(live), len(protected), len(named) - len(live) - len(protected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ NO_PAGES: PageIds = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Hold:
     """What stands behind a lease: the path up to `node` is locked; None for a lease on nothing.
 
@@ -34,7 +34,7 @@ class Hold:
     node: Node | None
     may_promote: bool = True
     priority: int = 0
-    held: PageIds = field(default_factory=lambda: NO_PAGES)
+    held: PageIds | None = None
     is_closed: bool = False
 
 
@@ -80,6 +80,6 @@ class Leases:
 def orphan(store: NodeStore, hold: Hold, above: Node, pages: PageIds) -> None:
     """Let a hold go on with the path to `above` alone, whose locks it keeps; `pages` are those of the rest."""
     store.use.hold(pages)
-    hold.held = np.concatenate([hold.held, pages])
+    hold.held = pages if hold.held is None else np.concatenate([hold.held, pages])
     hold.node = above
     hold.is_closed = True

@@ -133,11 +133,13 @@ class RadixCache:
         if key.pages <= first:
             return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
         match = self.store.tree.match(above, hold.account, key, first, key.pages, computed=True)
-        deepest = self._end_of(match)
-        found = self.store.tree.path_pages(deepest, above)
         prompt_pages = min(prompt_tokens // self.page_size, key.pages)
-        if match.pages > first and self._is_user_aware:
-            self._growth.claim(hold, deepest, match.pages, prompt_pages)
+        deepest = self._end_of(match)
+        found = NO_PAGES
+        if match.pages > first:
+            found = self.store.tree.path_pages(deepest, above)
+            if self._is_user_aware:
+                self._growth.claim(hold, deepest, match.pages, prompt_pages)
         added = pages[match.pages : key.pages]
         if len(added):
             deepest = self._growth.grow(hold, deepest, key, added, prompt_pages)
@@ -146,22 +148,19 @@ class RadixCache:
         self.leases.close(lease)
         hold.node = deepest
         known = np.concatenate([lease.pages, found, added])
+        renewed = self.leases.open(hold, lease.principal, known)
         own = pages[first : match.pages]
-        replaced = np.flatnonzero(own != found)
-        return Insertion(
-            lease=self.leases.open(hold, lease.principal, known),
-            pages=known,
-            duplicates=own[replaced],
-            canonical=found[replaced],
-            first_duplicate=first + int(replaced[0]) if len(replaced) else None,
-        )
+        replaced = np.flatnonzero(own != found) if len(found) else NO_PAGES
+        if not len(replaced):
+            return Insertion(renewed, known, NO_PAGES, NO_PAGES)
+        return Insertion(renewed, known, own[replaced], found[replaced], first + int(replaced[0]))
 
     def release(self, lease: Lease) -> None:
         """Unlock the lease's path."""
         hold = self.leases.close(lease)
         if hold.node is not None:
             self.store.unlock_path(hold.node, self.store.tree.root)
-        if len(hold.held):
+        if hold.held is not None:
             self.store.use.give_up(hold.held)
         self._enforce_quota(hold.account)
         self.store.accounts.close(hold.account)
