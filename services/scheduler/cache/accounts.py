@@ -20,8 +20,8 @@ class Account:
     """One principal, or the public, as an owner of nodes; there is one object per scope, so owners compare by identity.
 
     `live_pages` are those of its LIVE nodes, counted as if nobody else held them: what others hold must not show in
-    one's quota. `tops` are its PRIVATE nodes below the root or PUBLIC ones. `heap`, `candidates` and `rank` are the
-    eviction queue's.
+    one's quota. `tops` are its PRIVATE nodes below the root or PUBLIC ones. `heap`, `candidates`, `rank` and
+    `standing` are the eviction queue's.
     """
 
     scope: Scope
@@ -34,6 +34,7 @@ class Account:
     heap: list[tuple[tuple[int, ...], int, Node]] = field(default_factory=list)
     candidates: int = 0
     rank: int = 0
+    standing: int = 0
     _fingerprint: int | None = None
 
     @property

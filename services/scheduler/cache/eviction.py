@@ -47,8 +47,10 @@ class EvictionQueue:
         account = node.owner
         account.candidates += 1
         heapq.heappush(account.heap, (self._coldness(node), node.queued, node))
-        if account.heap[0][2] is node or self.is_over(account):
+        if account.heap[0][2] is node:
             self.rank(account)
+        else:
+            self.refresh(account)
 
     def discard(self, node: Node) -> None:
         """Let go of a node that is no candidate any more, if it was one."""
@@ -70,15 +72,22 @@ class EvictionQueue:
         """Whether a principal has more than its quota."""
         return account.live_pages > self.quota and not account.is_public
 
+    def refresh(self, account: Account) -> None:
+        """Note that an account has grown: that may have made it more urgent."""
+        if account.candidates and (account.live_pages > self.quota or self._standing(account) != account.standing):
+            self.rank(account)
+
     def rank(self, account: Account) -> None:
-        """Look anew at where an account stands; to be called when that may have become more urgent."""
+        """Look anew at where an account stands."""
         if not account.candidates:
             return
         self._next += 1
         if not account.rank:
             self._ranked += 1
         account.rank = self._next
-        heapq.heappush(self._ranks, (*self._urgency(account), self._next, account))
+        urgency = self._urgency(account)
+        account.standing = urgency[0]
+        heapq.heappush(self._ranks, (*urgency, self._next, account))
         if len(self._ranks) > 2 * self._ranked + _SPARE_ENTRIES:
             self._ranks = [entry for entry in self._ranks if entry[3].rank == entry[2]]
             heapq.heapify(self._ranks)
@@ -109,10 +118,15 @@ class EvictionQueue:
     def _urgency(self, account: Account) -> tuple[int, Coldness]:
         first = self.first_of(account)
         assert first is not None, "ranked accounts have candidates"
-        if self.is_over(account):
-            return _OVER_QUOTA, (self.quota - account.live_pages,)
-        within_floor = account.is_active and account.live_pages <= self._floor
-        return _WITHIN_FLOOR if within_floor else _WITHIN_QUOTA, account.heap[0][0]
+        standing = self._standing(account)
+        if standing == _OVER_QUOTA:
+            return standing, (self.quota - account.live_pages,)
+        return standing, account.heap[0][0]
+
+    def _standing(self, account: Account) -> int:
+        if account.live_pages <= self._floor and account.is_active:
+            return _WITHIN_FLOOR
+        return _OVER_QUOTA if self.is_over(account) else _WITHIN_QUOTA
 
 
 def _coldness(config: CacheConfig) -> Callable[[Node], Coldness]:

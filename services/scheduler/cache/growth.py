@@ -104,7 +104,7 @@ class Growth:
             if is_pinned:
                 node.pinned, node.generation = True, parent.generation
                 node.creators = {hold.account.scope: self._store.epoch}
-        if is_evidence:
+        if self._is_user_aware and not is_pinned:
             self._promoter.note((node,))
         self._store.emit(CacheEventKind.INSERTED, node)
         return node

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Promoter:
-    """Publishes at epoch boundaries, for the nodes whose evidence is new."""
+    """Publishes at epoch boundaries, where private nodes have grown."""
 
     def __init__(self, store: NodeStore, leases: Leases, demoted: DemotedChains) -> None:
         """Work on the nodes of `store`, for whose holders `leases` are repointed."""

@@ -112,10 +112,12 @@ class RadixCache:
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
             self._vigilance.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
+        hold = Hold(account, node, may_promote)
         if self._has_priorities:
+            hold.priority = priority
             self._growth.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.leases.open(Hold(account, node, may_promote, priority), principal, pages)
+        return self.leases.open(hold, principal, pages)
 
     def commit_nothing(self, principal: Principal) -> Lease:
         """Return a lease on nothing, through which nothing is inserted."""
@@ -208,6 +210,7 @@ class RadixCache:
     def _enforce_quota(self, account: Account) -> None:
         """Let a principal that has more than its quota give up its own cold pages first."""
         queue = self.store.queue
+        queue.refresh(account)
         while queue.is_over(account) and (node := queue.first_of(account)) is not None:
             self.store.soften(node, account.live_pages - queue.quota)
 

@@ -46,7 +46,7 @@ class NodeStore:
         self.soft: OrderedDict[Node, None] = OrderedDict()
         # PUBLIC nodes with hits in the current epoch, whose window has to be closed at its end.
         self.touched: list[Node] = []
-        # Private nodes with new evidence since the last epoch boundary: only there can a threshold have been reached.
+        # Private nodes that have grown since the last epoch boundary: only there can evidence have become enough.
         self.fresh: dict[Node, None] = {}
         # Nodes whose only child may be of one piece with them.
         self.loose: dict[Node, None] = {}
