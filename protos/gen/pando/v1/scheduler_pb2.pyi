@@ -81,6 +81,11 @@ class _CacheEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheE
     CACHE_EVENT_KIND_RECLAIMED: _CacheEventKind.ValueType  # 11
     CACHE_EVENT_KIND_MERGED: _CacheEventKind.ValueType  # 12
     """It names other pages with the same content, took in its parent, or hangs below another parent."""
+    CACHE_EVENT_KIND_BACKED_UP: _CacheEventKind.ValueType  # 13
+    """Its pages were copied to the host; from the host to the device."""
+    CACHE_EVENT_KIND_LOADED: _CacheEventKind.ValueType  # 14
+    CACHE_EVENT_KIND_LOST: _CacheEventKind.ValueType  # 15
+    """The watcher did not keep up and has lost `lost_events`; a new snapshot follows."""
 
 class CacheEventKind(_CacheEventKind, metaclass=_CacheEventKindEnumTypeWrapper): ...
 
@@ -103,6 +108,11 @@ CACHE_EVENT_KIND_REVIVED: CacheEventKind.ValueType  # 10
 CACHE_EVENT_KIND_RECLAIMED: CacheEventKind.ValueType  # 11
 CACHE_EVENT_KIND_MERGED: CacheEventKind.ValueType  # 12
 """It names other pages with the same content, took in its parent, or hangs below another parent."""
+CACHE_EVENT_KIND_BACKED_UP: CacheEventKind.ValueType  # 13
+"""Its pages were copied to the host; from the host to the device."""
+CACHE_EVENT_KIND_LOADED: CacheEventKind.ValueType  # 14
+CACHE_EVENT_KIND_LOST: CacheEventKind.ValueType  # 15
+"""The watcher did not keep up and has lost `lost_events`; a new snapshot follows."""
 Global___CacheEventKind: _TypeAlias = CacheEventKind  # noqa: Y015
 
 @_typing.final
@@ -230,16 +240,20 @@ class GetStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCLUDE_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_OWNERS_FIELD_NUMBER: _builtins.int
     include_requests: _builtins.bool
     """Also list every open request."""
+    max_owners: _builtins.int
+    """Also list so many owners of cached pages, those with the most first."""
     def __init__(
         self,
         *,
         include_requests: _builtins.bool = ...,
+        max_owners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_requests", b"include_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_requests", b"include_requests", "max_owners", b"max_owners"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +277,8 @@ class GetStateResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    CACHE_ACCOUNTING_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests waiting for a row, rows in prefill or decode."""
     running_rows: _builtins.int
@@ -285,6 +301,10 @@ class GetStateResponse(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestState]: ...
+    @_builtins.property
+    def cache_accounting(self) -> Global___CacheAccounting: ...
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerAccounting]: ...
     def __init__(
         self,
         *,
@@ -302,14 +322,232 @@ class GetStateResponse(_message.Message):
         policy: _builtins.str = ...,
         cache: _builtins.str = ...,
         requests: _abc.Iterable[Global___RequestState] | None = ...,
+        cache_accounting: Global___CacheAccounting | None = ...,
+        owners: _abc.Iterable[Global___OwnerAccounting] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_accounting", b"cache_accounting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "finished_steps", b"finished_steps", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class CacheAccounting(_message.Message):
+    """What the prefix cache holds and what has happened in it since this scheduler process has workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EventsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class HitTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class VerdictsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class OperationsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___OperationCost: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___OperationCost | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    PRINCIPALS_FIELD_NUMBER: _builtins.int
+    PUBLIC_PAGES_FIELD_NUMBER: _builtins.int
+    PRIVATE_PAGES_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The current epoch, and the number of the latest event."""
+    sequence: _builtins.int
+    nodes: _builtins.int
+    """Nodes of the tree, and principals that own nodes or have open requests."""
+    principals: _builtins.int
+    public_pages: _builtins.int
+    """Pages that nodes name, by visibility; a page that several nodes name counts for each of them."""
+    private_pages: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Events by kind (inserted, promoted, …), kinds that have not occurred left out."""
+
+    @_builtins.property
+    def hit_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Prompt tokens that started requests found: by tier, and whether all see them (device/public, host/private, …)."""
+
+    @_builtins.property
+    def verdicts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Verdicts of the content check by outcome: allowed, cut, refused, failed."""
+
+    @_builtins.property
+    def operations(self) -> _containers.MessageMap[_builtins.str, Global___OperationCost]:
+        """Calls of the cache and their estimated CPU time by operation (peek, commit, insert, …)."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        principals: _builtins.int = ...,
+        public_pages: _builtins.int = ...,
+        private_pages: _builtins.int = ...,
+        events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        verdicts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        operations: _abc.Mapping[_builtins.str, Global___OperationCost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "nodes", b"nodes", "operations", b"operations", "principals", b"principals", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheAccounting: _TypeAlias = CacheAccounting  # noqa: Y015
+
+@_typing.final
+class OperationCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    cpu_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+        cpu_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cpu_seconds", b"cpu_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationCost: _TypeAlias = OperationCost  # noqa: Y015
+
+@_typing.final
+class OwnerAccounting(_message.Message):
+    """What one principal, or the public, has in the cache. Pages are counted as if nobody else held them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Stands for the principal while this scheduler process lives; empty for the public."""
+    device_pages: _builtins.int
+    host_pages: _builtins.int
+    nodes: _builtins.int
+    leases: _builtins.int
+    """Requests that run now."""
+    last_epoch: _builtins.int
+    """Epoch of the last request, and whether that is lately enough for its floor to protect it."""
+    active: _builtins.bool
+    @_builtins.property
+    def principal(self) -> _common_pb2.Principal:
+        """Left out for the public, and without an admin credential."""
+
+    def __init__(
+        self,
+        *,
+        principal: _common_pb2.Principal | None = ...,
+        fingerprint: _builtins.str = ...,
+        device_pages: _builtins.int = ...,
+        host_pages: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
+        active: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "active", b"active", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "last_epoch", b"last_epoch", "leases", b"leases", "nodes", b"nodes", "principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
+    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+
+Global___OwnerAccounting: _TypeAlias = OwnerAccounting  # noqa: Y015
 
 @_typing.final
 class TierAccounting(_message.Message):
@@ -363,6 +601,7 @@ class RequestState(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     PRINCIPAL_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     phase: _builtins.str
@@ -373,6 +612,8 @@ class RequestState(_message.Message):
     generated_tokens: _builtins.int
     pages: _builtins.int
     age_ms: _builtins.int
+    fingerprint: _builtins.str
+    """Stands for the principal, as in TreeNode."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal:
         """Shown only to an admin credential."""
@@ -390,10 +631,11 @@ class RequestState(_message.Message):
         pages: _builtins.int = ...,
         principal: _common_pb2.Principal | None = ...,
         age_ms: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "choice_index", b"choice_index", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "pages", b"pages", "phase", b"phase", "principal", b"principal", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "choice_index", b"choice_index", "computed_tokens", b"computed_tokens", "fingerprint", b"fingerprint", "generated_tokens", b"generated_tokens", "pages", b"pages", "phase", b"phase", "principal", b"principal", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
     _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
@@ -408,13 +650,16 @@ class DumpTreeRequest(_message.Message):
     PRINCIPAL_FIELD_NUMBER: _builtins.int
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     include_token_ids: _builtins.bool
     """Ids are private content; without an admin credential they are left out."""
     max_nodes: _builtins.int
     """Stop after this many nodes; 0: all."""
+    fingerprint: _builtins.str
+    """Only the view of the principal with this fingerprint; needs no credential."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal:
-        """Only this principal's view; absent: all nodes."""
+        """Only this principal's view; absent: all nodes. Needs the admin credential, as it tells whose fingerprint is whose."""
 
     def __init__(
         self,
@@ -422,13 +667,19 @@ class DumpTreeRequest(_message.Message):
         principal: _common_pb2.Principal | None = ...,
         include_token_ids: _builtins.bool = ...,
         max_nodes: _builtins.int = ...,
+        fingerprint: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "include_token_ids", b"include_token_ids", "max_nodes", b"max_nodes", "principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "include_token_ids", b"include_token_ids", "max_nodes", b"max_nodes", "principal", b"principal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fingerprint: _TypeAlias = _typing.Literal["fingerprint"]  # noqa: Y015
+    _WhichOneofArgType__fingerprint: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint"]  # noqa: Y015
     _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
     _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fingerprint) -> _WhichOneofReturnType__fingerprint | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
 
 Global___DumpTreeRequest: _TypeAlias = DumpTreeRequest  # noqa: Y015
@@ -479,6 +730,11 @@ class TreeNode(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     NO_PROMOTE_FIELD_NUMBER: _builtins.int
+    OWNER_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_REF_FIELD_NUMBER: _builtins.int
+    PROMOTED_BY_FIELD_NUMBER: _builtins.int
+    PROMOTED_EPOCH_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     parent_id: _builtins.int
     """Absent for children of the root."""
@@ -510,6 +766,12 @@ class TreeNode(_message.Message):
     """The operator's pin."""
     no_promote: _builtins.bool
     """The owner's wish that it never becomes public."""
+    owner_fingerprint: _builtins.str
+    """Stands for the owner of a PRIVATE node while this scheduler process lives; it tells nothing of the name."""
+    host_ref: _builtins.int
+    promoted_by: _builtins.int
+    """Why it is PUBLIC: so many principals had computed it when it was promoted, in this epoch. Absent: it was pinned."""
+    promoted_epoch: _builtins.int
     @_builtins.property
     def owner(self) -> _common_pb2.Principal:
         """Owner of a PRIVATE node; left out without an admin credential."""
@@ -518,6 +780,10 @@ class TreeNode(_message.Message):
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its copy in host memory, and the transfers that need it."""
+
     def __init__(
         self,
         *,
@@ -543,19 +809,32 @@ class TreeNode(_message.Message):
         priority: _builtins.int = ...,
         pinned: _builtins.bool = ...,
         no_promote: _builtins.bool = ...,
+        owner_fingerprint: _builtins.str = ...,
+        host_pages: _abc.Iterable[_builtins.int] | None = ...,
+        host_ref: _builtins.int = ...,
+        promoted_by: _builtins.int | None = ...,
+        promoted_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "owner", b"owner", "parent_id", b"parent_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner", b"owner", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner", b"owner", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner", b"owner", "owner_fingerprint", b"owner_fingerprint", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
     _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
+    _WhichOneofReturnType__promoted_by: _TypeAlias = _typing.Literal["promoted_by"]  # noqa: Y015
+    _WhichOneofArgType__promoted_by: _TypeAlias = _typing.Literal["_promoted_by", b"_promoted_by"]  # noqa: Y015
+    _WhichOneofReturnType__promoted_epoch: _TypeAlias = _typing.Literal["promoted_epoch"]  # noqa: Y015
+    _WhichOneofArgType__promoted_epoch: _TypeAlias = _typing.Literal["_promoted_epoch", b"_promoted_epoch"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__owner) -> _WhichOneofReturnType__owner | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__promoted_by) -> _WhichOneofReturnType__promoted_by | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__promoted_epoch) -> _WhichOneofReturnType__promoted_epoch | None: ...
 
 Global___TreeNode: _TypeAlias = TreeNode  # noqa: Y015
 
@@ -658,21 +937,30 @@ class WatchCacheEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PRINCIPAL_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """The same by fingerprint; needs no credential."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal:
-        """Only events of this principal's view; absent: all."""
+        """Only events of this principal's view; absent: all. Needs the admin credential."""
 
     def __init__(
         self,
         *,
         principal: _common_pb2.Principal | None = ...,
+        fingerprint: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fingerprint: _TypeAlias = _typing.Literal["fingerprint"]  # noqa: Y015
+    _WhichOneofArgType__fingerprint: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint"]  # noqa: Y015
     _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
     _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fingerprint) -> _WhichOneofReturnType__fingerprint | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
 
 Global___WatchCacheEventsRequest: _TypeAlias = WatchCacheEventsRequest  # noqa: Y015
@@ -684,9 +972,12 @@ class WatchCacheEventsResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    LOST_EVENTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Increases by one per event of this scheduler process; snapshot events carry the number they reflect."""
     kind: Global___CacheEventKind.ValueType
+    lost_events: _builtins.int
+    """Events that the watcher was not sent; only with LOST."""
     @_builtins.property
     def node(self) -> Global___TreeNode:
         """The node as it is after the event."""
@@ -697,13 +988,138 @@ class WatchCacheEventsResponse(_message.Message):
         sequence: _builtins.int = ...,
         kind: Global___CacheEventKind.ValueType = ...,
         node: Global___TreeNode | None = ...,
+        lost_events: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_node", b"_node", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node", b"_node", "kind", b"kind", "node", b"node", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node", b"_node", "kind", b"kind", "lost_events", b"lost_events", "node", b"node", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__node: _TypeAlias = _typing.Literal["node"]  # noqa: Y015
     _WhichOneofArgType__node: _TypeAlias = _typing.Literal["_node", b"_node"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node) -> _WhichOneofReturnType__node | None: ...
 
 Global___WatchCacheEventsResponse: _TypeAlias = WatchCacheEventsResponse  # noqa: Y015
+
+@_typing.final
+class ForgetPrincipalRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def principal(self) -> _common_pb2.Principal: ...
+    def __init__(
+        self,
+        *,
+        principal: _common_pb2.Principal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetPrincipalRequest: _TypeAlias = ForgetPrincipalRequest  # noqa: Y015
+
+@_typing.final
+class ForgetPrincipalResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_PAGES_FIELD_NUMBER: _builtins.int
+    freed_pages: _builtins.int
+    """Pages that became free; pages that others hold, too, stay."""
+    def __init__(
+        self,
+        *,
+        freed_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_pages", b"freed_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetPrincipalResponse: _TypeAlias = ForgetPrincipalResponse  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt as the model sees it, from its first token on; its whole pages are pinned."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    pinned_tokens: _builtins.int
+    """Length of the pin in whole pages; 0: the cache keeps no pins, or the prompt is shorter than a page."""
+    def __init__(
+        self,
+        *,
+        pinned_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned_tokens", b"pinned_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As they were pinned."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_PINNED_FIELD_NUMBER: _builtins.int
+    was_pinned: _builtins.bool
+    """Whether there was such a pin."""
+    def __init__(
+        self,
+        *,
+        was_pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_pinned", b"was_pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015

@@ -69,6 +69,21 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsResponse.FromString,
                 _registered_method=True)
+        self.ForgetPrincipal = channel.unary_unary(
+                '/pando.v1.Scheduler/ForgetPrincipal',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/pando.v1.Scheduler/Pin',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.PinRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/pando.v1.Scheduler/Unpin',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -123,6 +138,27 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetPrincipal(self, request, context):
+        """Drops everything that is private to one principal, also while its requests run. Needs the admin credential.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +196,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.WatchCacheEvents,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsResponse.SerializeToString,
+            ),
+            'ForgetPrincipal': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetPrincipal,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.PinRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +402,87 @@ class Scheduler(object):
             '/pando.v1.Scheduler/WatchCacheEvents',
             pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetPrincipal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/ForgetPrincipal',
+            pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/Pin',
+            pando_dot_v1_dot_scheduler__pb2.PinRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/Unpin',
+            pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class SchedulerStub:
     """Undoes Pause."""
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]
     """A snapshot of the tree as INSERTED events, then every change, in order."""
+    ForgetPrincipal: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetPrincipalRequest, _scheduler_pb2.ForgetPrincipalResponse]
+    """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]
+    """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]
+    """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -63,6 +69,12 @@ class SchedulerAsyncStub(SchedulerStub):
     """Undoes Pause."""
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
     """A snapshot of the tree as INSERTED events, then every change, in order."""
+    ForgetPrincipal: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetPrincipalRequest, _scheduler_pb2.ForgetPrincipalResponse]  # type: ignore[assignment]
+    """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+    Pin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]  # type: ignore[assignment]
+    """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,5 +132,29 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.WatchCacheEventsResponse], _abc.AsyncIterator[_scheduler_pb2.WatchCacheEventsResponse]]:
         """A snapshot of the tree as INSERTED events, then every change, in order."""
+
+    @_abc_1.abstractmethod
+    def ForgetPrincipal(
+        self,
+        request: _scheduler_pb2.ForgetPrincipalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ForgetPrincipalResponse, _abc.Awaitable[_scheduler_pb2.ForgetPrincipalResponse]]:
+        """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _scheduler_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.PinResponse, _abc.Awaitable[_scheduler_pb2.PinResponse]]:
+        """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _scheduler_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.UnpinResponse, _abc.Awaitable[_scheduler_pb2.UnpinResponse]]:
+        """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
