@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.errors import InvalidRequestError
+from common.names import check_name
 from common.types import (
     Admission,
     CacheMode,
@@ -55,11 +56,11 @@ def principal_from_wire(message: common_pb2.Principal) -> Principal:
     """Decode who is asking.
 
     Raises:
-        InvalidRequestError: a part is missing; nobody may be taken for anybody.
+        InvalidRequestError: a part is missing or cannot be a name; nobody may be taken for anybody.
     """
     if not message.tenant or not message.user:
         raise InvalidRequestError("principal: tenant and user must both be set", param="principal")
-    return Principal(message.tenant, message.user)
+    return Principal(check_name("principal.tenant", message.tenant), check_name("principal.user", message.user))
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -279,6 +280,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
     """
     if not message.request_id:
         raise InvalidRequestError("request_id must be set", param="request_id")
+    check_name("request_id", message.request_id)
     if not message.token_ids:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     return ScheduleRequest(

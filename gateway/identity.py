@@ -8,11 +8,11 @@ import ipaddress
 import re
 import secrets
 import tomllib
-import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from common.errors import ConfigurationError, InvalidRequestError, UnauthenticatedError
+from common.names import check_name
 from common.types import Principal
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-MAX_NAME_BYTES = 256
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
-# Control characters, surrogates, line and paragraph separators: nothing that could forge a log line or break a peer.
-FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +117,6 @@ def principal_of(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Pri
         if value:
             return Principal(caller.tenant, check_name(field, value))
     return Principal(caller.tenant, f"anonymous-{secrets.token_hex(16)}")
-
-
-def check_name(field: str, value: str) -> str:
-    """Return `value` if it can be an identifier.
-
-    Raises:
-        InvalidRequestError: it is too long or has control characters.
-    """
-    if len(value.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
-        raise InvalidRequestError(f"'{field}' must have at most {MAX_NAME_BYTES} bytes in UTF-8.", param=field)
-    if any(unicodedata.category(character) in FORBIDDEN_CATEGORIES for character in value):
-        raise InvalidRequestError(f"'{field}' must not contain control characters.", param=field)
-    return value
 
 
 def load_keys(path: Path) -> list[ApiKey]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from services.detokenizer.vocabulary import Pieces
+    from common.tokenization.vocabulary import Pieces
 
 # Tokens after which a text that still ends in half a character is taken as it is: no character is longer.
 _PATIENCE: Final = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.tokenization.vocabulary import is_bytewise, read_vocabulary
 from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
-from services.detokenizer.vocabulary import is_bytewise, read_vocabulary
 
 if TYPE_CHECKING:
     from common.tokenization import TextModel

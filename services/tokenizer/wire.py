@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
+from common.names import check_name
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.types import RequestId
 from common.wire import (
@@ -35,6 +36,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
     """
     if not message.request_id:
         raise InvalidRequestError("request_id must be set", param="request_id")
+    check_name("request_id", message.request_id)
     request = GenerateRequest(
         request_id=RequestId(message.request_id),
         principal=principal_from_wire(message.principal),

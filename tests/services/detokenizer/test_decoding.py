@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from common.models import resolve
 from common.tokenization import TextModel, load_text_model
+from common.tokenization.vocabulary import Pieces, read_vocabulary
 from services.detokenizer import decoding
 from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
-from services.detokenizer.vocabulary import Pieces, read_vocabulary
 from tests.services.detokenizer.vocabularies import sentence_piece, word_piece
 from tests.texts import TEXTS
 

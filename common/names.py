@@ -1,0 +1,26 @@
+"""What may be a name: of a tenant, a user, a request."""
+
+from __future__ import annotations
+
+import unicodedata
+
+from common.errors import InvalidRequestError
+
+MAX_NAME_BYTES = 256
+# Control characters, surrogates, line and paragraph separators: nothing that could forge a log line or break a peer.
+FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
+
+
+def check_name(field: str, value: str) -> str:
+    """Return `value` if it can be an identifier. The message of the error does not repeat it: it may be 10 MB.
+
+    Raises:
+        InvalidRequestError: it is too long or has control characters.
+    """
+    # The second test is the exact one; the first spares encoding what cannot pass it.
+    if len(value) > MAX_NAME_BYTES or len(value.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"'{field}' must have at most {MAX_NAME_BYTES} bytes in UTF-8.", param=field)
+    # What is printable is none of these, and quick to see.
+    if not value.isprintable() and any(unicodedata.category(character) in FORBIDDEN_CATEGORIES for character in value):
+        raise InvalidRequestError(f"'{field}' must not contain control characters.", param=field)
+    return value
