@@ -1,18 +1,23 @@
 """The step protocol between scheduler and worker: plans down, results up.
 
-A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then `steps`
-forward passes. The first pass carries the prefill chunks and one token of every decoding row, the others only decode.
-A row decodes once all its ids are computed, until it stops itself or is closed. Every rank runs the same plans in the
-same order, so what a pass does never depends on when a message arrived.
+A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then
+transfers begin (`common/transfers.py` has their contract); then come `steps` forward passes. The first pass carries
+the prefill chunks and one token of every decoding row, the others only decode. A row decodes once all its ids are
+computed, until it stops itself or is closed. Every rank runs the same plans in the same order, so what a pass does
+never depends on when a message arrived.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.types import FinishReason, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
+
+if TYPE_CHECKING:
+    from common.transfers import Transfer, TransferAck
 
 # [pages] int32, ids of physical pages of the device tier.
 PageIds = TokenIds
@@ -78,6 +83,7 @@ class StepPlan:
     prefills: tuple[PrefillChunk, ...] = ()
     steps: int = 1
     replacements: tuple[PageReplacement, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,9 @@ class RowStop:
 class StepResult:
     """What one forward pass sampled: `rows[i]` got `token_ids[i]`, both int32 of equal length.
 
-    `last` marks the plan's final result. Ranks other than 0 send empty arrays. `compute_us` is the forward pass with
-    sampling, `host_us` the rank's bookkeeping beside it. `error` means the plan failed as a whole.
+    `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
+    does. `compute_us` is the forward pass with sampling, `host_us` the rank's bookkeeping beside it. `error` means the
+    plan failed as a whole.
     """
 
     step_id: StepId
@@ -107,6 +114,7 @@ class StepResult:
     compute_us: int = 0
     host_us: int = 0
     error: str | None = None
+    acks: tuple[TransferAck, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,8 @@ class EngineSpec:
     max_step_tokens: int = 2048
     device_pages: int | None = None
     memory_fraction: float = 0.85
+    host_pages: int | None = None
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +151,7 @@ class EngineCapacity:
     fingerprint: str
     device: str
     layers: int
+    host_pages: int = 0
+    # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
+    prefill_tokens_per_s: float = field(default=0.0, compare=False)
+    load_bytes_per_s: float = field(default=0.0, compare=False)

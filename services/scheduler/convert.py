@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.steps import EngineCapacity, RowStop, StepResult
+from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire import (
     finish_reason_from_wire,
@@ -22,6 +23,7 @@ from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibi
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen, StepPlan
+    from common.transfers import Transfer
     from common.types import StopConditions
     from services.scheduler.cache.interface import CacheEvent, NodeView
     from services.scheduler.core.output import Output
@@ -49,6 +51,13 @@ _EVENT_KINDS = {
     CacheEventKind.MERGED: scheduler_pb2.CACHE_EVENT_KIND_MERGED,
 }
 
+_DIRECTIONS = {
+    TransferDirection.DEVICE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST,
+    TransferDirection.HOST_TO_DEVICE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE,
+    TransferDirection.HOST_TO_STORAGE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE,
+    TransferDirection.STORAGE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST,
+}
+
 
 def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
     """Encode what a rank is configured with."""
@@ -66,6 +75,8 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         max_step_tokens=spec.max_step_tokens,
         device_pages=spec.device_pages,
         memory_fraction=spec.memory_fraction,
+        host_pages=spec.host_pages,
+        host_bytes=spec.host_bytes,
     )
 
 
@@ -81,6 +92,9 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         fingerprint=message.fingerprint,
         device=message.device,
         layers=message.layers,
+        host_pages=message.host_pages,
+        prefill_tokens_per_s=message.prefill_tokens_per_s,
+        load_bytes_per_s=message.load_bytes_per_s,
     )
 
 
@@ -94,7 +108,18 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
         message.prefills.add(row=chunk.row, start=chunk.start, length=chunk.length)
     for replacement in plan.replacements:
         message.replacements.add(row=replacement.row, first=replacement.first, pages=replacement.pages.tolist())
+    message.transfers.extend(_transfer_to_wire(transfer) for transfer in plan.transfers)
     return message
+
+
+def _transfer_to_wire(transfer: Transfer) -> worker_pb2.Transfer:
+    return worker_pb2.Transfer(
+        transfer_id=transfer.transfer_id,
+        direction=_DIRECTIONS[transfer.direction],
+        device_pages=transfer.device_pages.tolist(),
+        host_pages=transfer.host_pages.tolist(),
+        object_keys=transfer.object_keys,
+    )
 
 
 def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
@@ -132,6 +157,7 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         compute_us=message.compute_us,
         host_us=message.host_us,
         error=message.error if message.HasField("error") else None,
+        acks=tuple(TransferAck(TransferId(ack.transfer_id), ack.done_pages, ack.duration_us) for ack in message.acks),
     )
 
 

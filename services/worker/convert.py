@@ -8,6 +8,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError
 from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
 from common.wire import finish_reason_to_wire, logprob_to_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity, StepResult
 
 DEFAULT_MEMORY_FRACTION = 0.85
+
+_DIRECTIONS = {
+    worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST: TransferDirection.DEVICE_TO_HOST,
+    worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE: TransferDirection.HOST_TO_DEVICE,
+    worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE: TransferDirection.HOST_TO_STORAGE,
+    worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.STORAGE_TO_HOST,
+}
 
 
 def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
@@ -48,6 +56,8 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         max_step_tokens=message.max_step_tokens,
         device_pages=message.device_pages if message.HasField("device_pages") else None,
         memory_fraction=message.memory_fraction or DEFAULT_MEMORY_FRACTION,
+        host_pages=message.host_pages if message.HasField("host_pages") else None,
+        host_bytes=message.host_bytes,
     )
 
 
@@ -63,11 +73,18 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         fingerprint=capacity.fingerprint,
         device=capacity.device,
         layers=capacity.layers,
+        host_pages=capacity.host_pages,
+        prefill_tokens_per_s=capacity.prefill_tokens_per_s,
+        load_bytes_per_s=capacity.load_bytes_per_s,
     )
 
 
 def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
-    """Decode a plan; whether it fits the rows is the engine's to check."""
+    """Decode a plan; whether it fits the rows is the engine's to check.
+
+    Raises:
+        InvalidRequestError: a transfer's direction is none that this worker knows.
+    """
     return StepPlan(
         step_id=StepId(message.step_id),
         epoch=message.epoch,
@@ -80,6 +97,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
             PageReplacement(RowSlot(replaced.row), replaced.first, _int32(replaced.pages))
             for replaced in message.replacements
         ),
+        transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
     )
 
 
@@ -101,6 +119,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         )
     for row, logprob in result.logprobs:
         message.logprobs.add(row=row, logprob=logprob_to_wire(logprob))
+    for ack in result.acks:
+        message.acks.add(transfer_id=ack.transfer_id, done_pages=ack.done_pages, duration_us=ack.duration_us)
     return message
 
 
@@ -116,6 +136,19 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         max_total_tokens=message.max_total_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         min_new_tokens=message.min_new_tokens,
+    )
+
+
+def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
+    direction = _DIRECTIONS.get(message.direction)
+    if direction is None:
+        raise InvalidRequestError(f"transfer {message.transfer_id} has no direction that is known", param="direction")
+    return Transfer(
+        transfer_id=TransferId(message.transfer_id),
+        direction=direction,
+        device_pages=_int32(message.device_pages),
+        host_pages=_int32(message.host_pages),
+        object_keys=tuple(message.object_keys),
     )
 
 

@@ -16,6 +16,7 @@ from common.steps import (
     StepPlan,
     StepResult,
 )
+from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import FinishReason, TokenIds
 from tests.common.strategies import COUNT, NAMES, TOKEN, logprobs, sampling
 
@@ -54,6 +55,16 @@ plans = st.builds(
     prefills=tuples(st.builds(PrefillChunk, row=ROW, start=COUNT, length=COUNT)),
     steps=COUNT,
     replacements=tuples(st.builds(PageReplacement, row=ROW, first=COUNT, pages=arrays())),
+    transfers=tuples(
+        st.builds(
+            Transfer,
+            transfer_id=st.integers(0, 2**64 - 1),
+            direction=st.sampled_from(TransferDirection),
+            device_pages=arrays(),
+            host_pages=arrays(),
+            object_keys=tuples(st.binary(max_size=8)),
+        )
+    ),
 )
 stops = st.builds(
     RowStop,
@@ -74,6 +85,7 @@ results = arrays().flatmap(
         compute_us=COUNT,
         host_us=COUNT,
         error=st.none() | st.text(),
+        acks=tuples(st.builds(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
     )
 )
 specs = st.builds(
@@ -91,6 +103,8 @@ specs = st.builds(
     max_step_tokens=POSITIVE,
     device_pages=st.none() | POSITIVE,
     memory_fraction=st.floats(0.015625, 1, width=32),
+    host_pages=st.none() | COUNT,
+    host_bytes=st.integers(0, 2**64 - 1),
 )
 capacities = st.builds(
     EngineCapacity,
@@ -103,4 +117,7 @@ capacities = st.builds(
     fingerprint=NAMES,
     device=NAMES,
     layers=COUNT,
+    host_pages=COUNT,
+    prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
+    load_bytes_per_s=st.floats(0, 2.0**40, width=32),
 )

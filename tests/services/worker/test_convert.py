@@ -45,7 +45,7 @@ def test_specs_survive_the_wire(spec: EngineSpec) -> None:
 
 @given(capacities)
 def test_capacities_survive_the_wire(capacity: EngineCapacity) -> None:
-    assert scheduler.capacity_from_wire(worker.capacity_to_wire(capacity)) == capacity
+    assert plain(scheduler.capacity_from_wire(worker.capacity_to_wire(capacity))) == plain(capacity)
 
 
 def test_a_spec_has_defaults_for_what_people_leave_out() -> None:
@@ -67,6 +67,12 @@ def test_a_rank_outside_its_group_is_refused() -> None:
     )
     with pytest.raises(InvalidRequestError, match="rank 2"):
         worker.spec_from_wire(message)
+
+
+def test_a_transfer_without_direction_is_refused() -> None:
+    message = worker_pb2.StepPlan(transfers=[worker_pb2.Transfer(transfer_id=3)])
+    with pytest.raises(InvalidRequestError, match="transfer 3"):
+        worker.plan_from_wire(message)
 
 
 def test_numbers_beyond_what_ids_can_be_turn_negative_so_that_the_engine_refuses_them() -> None:

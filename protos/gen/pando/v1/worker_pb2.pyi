@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.gen.pando.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,35 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TransferDirection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferDirection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_DIRECTION_UNSPECIFIED: _TransferDirection.ValueType  # 0
+    TRANSFER_DIRECTION_DEVICE_TO_HOST: _TransferDirection.ValueType  # 1
+    """device_pages[i] is copied to host_pages[i]."""
+    TRANSFER_DIRECTION_HOST_TO_DEVICE: _TransferDirection.ValueType  # 2
+    """host_pages[i] is copied to device_pages[i]."""
+    TRANSFER_DIRECTION_HOST_TO_STORAGE: _TransferDirection.ValueType  # 3
+    """host_pages[i] becomes the object object_keys[i]."""
+    TRANSFER_DIRECTION_STORAGE_TO_HOST: _TransferDirection.ValueType  # 4
+    """The object object_keys[i] becomes host_pages[i]."""
+
+class TransferDirection(_TransferDirection, metaclass=_TransferDirectionEnumTypeWrapper): ...
+
+TRANSFER_DIRECTION_UNSPECIFIED: TransferDirection.ValueType  # 0
+TRANSFER_DIRECTION_DEVICE_TO_HOST: TransferDirection.ValueType  # 1
+"""device_pages[i] is copied to host_pages[i]."""
+TRANSFER_DIRECTION_HOST_TO_DEVICE: TransferDirection.ValueType  # 2
+"""host_pages[i] is copied to device_pages[i]."""
+TRANSFER_DIRECTION_HOST_TO_STORAGE: TransferDirection.ValueType  # 3
+"""host_pages[i] becomes the object object_keys[i]."""
+TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.ValueType  # 4
+"""The object object_keys[i] becomes host_pages[i]."""
+Global___TransferDirection: _TypeAlias = TransferDirection  # noqa: Y015
 
 @_typing.final
 class ConfigureRequest(_message.Message):
@@ -36,6 +66,8 @@ class ConfigureRequest(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     MEMORY_FRACTION_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, a directory with config.json, or a GGUF file, as this host sees it."""
     load_format: _builtins.str
@@ -58,6 +90,10 @@ class ConfigureRequest(_message.Message):
     """Device pages to allocate; absent: sized from measured free memory times memory_fraction."""
     memory_fraction: _builtins.float
     """Fraction of free memory for weights and KV, in (0, 1]."""
+    host_pages: _builtins.int
+    """Pages of the host tier to allocate; absent: as many as fit into host_bytes."""
+    host_bytes: _builtins.int
+    """Bytes of this rank's host tier; 0: no host tier."""
     def __init__(
         self,
         *,
@@ -74,14 +110,21 @@ class ConfigureRequest(_message.Message):
         max_step_tokens: _builtins.int = ...,
         device_pages: _builtins.int | None = ...,
         memory_fraction: _builtins.float = ...,
+        host_pages: _builtins.int | None = ...,
+        host_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "device_pages", b"device_pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "device_pages", b"device_pages", "host_pages", b"host_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "device_pages", b"device_pages", "dtype", b"dtype", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "rank", b"rank", "rendezvous", b"rendezvous", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "rank", b"rank", "rendezvous", b"rendezvous", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
+    _WhichOneofReturnType__host_pages: _TypeAlias = _typing.Literal["host_pages"]  # noqa: Y015
+    _WhichOneofArgType__host_pages: _TypeAlias = _typing.Literal["_host_pages", b"_host_pages"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_pages) -> _WhichOneofReturnType__device_pages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_pages) -> _WhichOneofReturnType__host_pages | None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
 
@@ -132,6 +175,9 @@ class WorkerCapacity(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    LOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -143,6 +189,13 @@ class WorkerCapacity(_message.Message):
     device: _builtins.str
     """cpu, cuda…"""
     layers: _builtins.int
+    host_pages: _builtins.int
+    """Pages of the host tier; 0: there is none."""
+    prefill_tokens_per_s: _builtins.float
+    """Measured at start-up, where there is a host tier: prefill of a prompt, and copies from the host to the device on
+    this rank. 0: not measured.
+    """
+    load_bytes_per_s: _builtins.float
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -159,10 +212,13 @@ class WorkerCapacity(_message.Message):
         fingerprint: _builtins.str = ...,
         device: _builtins.str = ...,
         layers: _builtins.int = ...,
+        host_pages: _builtins.int = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        load_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,7 +226,8 @@ Global___WorkerCapacity: _TypeAlias = WorkerCapacity  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One unit of work: bookkeeping first (closes, opens, replacements, grants), then `steps` forward passes.
+    """One unit of work: bookkeeping first (closes, opens, replacements, grants), then transfers begin, then come `steps`
+    forward passes.
     The first pass carries the prefill chunks and one token of each row that decodes, the others only
     decode. A row decodes once its ids are all computed, until it stops itself or is closed.
     """
@@ -185,6 +242,7 @@ class StepPlan(_message.Message):
     PREFILLS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     REPLACEMENTS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -201,6 +259,10 @@ class StepPlan(_message.Message):
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]: ...
     @_builtins.property
     def replacements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageReplacement]: ...
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
+        """Copies between tiers that go on beside this plan's passes and those of later plans."""
+
     def __init__(
         self,
         *,
@@ -212,10 +274,11 @@ class StepPlan(_message.Message):
         prefills: _abc.Iterable[Global___PrefillChunk] | None = ...,
         steps: _builtins.int = ...,
         replacements: _abc.Iterable[Global___PageReplacement] | None = ...,
+        transfers: _abc.Iterable[Global___Transfer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -363,8 +426,80 @@ class PrefillChunk(_message.Message):
 Global___PrefillChunk: _TypeAlias = PrefillChunk  # noqa: Y015
 
 @_typing.final
+class Transfer(_message.Message):
+    """A run of pages to copy from one tier to another. It reads what the passes of earlier plans wrote. Nobody writes what
+    it reads, or touches what it writes, until all ranks have acknowledged it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    HOST_PAGES_FIELD_NUMBER: _builtins.int
+    OBJECT_KEYS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    """Never used twice in one stream."""
+    direction: Global___TransferDirection.ValueType
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One entry per page for each tier that takes part, none for the others."""
+
+    @_builtins.property
+    def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def object_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Opaque names; a worker adds what tells its rank's part of a page from others'."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        direction: Global___TransferDirection.ValueType = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        host_pages: _abc.Iterable[_builtins.int] | None = ...,
+        object_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class TransferAck(_message.Message):
+    """This rank is done with a transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    DONE_PAGES_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    done_pages: _builtins.int
+    """So many leading pages are copied. Fewer than asked for only where the source is storage: the rest is a miss."""
+    duration_us: _builtins.int
+    """Time of the copy itself, without waiting for its turn."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        done_pages: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_pages", b"done_pages", "duration_us", b"duration_us", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferAck: _TypeAlias = TransferAck  # noqa: Y015
+
+@_typing.final
 class StepResult(_message.Message):
-    """One forward pass. Ranks other than 0 report only step_id, substep, last and error."""
+    """One forward pass. Ranks other than 0 report only step_id, substep, last, error and acks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -378,6 +513,7 @@ class StepResult(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     HOST_US_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ACKS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Which pass of the plan, from 0."""
@@ -402,6 +538,10 @@ class StepResult(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprob]:
         """Only for rows that asked for it."""
 
+    @_builtins.property
+    def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferAck]:
+        """Transfers of this or earlier plans that this rank has finished since its last result, in any order."""
+
     def __init__(
         self,
         *,
@@ -415,10 +555,11 @@ class StepResult(_message.Message):
         compute_us: _builtins.int = ...,
         host_us: _builtins.int = ...,
         error: _builtins.str | None = ...,
+        acks: _abc.Iterable[Global___TransferAck] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "compute_us", b"compute_us", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
