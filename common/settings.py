@@ -179,6 +179,15 @@ class WorkerSettings(Section):
     """CPU threads of the engine; 0: as many as this process has cores."""
     backend: Literal["auto", "torch", "compiled"] = "auto"
     """Operators: compiled ones on CPUs where they can be built, or plain torch."""
+    storage: SecretStr | None = None
+    """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as
+    redis://, rediss:// or unix:// URL; absent: nowhere. All who can read it are trusted with what users have said."""
+    storage_gigabytes: float = Field(default=16.0, gt=0)
+    """GiB that the files of a storage directory may take; a server has a limit of its own (maxmemory)."""
+    storage_timeout_s: float = Field(default=2.0, gt=0)
+    """A call to the storage that takes longer counts as failed."""
+    storage_threads: int = Field(default=4, ge=1, le=64)
+    """Calls to the storage at the same time; half of them may write."""
     fake_vocabulary_size: int = Field(default=49_152, ge=16)
     """Vocabulary of a model loaded with load_format=fake."""
     fake_step_ms: float = Field(default=0.0, ge=0)

@@ -1,0 +1,57 @@
+"""A real Redis or Valkey server of one's own, on a unix socket."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import redis
+
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BINARIES = ("redis-server", "valkey-server")
+
+
+class RedisProcess:
+    """One server, which keeps nothing on disk; `start` after `kill` begins empty."""
+
+    def __init__(self, directory: Path) -> None:
+        binary = next((path for name in BINARIES if (path := shutil.which(name))), None)
+        if binary is None:
+            pytest.skip("no redis-server or valkey-server here: apt-get install redis-server")
+        self._binary = binary
+        self._socket = directory / "redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    def client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [self._binary, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"],
+            stdout=subprocess.DEVNULL,
+        )
+        wait_until(self._answers, timeout_s=10)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=10)
+            self._process = None
+            self._socket.unlink(missing_ok=True)
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False

@@ -1,0 +1,67 @@
+"""A storage in memory that can be told to fail, to be slow and to answer with anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.worker.storage.interface import StorageError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Mapping, Sequence
+
+    from services.worker.storage.interface import Blob
+
+
+@dataclass
+class FakeStorage:
+    """Objects by name. `is_down`: every call fails; `gate`: calls wait until it is set."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    is_down: bool = False
+    gate: threading.Event | None = None
+    calls: list[str] = field(default_factory=list)
+    is_closed: bool = False
+
+    def exists_many(self, names: Sequence[str]) -> list[bool]:
+        self._call("exists")
+        return [name in self.objects for name in names]
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        self._call("get")
+        return [self.objects.get(name) for name in names]
+
+    def put_many(self, objects: Mapping[str, Blob]) -> None:
+        self._call("put")
+        self.objects.update({name: bytes(data) for name, data in objects.items()})
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        self._call("delete")
+        for name in names:
+            self.objects.pop(name, None)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.gate is not None:
+            self.gate.wait(timeout=30)
+        if self.is_down:
+            raise StorageError("told to fail")
+
+
+@dataclass
+class FakeHostPages:
+    """Host pages as a list of bytes."""
+
+    page_bytes: int
+    pages: list[bytes]
+
+    def read_page(self, page: int) -> bytes:
+        return self.pages[page]
+
+    def write_page(self, page: int, content: memoryview) -> None:
+        assert len(content) == self.page_bytes
+        self.pages[page] = bytes(content)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from services.worker.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitBreaker
+
+
+def opened(now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker()
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.fail(now)
+    return breaker
+
+
+def test_single_failures_do_not_open_it() -> None:
+    breaker = CircuitBreaker()
+    for _ in range(10):
+        breaker.fail(0.0)
+        breaker.succeed()
+    assert breaker.allows(0.0)
+
+
+def test_failures_in_a_row_open_it_for_a_pause() -> None:
+    breaker = opened()
+    assert breaker.is_open
+    assert not breaker.allows(FIRST_PAUSE_S / 2)
+
+
+def test_after_the_pause_one_call_is_tried_at_a_time() -> None:
+    breaker = opened()
+    assert breaker.allows(FIRST_PAUSE_S)
+    assert not breaker.allows(FIRST_PAUSE_S)
+    breaker.succeed()
+    assert breaker.allows(FIRST_PAUSE_S)
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    breaker, now, pauses = opened(), 0.0, []
+    for _ in range(10):
+        start = now
+        while not breaker.allows(now):
+            now += 0.5
+        pauses.append(now - start)
+        breaker.fail(now)
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+
+
+def test_calls_that_began_before_do_not_lengthen_the_pause() -> None:
+    breaker = opened()
+    for _ in range(5):
+        breaker.fail(0.5)
+    assert breaker.allows(FIRST_PAUSE_S)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from services.worker.storage.files import FileStorage
+from services.worker.storage.interface import StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def name(number: int) -> str:
+    return f"{7:016x}-{number:064x}"
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def test_what_was_put_is_got_and_found(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path / "new" / "place", 1000)
+    storage.put_many({name(1): b"one", name(2): b"two"})
+    assert storage.get_many([name(1), name(2), name(3)]) == [b"one", b"two", None]
+    assert storage.exists_many([name(3), name(2)]) == [False, True]
+
+
+def test_another_process_finds_it(tmp_path: Path) -> None:
+    FileStorage(tmp_path, 1000).put_many({name(1): b"one"})
+    assert FileStorage(tmp_path, 1000).get_many([name(1)]) == [b"one"]
+
+
+def test_what_was_deleted_is_gone_and_the_rest_is_not(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path, 1000)
+    storage.put_many({name(1): b"one", name(2): b"two"})
+    storage.delete_many([name(1), name(3)])
+    assert storage.get_many([name(1), name(2)]) == [None, b"two"]
+
+
+def test_nobody_else_may_read(tmp_path: Path) -> None:
+    FileStorage(tmp_path / "place", 1000).put_many({name(1): b"one"})
+    paths = [tmp_path / "place", *(tmp_path / "place").rglob("*")]
+    assert len(paths) == 3
+    assert all(not stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths)
+
+
+def test_objects_spread_over_folders(tmp_path: Path) -> None:
+    FileStorage(tmp_path, 10_000).put_many({name(number): b"x" for number in range(64)})
+    assert len(list(tmp_path.iterdir())) == 64
+
+
+def test_the_limit_holds_and_what_was_not_read_for_longest_goes(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path, 1000)
+    for number in range(9):
+        storage.put_many({name(number): bytes(100)})
+        os.utime(tmp_path / name(number)[-2:] / name(number), (number, number))
+    storage.get_many([name(0)])  # the oldest, but now read
+    storage.put_many({name(10): bytes(100), name(11): bytes(100)})
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
+    assert storage.exists_many([name(0), name(1), name(10), name(11)]) == [True, False, True, True]
+
+
+def test_the_limit_counts_what_others_wrote(tmp_path: Path) -> None:
+    FileStorage(tmp_path, 10_000).put_many({name(number): bytes(100) for number in range(20)})
+    storage = FileStorage(tmp_path, 1000)
+    storage.put_many({name(30): bytes(100)})
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 1000
+    assert storage.exists_many([name(30)]) == [True]
+
+
+def test_a_write_that_failed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FileStorage(tmp_path, 1000)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        storage.put_many({name(1): b"one"})
+    assert files(tmp_path) == []
+
+
+def test_files_whose_writer_died_are_cleaned_up(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path, 1000)
+    storage.put_many({name(1): b"one"})
+    dead = tmp_path / name(1)[-2:] / ".new-1-2-3"
+    dead.write_bytes(b"half")
+    os.utime(dead, (1, 1))
+    storage.clean_up()
+    assert not dead.exists()
+    assert storage.exists_many([name(1)]) == [True]
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot use"):
+        FileStorage(tmp_path / "file", 1000)
+
+
+def test_a_directory_that_vanishes_fails_clearly_or_is_a_miss(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path / "place", 1000)
+    storage.put_many({name(1): b"one"})
+    for path in files(tmp_path):
+        path.unlink()
+        path.parent.rmdir()
+    (tmp_path / "place").rmdir()
+    assert storage.get_many([name(1)]) == [None]
+    with pytest.raises(StorageError, match="cannot write"):
+        storage.put_many({name(1): b"one"})
+
+
+def test_readers_never_see_half_of_an_object(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path, 1 << 30)
+    blobs = [bytes([fill]) * 100_000 for fill in range(2)]
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for blob in blobs:
+                storage.put_many({name(1): blob})
+
+    writer = threading.Thread(target=write)
+    storage.put_many({name(1): blobs[0]})
+    writer.start()
+    try:
+        assert all(storage.get_many([name(1)])[0] in blobs for _ in range(200))
+    finally:
+        stop.set()
+        writer.join()
