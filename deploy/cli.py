@@ -38,6 +38,7 @@ COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
     Command("chat", "deploy.chat.command", "chat in the terminal"),
     Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or this one's parts"),
+    Command("attack", "deploy.attack.command", "try the published attacks on shared caches against a server"),
     Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),
     Command("cache", "deploy.inspection.cache", "look into the prefix cache, or empty it"),
 )

@@ -1,0 +1,86 @@
+"""`pando attack`: the published attacks on shared prefix caches, against a live server over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from deploy.attack.prober import AttackError
+from deploy.attack.scene import Effort
+from deploy.bench.deployments import LaunchError, add_setting_arguments
+from deploy.bench.report import output_console, print_failure
+from deploy.bench.results import Provenance
+from deploy.bench.serve_arguments import positive_float, positive_int
+from deploy.bench.target import TargetError
+
+if TYPE_CHECKING:
+    import argparse
+
+MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
+# As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
+ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "names", "flood")
+PROGRAM = "pando attack"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `pando attack`."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a server that runs; --modes names the one that it is in")
+    where.add_argument("--launch", action="store_true", help="start a server of its own for each of --modes")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all, with --launch")
+    parser.add_argument("--oracles", nargs="+", choices=ORACLES, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="few probes: enough where observations are exact")
+    parser.add_argument("--pairs", type=positive_int, help=f"pairs of probes (default {Effort().pairs})")
+    parser.add_argument("--text-tokens", type=positive_int, default=64, help="length of private texts (%(default)s)")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31), help="of texts and orders")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    known = parser.add_argument_group("what is known of the server at --url")
+    known.add_argument("--api-key", help="sent as bearer token; never written to results")
+    known.add_argument("--rival-key", help="API key of another tenant, for spoofing across tenants")
+    known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
+    known.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
+    known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the flood needs it")
+    launch = parser.add_argument_group("--launch")
+    launch.add_argument(
+        "--thresholds",
+        type=positive_int,
+        nargs="*",
+        default=[2, 4],
+        metavar="K",
+        help="repeat the Sybil sweep of user_aware at these k, on a server without a model (2 4)",
+    )
+    add_setting_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Attack; return 0 if everything is as claimed, 1 if not, 2 if it could not be found out."""
+    if importlib.util.find_spec("scipy") is None:
+        print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: pip install 'pando[analysis]'"))
+        return 2
+    from deploy.attack.report import finding_table, write_findings
+    from deploy.attack.runs import attack_launched, attack_running
+
+    console, progress = output_console(), Console(stderr=True)
+
+    def tell(line: str) -> None:
+        progress.print(line, style="dim", highlight=False)
+
+    try:
+        reports = attack_launched(arguments, tell) if arguments.launch else attack_running(arguments, tell)
+    except (AttackError, TargetError, LaunchError, ValueError) as error:
+        print_failure(PROGRAM, error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    console.print(finding_table(reports))
+    surprises = [line for report in reports for line in report.surprises]
+    for line in surprises:
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    if arguments.json is not None:
+        write_findings(arguments.json, reports, Provenance.collect(sys.argv[1:]))
+    return int(bool(surprises))

@@ -1,0 +1,111 @@
+"""The threshold of evidence (claim B2): invented users, and probes around the moment when text becomes public."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deploy.attack.findings import Finding, Verdict, not_applicable
+from deploy.attack.oracles.pairs import report_cached
+
+if TYPE_CHECKING:
+    from deploy.attack.oracles.pairs import Pair
+    from deploy.attack.scene import Scene
+    from deploy.bench.records import Segment
+
+SYBIL = "Sybil sweep"
+BOUNDARY = "epoch boundary"
+
+
+@dataclass(frozen=True, slots=True)
+class SybilSweep:
+    """How many colluders it took to see that a text was held: by number of holders, None if it was never seen.
+
+    `colluders` were tried at most; `first_hits[0]` is the control, a text that nobody held.
+    """
+
+    threshold: int
+    colluders: int
+    first_hits: tuple[int | None, ...]
+
+    def leaks(self, colluders: int, holders: int) -> bool:
+        """Whether so many colluders could tell so many holders from none."""
+        seen, control = self.first_hits[holders], self.first_hits[0]
+        return seen is not None and seen <= colluders and seen != control
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """All (colluders, holders) that were tried."""
+        holders = range(1, len(self.first_hits))
+        return [(a, n) for a in range(1, self.colluders + 1) for n in holders]
+
+    @property
+    def leaking(self) -> list[tuple[int, int]]:
+        """The cases in which colluders could tell."""
+        return [case for case in self.cases if self.leaks(*case)]
+
+    @property
+    def expected(self) -> list[tuple[int, int]]:
+        """The cases in which B2 does not promise that they cannot: n + a > k."""
+        return [(a, n) for a, n in self.cases if n + a > self.threshold]
+
+
+async def probe_sybils(scene: Scene) -> list[Finding]:
+    """Let colluders ask one after the other, an epoch apart: the first hit tells how many others held the text."""
+    sweep = await sweep_sybils(scene)
+    return [not_applicable(SYBIL, "the server does not report cached_tokens") if sweep is None else judge_sweep(sweep)]
+
+
+async def sweep_sybils(scene: Scene) -> SybilSweep | None:
+    """Return the sweep over (a, n) at the server's k; None if it does not tell cached tokens."""
+    threshold = scene.server.promotion_principals
+    texts = [scene.texts.document(scene.name()) for _ in range(threshold + 1)]
+    for holders, text in enumerate(texts):
+        for _ in range(holders):
+            await scene.prober.ask(text, scene.user("holder"))
+    first: list[int | None] = [None] * len(texts)
+    for colluder in range(1, threshold + 2):
+        await scene.pass_epoch()
+        for holders, text in enumerate(texts):
+            cached = (await scene.prober.ask(text, scene.user("colluder"))).cached_tokens
+            if cached is None:
+                return None
+            if cached and first[holders] is None:
+                first[holders] = colluder
+    return SybilSweep(threshold, threshold + 1, tuple(first))
+
+
+def judge_sweep(sweep: SybilSweep) -> Finding:
+    """Compare a sweep with the bound."""
+    probes = sweep.colluders * len(sweep.first_hits)
+    if not sweep.leaking:
+        return Finding(SYBIL, Verdict.CLOSED, probes, note=f"no (a, n) leaks up to {sweep.cases[-1]}")
+    beyond = [case for case in sweep.leaking if case not in sweep.expected]
+    if beyond:
+        return Finding(SYBIL, Verdict.LEAKS, probes, note=f"k = {sweep.threshold}: leaks at (a, n) = {beyond[0]}")
+    if sweep.leaking == sweep.expected:
+        return Finding(SYBIL, Verdict.BOUNDED, probes, note=f"leaks exactly where n + a > k = {sweep.threshold}")
+    return Finding(SYBIL, Verdict.BOUNDED, probes, note=f"leaks only where n + a > k = {sweep.threshold}")
+
+
+async def probe_boundary(scene: Scene) -> list[Finding]:
+    """Probe texts that are one principal short of the threshold, spread over two epochs and what happens between."""
+    holders = max(scene.server.promotion_principals - 1, 1)
+    pairs = [
+        (scene.texts.document(scene.name()), scene.texts.document(scene.name()))
+        for _ in range(scene.effort.boundary_texts)
+    ]
+    gap_s = 2 * scene.server.epoch_seconds / len(pairs)
+    seen: list[Pair] = []
+    for held, _ in pairs:
+        for _ in range(holders):
+            await scene.prober.ask(held, scene.user("holder"))
+    for held, other in pairs:
+        seen.append(await _look(scene, held, other))
+        await scene.prober.clock.sleep(gap_s)
+    return [report_cached(BOUNDARY, seen, f"{holders} holders, 1 prober, k = {scene.server.promotion_principals}")]
+
+
+async def _look(scene: Scene, held: tuple[Segment, ...], other: tuple[Segment, ...]) -> Pair:
+    prober = scene.user("prober")
+    return await scene.prober.ask(held, prober), await scene.prober.ask(other, prober)
