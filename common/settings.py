@@ -21,8 +21,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from common.cache_settings import CacheSettings
 from common.errors import ConfigurationError
+from common.queue_settings import QueueSettings
 from common.section import Section
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TokenizerSettings(Section):
     """Port of the Prometheus endpoint; absent: none."""
 
 
-class SchedulerSettings(CacheSettings):
+class SchedulerSettings(QueueSettings):
     """Queues, cache, step plans."""
 
     address: str = "127.0.0.1:50052"
@@ -144,16 +144,12 @@ class SchedulerSettings(CacheSettings):
     """KV pages on the device; absent: sized by the worker from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of free memory that the worker may take for weights and KV."""
-    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
-    """Order of the waiting queue: arrival, longest cached prefix, or the request's priority."""
     queue_depth: int = Field(default=2, ge=1, le=16)
     """Plans in flight: 2 hides the network behind the step before."""
     lease_ms: float = Field(default=8.0, ge=0)
     """Aim for a plan's duration when nothing waits: a plan spans so many steps that it lasts about this long."""
     max_lease_steps: int = Field(default=16, ge=1, le=256)
     """Upper bound on the steps of one plan."""
-    max_waiting_requests: int = Field(default=4096, ge=1)
-    """Length of the waiting queue; more are refused with a hint when to retry."""
     waiting_timeout_s: float = Field(default=300.0, gt=0)
     """A request that has not started by then fails with a timeout."""
     running_timeout_s: float = Field(default=3600.0, gt=0)

@@ -18,7 +18,7 @@ from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.group import GroupState
-from services.scheduler.policy.factory import make_policy
+from services.scheduler.policy.factory import make_counters, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,9 @@ class SchedulerLoop:
             rules = resolve_cache(self._settings)
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules)
             cache.advance(self.epoch)
-            self.core = SchedulerCore(config, allocator, cache, make_policy(self._settings.policy))
+            counters = make_counters(self._settings)
+            policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)
+            self.core = SchedulerCore(config, allocator, cache, policy, counters)
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
         self._wake.set()

@@ -36,6 +36,9 @@ class ChunkCache:
         self._next_lease = 0
         self._leases: set[LeaseId] = set()
 
+    def view_of(self, principal: Principal) -> None:
+        """Return None: nothing is found."""
+
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return 0."""
         return 0

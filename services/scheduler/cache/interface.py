@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NewType, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from common.steps import PageIds
     from common.types import Principal, TokenIds
@@ -178,6 +178,9 @@ class PrefixCache(Protocol):
     @property
     def held_references(self) -> int:
         """Page references the cache holds, one per page and node. O(1)."""
+
+    def view_of(self, principal: Principal) -> Hashable | None:
+        """Return what is equal for principals that find all of each other's prefixes; None: nobody finds anything."""
 
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure.

@@ -89,6 +89,10 @@ class RadixCache:
 
     # --- a row's life ---
 
+    def view_of(self, principal: Principal) -> Scope:
+        """Return whose view a principal has: its own, or everybody's."""
+        return self._scope(principal)
+
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure."""
         viewer = self.store.accounts.view(self._scope(principal))

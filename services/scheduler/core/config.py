@@ -24,6 +24,8 @@ class CoreConfig:
     vocabulary_size: int
     eos_token_ids: tuple[int, ...]
     max_waiting: int
+    # Sequences of one principal among them, so that one alone cannot keep all others out.
+    max_waiting_per_user: int
     waiting_timeout_s: float
     running_timeout_s: float
     lease_s: float
@@ -55,6 +57,7 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,
         max_waiting=settings.max_waiting_requests,
+        max_waiting_per_user=settings.max_waiting_per_user or max(settings.max_waiting_requests // 2, 1),
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         lease_s=settings.lease_ms / 1000,

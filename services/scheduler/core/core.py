@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from common.errors import ContextLengthError, InvalidRequestError, PandoError, QueueFullError, RequestTimeoutError
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason
+from services.scheduler.core.billing import Billing
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
+    from services.scheduler.core.shares import VirtualCounters
 
 # A hint for refused clients: about the time in which a full queue makes room.
 RETRY_AFTER_MS = 1000
@@ -36,17 +38,25 @@ class SchedulerCore:
     Calls come from one thread. Times are seconds of one monotonic clock, passed in.
     """
 
-    def __init__(self, config: CoreConfig, allocator: PageAllocator, cache: PrefixCache, policy: Policy) -> None:
-        """Start empty, over an allocator and a cache that nobody else changes."""
+    def __init__(
+        self,
+        config: CoreConfig,
+        allocator: PageAllocator,
+        cache: PrefixCache,
+        policy: Policy,
+        counters: VirtualCounters | None = None,
+    ) -> None:
+        """Start empty, over an allocator and a cache that nobody else changes; `counters` are what `policy` reads."""
         self.config = config
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
-        self.queue = WaitingQueue(policy)
+        self.queue = WaitingQueue(policy, counters)
         self.memory = KvMemory(allocator, cache)
         self.in_flight = 0
         self.finished_steps = 0
         self._tenancy = Tenancy(self.rows, self.memory)
         self._output = OutputBuffer()
-        self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy)
+        self._billing = Billing(self.rows, counters)
+        self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
         self._results = ResultHandler(self.rows, self._tenancy, self._output)
         self._by_handle: dict[int, Sequence] = {}
         self._by_request: dict[RequestId, list[Sequence]] = {}
@@ -98,6 +108,12 @@ class SchedulerCore:
         if len(self.queue) + request.n > self.config.max_waiting:
             raise QueueFullError(
                 f"{len(self.queue)} requests are waiting, which is the limit; try again later",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if self.queue.waiting_of(request.principal) + request.n > self.config.max_waiting_per_user:
+            raise QueueFullError(
+                f"{self.queue.waiting_of(request.principal)} requests of this user are waiting, of which "
+                f"{self.config.max_waiting_per_user} may; try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
         if request.resume is not None and request.n != 1:
@@ -187,6 +203,7 @@ class SchedulerCore:
         """Start over with every row: the workers and all their KV are gone. Known ids are kept."""
         for sequence in sorted(self.rows.occupants(), key=lambda sequence: sequence.handle):
             assert sequence.row is not None, "occupants have a row"
+            self._billing.leave(sequence, for_good=False)
             sequence.token_ids = self.rows.tokens(sequence.row).copy()
             sequence.phase = Phase.WAITING
             self.memory.free(sequence, self.rows)
@@ -206,6 +223,7 @@ class SchedulerCore:
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
         else:
+            self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)
         sequence.phase = Phase.FINISHED
         del self._by_handle[sequence.handle]

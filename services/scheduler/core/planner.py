@@ -9,11 +9,13 @@ import numpy as np
 from common.steps import PageGrant, PrefillChunk, RowOpen, StepPlan
 from common.types import RowSlot, StepId
 from services.scheduler.core.sequence import Phase
+from services.scheduler.core.twins import Twins
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.scheduler.cache.interface import Lease
+    from services.scheduler.core.billing import Billing
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
@@ -32,7 +34,13 @@ class Planner:
     """
 
     def __init__(
-        self, config: CoreConfig, rows: RowTable, queue: WaitingQueue, memory: KvMemory, tenancy: Tenancy
+        self,
+        config: CoreConfig,
+        rows: RowTable,
+        queue: WaitingQueue,
+        memory: KvMemory,
+        tenancy: Tenancy,
+        billing: Billing,
     ) -> None:
         """Plan over state that the core owns."""
         self._config = config
@@ -40,6 +48,7 @@ class Planner:
         self._queue = queue
         self._memory = memory
         self._tenancy = tenancy
+        self._billing = billing
         self._next_step = 1
         self.paused = False
 
@@ -135,6 +144,7 @@ class Planner:
     def _retract(self, sequence: Sequence) -> None:
         row = sequence.row
         assert row is not None, "only running sequences are retracted"
+        self._billing.leave(sequence, for_good=False)
         sequence.token_ids = self._rows.tokens(row).copy()
         sequence.phase = Phase.WAITING
         sequence.retractions += 1
@@ -174,13 +184,18 @@ class Planner:
         opens: list[RowOpen] = []
         if self.paused or budget <= 0 or not self._rows.free_slots or not len(self._queue):
             return opens
+        self._billing.settle()
+        twins = Twins(self._rows, self._memory)
         for sequence in self._queue.candidates(self._memory.match):
             if budget <= 0 or not self._rows.free_slots:
                 break
+            if twins.is_awaited(sequence):
+                continue
             lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lease is None:
                 break
             opens.append(self._open(sequence, lease, now))
+            twins.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
 
@@ -192,6 +207,7 @@ class Planner:
             sequence.started_at = now
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(lease.matched_tokens, sequence.prompt_tokens)
+            self._billing.start(sequence, lease.matched_tokens)
         request = sequence.request
         stop_ids = request.stop.stop_token_ids
         if not request.stop.ignore_eos:

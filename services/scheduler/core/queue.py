@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from common.types import Principal
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.shares import VirtualCounters
 
 
 class Policy(Protocol):
@@ -25,9 +27,11 @@ class Policy(Protocol):
 class WaitingQueue:
     """Sequences in order of arrival, behind those that were retracted; offered in the policy's order."""
 
-    def __init__(self, policy: Policy) -> None:
-        """Start empty."""
+    def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
+        """Start empty; `counters` are told who waits."""
         self._policy = policy
+        self._counters = counters
+        self._by_principal: Counter[Principal] = Counter()
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -39,13 +43,19 @@ class WaitingQueue:
         """Iterate over a snapshot, retracted ones first."""
         return iter([*self._retracted.values(), *self._arrived.values()])
 
+    def waiting_of(self, principal: Principal) -> int:
+        """Return how many sequences of a principal wait."""
+        return self._by_principal[principal]
+
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence."""
         self._arrived[sequence.handle] = sequence
+        self._enter(sequence.request.principal)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a retracted sequence before all others; the oldest of them stays first."""
         self._retracted[sequence.handle] = sequence
+        self._enter(sequence.request.principal)
         if len(self._retracted) > 1:
             self._retracted = OrderedDict(sorted(self._retracted.items()))
 
@@ -53,9 +63,20 @@ class WaitingQueue:
         """Take a sequence out."""
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
+        principal = sequence.request.principal
+        self._by_principal[principal] -= 1
+        if not self._by_principal[principal]:
+            del self._by_principal[principal]
+        if self._counters is not None:
+            self._counters.exit(principal)
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield those that may start, best first. The caller may remove what it was just given."""
         yield from [sequence for sequence in self._retracted.values() if sequence.may_start]
         ready = [sequence for sequence in self._arrived.values() if sequence.may_start]
         yield from self._policy.order(ready, match)
+
+    def _enter(self, principal: Principal) -> None:
+        self._by_principal[principal] += 1
+        if self._counters is not None:
+            self._counters.enter(principal)

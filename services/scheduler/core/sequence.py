@@ -52,6 +52,8 @@ class Sequence:
     retractions: int = 0
     # Whether the cache has counted this request's use of its prefix.
     was_committed: bool = False
+    # Output that its principal has been charged for, in tokens.
+    charged_tokens: int = 0
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
 

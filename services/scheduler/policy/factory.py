@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, assert_never
 
+from services.scheduler.core.shares import ShareConfig, VirtualCounters
+from services.scheduler.policy.fair_share import FairShare
 from services.scheduler.policy.first_come import FirstComeFirstServed
 from services.scheduler.policy.longest_prefix import LongestPrefixMatch
 from services.scheduler.policy.priority import PriorityFirst
 
 if TYPE_CHECKING:
+    from common.queue_settings import QueueSettings
     from services.scheduler.core.queue import Policy
 
-PolicyName = Literal["fcfs", "lpm", "priority"]
+PolicyName = Literal["fcfs", "lpm", "priority", "fair"]
 
 
-def make_policy(name: PolicyName) -> Policy:
-    """Return the policy; `SchedulerSettings.policy` tells the names."""
+def make_counters(settings: QueueSettings) -> VirtualCounters | None:
+    """Return the counters that the policy needs, if it needs any."""
+    if settings.policy != "fair":
+        return None
+    config = ShareConfig(
+        output_weight=settings.fair_output_weight,
+        weights=settings.fair_weights,
+        tenant_counts_as_one=settings.fair_tenant_counts_as_one,
+    )
+    return VirtualCounters(config)
+
+
+def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 2048.0) -> Policy:
+    """Return the policy; `QueueSettings.policy` tells the names. `fair` reads `counters`, which the core keeps."""
     match name:
         case "fcfs":
             return FirstComeFirstServed()
@@ -23,5 +38,8 @@ def make_policy(name: PolicyName) -> Policy:
             return LongestPrefixMatch()
         case "priority":
             return PriorityFirst()
+        case "fair":
+            assert counters is not None, "fair shares are by counters"
+            return FairShare(counters, slack_tokens)
         case _:
             assert_never(name)

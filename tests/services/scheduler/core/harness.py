@@ -93,6 +93,7 @@ class Harness:
             vocabulary_size=VOCABULARY,
             eos_token_ids=(STOP_ID,),
             max_waiting=max_waiting,
+            max_waiting_per_user=max_waiting,
             waiting_timeout_s=10.0,
             running_timeout_s=100.0,
             lease_s=lease_s,

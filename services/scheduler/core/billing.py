@@ -1,0 +1,53 @@
+"""What each principal is charged for, each thing once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.shares import VirtualCounters
+
+
+class Billing:
+    """Charges prompts when they start, for what is not cached in their principal's own view, and output as it comes.
+
+    A retraction charges nothing again, and a choice that ends before its prompt is computed is given back the rest.
+    Without counters nothing is done.
+    """
+
+    def __init__(self, rows: RowTable, counters: VirtualCounters | None) -> None:
+        """Charge to `counters` what happens in `rows`."""
+        self._rows = rows
+        self._counters = counters
+
+    def start(self, sequence: Sequence, cached_tokens: int) -> None:
+        """A sequence gets its first row."""
+        if self._counters is not None:
+            uncached = len(sequence.token_ids) - cached_tokens
+            sequence.charged_tokens = len(sequence.token_ids)
+            self._counters.charge(sequence.request.principal, prompt_tokens=uncached)
+
+    def settle(self) -> None:
+        """Charge what all rows have generated since the last time."""
+        if self._counters is not None:
+            for sequence in self._rows.occupants():
+                self._charge_output(self._counters, sequence)
+
+    def leave(self, sequence: Sequence, *, for_good: bool) -> None:
+        """A sequence is about to lose its row."""
+        if self._counters is None or sequence.row is None:
+            return
+        self._charge_output(self._counters, sequence)
+        # What was known when it started first, was charged then, and is not computed yet.
+        missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
+        if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
+            self._counters.charge(sequence.request.principal, prompt_tokens=-missing)
+
+    def _charge_output(self, counters: VirtualCounters, sequence: Sequence) -> None:
+        assert sequence.row is not None, "occupants have a row"
+        generated = int(self._rows.length[sequence.row]) - sequence.charged_tokens
+        if generated > 0:
+            sequence.charged_tokens += generated
+            counters.charge(sequence.request.principal, output_tokens=generated)

@@ -1,0 +1,63 @@
+"""Prompts that are being computed right now and that others of the same view want, too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.types import CacheMode
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from common.types import TokenIds
+    from services.scheduler.core.memory import KvMemory
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+
+
+class Twins:
+    """Tells who should wait for a running row instead of computing the same pages beside it.
+
+    Only rows in the requester's own view count: what somebody waits for shows in its time to first token, as a hit
+    does. A wait ends when the common part is computed, or when the row ends or is retracted.
+    """
+
+    def __init__(self, rows: RowTable, memory: KvMemory) -> None:
+        """Look at the rows that run now."""
+        self._rows = rows
+        self._memory = memory
+        self._by_view: dict[Hashable, list[Sequence]] = {}
+        for sequence in rows.occupants():
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take in a row that has just been opened."""
+        if sequence.is_prefilled or sequence.request.cache_mode is CacheMode.NONE:
+            return
+        view = self._memory.cache.view_of(sequence.request.principal)
+        if view is not None:
+            self._by_view.setdefault(view, []).append(sequence)
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Whether pages that the sequence could find soon are being computed now."""
+        if not self._by_view or sequence.request.cache_mode is CacheMode.NONE:
+            return False
+        view = self._memory.cache.view_of(sequence.request.principal)
+        found: int | None = None
+        for twin in self._by_view.get(view, ()):
+            if twin.row is None or twin.is_prefilled:
+                continue
+            common = self._common_tokens(sequence.token_ids, self._rows.tokens(twin.row))
+            if common <= int(self._rows.computed[twin.row]):
+                continue
+            found = self._memory.match(sequence) if found is None else found
+            if common > found:
+                return True
+        return False
+
+    def _common_tokens(self, ours: TokenIds, theirs: TokenIds) -> int:
+        """Return how many leading tokens the cache could find of `ours` when `theirs` are in it."""
+        length = min(len(ours) - 1, len(theirs))
+        differs = ours[:length] != theirs[:length]
+        common = int(differs.argmax()) if differs.any() else length
+        return common // self._rows.page_size * self._rows.page_size
