@@ -35,13 +35,20 @@ class TransferDirection(Enum):
 
     DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the other way.
     HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the other way; an object
-    that is missing, corrupt, of another layout or too slow ends the transfer there, as a miss.
+    that is missing, corrupt, of another layout or too slow ends the transfer there, as a miss. DROP_FROM_STORAGE:
+    the objects are deleted as far as they are there; no page takes part.
     """
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
     HOST_TO_STORAGE = "host_to_storage"
     STORAGE_TO_HOST = "storage_to_host"
+    DROP_FROM_STORAGE = "drop_from_storage"
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether the storage tier takes part."""
+        return self not in (TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ class Transfer:
 
     @property
     def pages(self) -> int:
-        """How many pages are copied."""
-        return max(len(self.host_pages), len(self.device_pages))
+        """How many pages are copied, or objects dropped."""
+        return max(len(self.host_pages), len(self.device_pages), len(self.object_keys))
 
 
 @dataclass(frozen=True, slots=True)

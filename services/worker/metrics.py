@@ -19,10 +19,8 @@ PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ende
 READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")
 STORAGE_PAGES_TOTAL = Counter(
     "pando_worker_storage_pages_total",
-    "Keys of storage orders by operation (find, fetch, store, delete) and outcome: done, or why not.",
-    ["operation", "outcome"],
+    "Pages of transfers with storage by direction and outcome: done, or why not.",
+    ["direction", "outcome"],
 )
-STORAGE_SECONDS = Histogram(
-    "pando_worker_storage_order_seconds", "Time from the start of a storage order to its end.", ["operation"]
-)
+STORAGE_SECONDS = Histogram("pando_worker_storage_transfer_seconds", "Time of a transfer with storage.", ["direction"])
 STORAGE_AVAILABLE = Gauge("pando_worker_storage_available", "0 while the storage is left alone because it fails.")

@@ -16,7 +16,7 @@ class StorageError(Exception):
 
 
 class Storage(Protocol):
-    """Keeps objects by name, as long as it likes.
+    """Keeps objects by name, each whole or not at all, as long as it likes.
 
     Names are at most 128 characters out of `[0-9a-f-]`. Methods block and may be called from several threads at once.
     They try to end within the time limit the storage was made with, but whoever calls them waits no longer than it
@@ -30,7 +30,7 @@ class Storage(Protocol):
         """Return each object, None where there is none. Raises StorageError."""
 
     def put_many(self, objects: Mapping[str, Blob]) -> None:
-        """Keep objects, each wholly or not at all; those with a name that is there may stay. Raises StorageError."""
+        """Keep objects, in place of those that have the names already. Raises StorageError."""
 
     def delete_many(self, names: Sequence[str]) -> None:
         """Drop what there is of `names`. Raises StorageError."""

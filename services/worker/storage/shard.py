@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from services.worker.storage.objects import Miss
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from services.worker.storage.interface import HostPages
     from services.worker.storage.objects import ObjectFormat
@@ -35,14 +35,14 @@ class Shard:
         """Return the names of this rank's objects."""
         return [self._form.name(key) for key in keys]
 
-    def dump(self, keys: Sequence[bytes], pages: Sequence[int]) -> dict[str, bytes]:
-        """Return the objects to write for host pages, by name.
+    def dump(self, pages: Mapping[bytes, int]) -> dict[str, bytes]:
+        """Return the objects to write for host pages by storage key, by name.
 
         Raises:
             ShardClosedError: the shard has been closed.
         """
         objects = {}
-        for key, page in zip(keys, pages, strict=True):
+        for key, page in pages.items():
             with self._lock:
                 self._check_open()
                 content = self._pages.read_page(page)

@@ -1,14 +1,14 @@
-"""Carries out storage orders beside the engine: in threads of their own, with deadlines, whatever the back end does."""
+"""Carries out transfers with storage beside the engine: in threads of their own, with deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, assert_never
+from typing import TYPE_CHECKING, TypeVar
 
 from common.logs import get_logger
-from common.storage import StorageAck, StorageOperation
+from common.transfers import TransferAck, TransferDirection
 from services.worker import metrics
 from services.worker.storage.breaker import CircuitBreaker
 from services.worker.storage.interface import StorageError
@@ -18,16 +18,14 @@ from services.worker.storage.shard import ShardClosedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from common.storage import StorageOrder
+    from common.transfers import Transfer
     from services.worker.storage.interface import Storage
     from services.worker.storage.shard import Shard
 
 T = TypeVar("T")
 
-# One call to the back end: enough to hide a round trip, and few megabytes at a time where pages are moved.
-_BATCH_PAGES = 8
-_BATCH_NAMES = 256
-_MOVES_PAGES = (StorageOperation.FETCH, StorageOperation.STORE)
+# Pages of one call to the back end: enough to hide a round trip, and few megabytes at a time.
+BATCH_PAGES = 8
 
 
 class _CallFailedError(Exception):
@@ -41,8 +39,8 @@ class _CallFailedError(Exception):
 class StorageTier:
     """Owns the back end and its threads. Methods belong to the event loop.
 
-    Every order is acknowledged, in bounded time: a call that takes longer than `timeout_s` counts as failed, and after
-    some failures the back end is left alone for a while, so that orders fail at once.
+    Every transfer is acknowledged, in bounded time: a call that takes longer than `timeout_s` counts as failed, and
+    after some failures the back end is left alone for a while, so that transfers fail at once.
     """
 
     def __init__(
@@ -58,10 +56,11 @@ class StorageTier:
         self._writers = asyncio.Semaphore(max(1, threads // 2))
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("storage")
+        metrics.STORAGE_AVAILABLE.set(1)
 
-    def begin(self, order: StorageOrder, shard: Shard, deliver: Callable[[StorageAck], None]) -> None:
-        """Start on an order about pages of `shard`; `deliver` gets its acknowledgement, unless the shard is closed."""
-        task = asyncio.create_task(self._run(order, shard, deliver))
+    def begin(self, transfer: Transfer, shard: Shard, deliver: Callable[[TransferAck], None]) -> None:
+        """Start on a transfer of pages of `shard`; `deliver` gets its acknowledgement, unless the shard is closed."""
+        task = asyncio.create_task(self._run(transfer, shard, deliver))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -76,54 +75,58 @@ class StorageTier:
             self._storage.close()
         return bool(done)
 
-    async def _run(self, order: StorageOrder, shard: Shard, deliver: Callable[[StorageAck], None]) -> None:
+    async def _run(self, transfer: Transfer, shard: Shard, deliver: Callable[[TransferAck], None]) -> None:
         outcomes: list[Miss | None] = []
         started = self._clock()
         try:
-            if order.operation is StorageOperation.STORE:
-                async with self._writers:
-                    await self._carry_out(order, shard, outcomes)
+            if transfer.direction is TransferDirection.STORAGE_TO_HOST:
+                await self._carry_out(transfer, shard, outcomes)
             else:
-                await self._carry_out(order, shard, outcomes)
+                async with self._writers:
+                    started = self._clock()
+                    await self._carry_out(transfer, shard, outcomes)
         except _CallFailedError as error:
             outcomes.append(error.miss)
         except ShardClosedError:
             return
-        except Exception:  # noqa: BLE001  (whatever it is, the order is acknowledged)
-            self._log.exception("storage.order_failed", operation=order.operation.value)
-        _count(order, outcomes, self._clock() - started)
-        untried = len(order.keys) - len(outcomes)
-        deliver(StorageAck(order.order_id, (*(outcome is None for outcome in outcomes), *(False,) * untried)))
+        except Exception:  # noqa: BLE001  (whatever it is, the transfer is acknowledged)
+            self._log.exception("storage.transfer_failed", direction=transfer.direction.value)
+        seconds = self._clock() - started
+        _count(transfer, outcomes, seconds)
+        done = sum(outcome is None for outcome in outcomes)
+        deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
 
-    async def _carry_out(self, order: StorageOrder, shard: Shard, outcomes: list[Miss | None]) -> None:
-        """Append each key's outcome, None for success; a FETCH ends with the first miss, as what follows is useless."""
-        size = _BATCH_PAGES if order.operation in _MOVES_PAGES else _BATCH_NAMES
-        pages = order.host_pages.tolist()
-        for first in range(0, len(order.keys), size):
-            keys = order.keys[first : first + size]
-            outcomes += await self._do(order.operation, shard, keys, pages[first : first + size])
-            if len(outcomes) < first + len(keys):
+    async def _carry_out(self, transfer: Transfer, shard: Shard, outcomes: list[Miss | None]) -> None:
+        """Append each page's outcome, None for success; a miss is the last."""
+        keys, pages = transfer.object_keys, transfer.host_pages.tolist()
+        for first in range(0, len(keys), BATCH_PAGES):
+            end = first + BATCH_PAGES
+            outcomes += await self._move(transfer.direction, shard, keys[first:end], pages[first:end])
+            if outcomes[-1] is not None:
                 return
 
-    async def _do(
-        self, operation: StorageOperation, shard: Shard, keys: Sequence[bytes], pages: Sequence[int]
+    async def _move(
+        self, direction: TransferDirection, shard: Shard, keys: Sequence[bytes], pages: Sequence[int]
     ) -> list[Miss | None]:
-        match operation:
-            case StorageOperation.FIND:
-                found = await self._call(lambda: self._storage.exists_many(shard.names(keys)))
-                return [None if is_there else Miss.MISSING for is_there in found]
-            case StorageOperation.FETCH:
+        match direction:
+            case TransferDirection.STORAGE_TO_HOST:
                 blobs = await self._call(lambda: self._storage.get_many(shard.names(keys)))
-                return await self._in_thread(lambda: shard.load(keys, blobs, pages))
-            case StorageOperation.STORE:
-                objects = await self._in_thread(lambda: shard.dump(keys, pages))
-                await self._call(lambda: self._storage.put_many(objects))
-                return [None] * len(keys)
-            case StorageOperation.DELETE:
+                outcomes = await self._in_thread(lambda: shard.load(keys, blobs, pages))
+                if outcomes[-1] not in (None, Miss.MISSING):
+                    # Make room for a whole one, which would not replace it.
+                    await self._call(lambda: self._storage.delete_many(shard.names(keys[len(outcomes) - 1 :][:1])))
+                return outcomes
+            case TransferDirection.HOST_TO_STORAGE:
+                found = await self._call(lambda: self._storage.exists_many(shard.names(keys)))
+                new = {key: page for key, page, is_there in zip(keys, pages, found, strict=True) if not is_there}
+                if new:
+                    objects = await self._in_thread(lambda: shard.dump(new))
+                    await self._call(lambda: self._storage.put_many(objects))
+            case TransferDirection.DROP_FROM_STORAGE:
                 await self._call(lambda: self._storage.delete_many(shard.names(keys)))
-                return [None] * len(keys)
             case _:
-                assert_never(operation)
+                raise AssertionError(f"{direction} is the engine's")
+        return [None] * len(keys)
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Call the back end; raises _CallFailedError if that fails, takes too long or is not to be tried now."""
@@ -156,8 +159,8 @@ class StorageTier:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
-def _count(order: StorageOrder, outcomes: Sequence[Miss | None], seconds: float) -> None:
+def _count(transfer: Transfer, outcomes: Sequence[Miss | None], seconds: float) -> None:
+    direction = transfer.direction.value
     for outcome in outcomes:
-        name = "done" if outcome is None else outcome.value
-        metrics.STORAGE_PAGES_TOTAL.labels(order.operation.value, name).inc()
-    metrics.STORAGE_SECONDS.labels(order.operation.value).observe(seconds)
+        metrics.STORAGE_PAGES_TOTAL.labels(direction, "done" if outcome is None else outcome.value).inc()
+    metrics.STORAGE_SECONDS.labels(direction).observe(seconds)

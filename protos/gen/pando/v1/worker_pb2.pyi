@@ -35,6 +35,8 @@ class _TransferDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tra
     """host_pages[i] becomes the object object_keys[i]."""
     TRANSFER_DIRECTION_STORAGE_TO_HOST: _TransferDirection.ValueType  # 4
     """The object object_keys[i] becomes host_pages[i]."""
+    TRANSFER_DIRECTION_DROP_FROM_STORAGE: _TransferDirection.ValueType  # 5
+    """The objects object_keys are deleted, as far as they are there."""
 
 class TransferDirection(_TransferDirection, metaclass=_TransferDirectionEnumTypeWrapper): ...
 
@@ -47,6 +49,8 @@ TRANSFER_DIRECTION_HOST_TO_STORAGE: TransferDirection.ValueType  # 3
 """host_pages[i] becomes the object object_keys[i]."""
 TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.ValueType  # 4
 """The object object_keys[i] becomes host_pages[i]."""
+TRANSFER_DIRECTION_DROP_FROM_STORAGE: TransferDirection.ValueType  # 5
+"""The objects object_keys are deleted, as far as they are there."""
 Global___TransferDirection: _TypeAlias = TransferDirection  # noqa: Y015
 
 @_typing.final

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from common.storage import StorageAck, StorageOperation, StorageOrder, StorageOrderId
+from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
 from services.worker.storage.shard import Shard
 from services.worker.storage.tier import StorageTier
@@ -22,6 +22,10 @@ FORM = ObjectFormat("layout", 8)
 KEYS = tuple(bytes([number]) * 32 for number in range(20))
 
 
+STORE, FETCH = TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST
+DROP = TransferDirection.DROP_FROM_STORAGE
+
+
 class Bench:
     def __init__(self, timeout_s: float = 5.0) -> None:
         self.storage = FakeStorage()
@@ -29,14 +33,17 @@ class Bench:
         self.tier = StorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
         self.pages = FakeHostPages(8, [b"page %3d" % number for number in range(20)])
         self.shard = Shard(self.pages, FORM)
-        self.acks: asyncio.Queue[StorageAck] = asyncio.Queue()
+        self.acks: asyncio.Queue[TransferAck] = asyncio.Queue()
 
-    async def do(self, operation: StorageOperation, keys: tuple[bytes, ...], pages: list[int]) -> tuple[bool, ...]:
-        order = StorageOrder(StorageOrderId(7), operation, keys, np.array(pages, np.int32))
-        self.tier.begin(order, self.shard, self.acks.put_nowait)
+    def begin(self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int]) -> None:
+        transfer = Transfer(TransferId(7), direction, host_pages=np.array(pages, np.int32), object_keys=keys)
+        self.tier.begin(transfer, self.shard, self.acks.put_nowait)
+
+    async def do(self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int]) -> int:
+        self.begin(direction, keys, pages)
         ack = await asyncio.wait_for(self.acks.get(), 10)
-        assert ack.order_id == 7
-        return ack.done
+        assert ack.transfer_id == 7
+        return ack.done_pages
 
 
 @pytest.fixture
@@ -47,51 +54,61 @@ async def bench() -> AsyncIterator[Bench]:
     assert bench.storage.is_closed
 
 
-async def test_what_was_stored_is_found_and_fetched_into_other_pages(bench: Bench) -> None:
-    assert all(await bench.do(StorageOperation.STORE, KEYS[:10], list(range(10))))
-    assert await bench.do(StorageOperation.FIND, KEYS, []) == (True,) * 10 + (False,) * 10
-    assert all(await bench.do(StorageOperation.FETCH, KEYS[:10], list(range(10, 20))))
+async def test_what_was_stored_is_fetched_into_other_pages(bench: Bench) -> None:
+    assert await bench.do(STORE, KEYS[:10], list(range(10))) == 10
+    assert await bench.do(FETCH, KEYS[:10], list(range(10, 20))) == 10
     assert bench.pages.pages[10:] == bench.pages.pages[:10]
 
 
+async def test_what_is_there_is_not_written_again(bench: Bench) -> None:
+    await bench.do(STORE, KEYS[:3], [0, 1, 2])
+    bench.storage.calls.clear()
+    assert await bench.do(STORE, KEYS[:3], [0, 1, 2]) == 3
+    assert bench.storage.calls == ["exists"]
+
+
 async def test_a_fetch_ends_with_the_first_page_that_is_missing(bench: Bench) -> None:
-    await bench.do(StorageOperation.STORE, (*KEYS[:3], *KEYS[4:6]), [0, 1, 2, 4, 5])
+    await bench.do(STORE, (*KEYS[:3], *KEYS[4:6]), [0, 1, 2, 4, 5])
     before = list(bench.pages.pages)
-    assert await bench.do(StorageOperation.FETCH, KEYS[:6], list(range(10, 16))) == (True,) * 3 + (False,) * 3
+    assert await bench.do(FETCH, KEYS[:6], list(range(10, 16))) == 3
     assert bench.pages.pages[13:] == before[13:]
 
 
 @pytest.mark.parametrize("kept", [0, 3, -1])
-async def test_a_truncated_object_is_a_miss_and_its_page_is_not_touched(bench: Bench, kept: int) -> None:
-    await bench.do(StorageOperation.STORE, KEYS[:3], [0, 1, 2])
+async def test_a_truncated_object_is_a_miss_whose_page_is_not_touched_and_gives_way_to_a_whole_one(
+    bench: Bench, kept: int
+) -> None:
+    await bench.do(STORE, KEYS[:3], [0, 1, 2])
     bench.storage.objects[FORM.name(KEYS[1])] = bench.storage.objects[FORM.name(KEYS[1])][:kept]
     before = list(bench.pages.pages)
-    assert await bench.do(StorageOperation.FETCH, KEYS[:3], [10, 11, 12]) == (True, False, False)
+    assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 1
     assert bench.pages.pages[11:] == before[11:]
+    await bench.do(STORE, KEYS[1:2], [1])
+    assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 3
 
 
-async def test_what_was_deleted_is_missing(bench: Bench) -> None:
-    await bench.do(StorageOperation.STORE, KEYS[:3], [0, 1, 2])
-    assert await bench.do(StorageOperation.DELETE, KEYS[1:2], []) == (True,)
-    assert await bench.do(StorageOperation.FIND, KEYS[:3], []) == (True, False, True)
+async def test_what_was_dropped_is_missing(bench: Bench) -> None:
+    await bench.do(STORE, KEYS[:3], [0, 1, 2])
+    assert await bench.do(DROP, KEYS[1:2], []) == 1
+    assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 1
 
 
 async def test_a_storage_that_is_down_makes_misses_and_is_soon_left_alone(bench: Bench) -> None:
     bench.storage.is_down = True
     for _ in range(10):
-        assert await bench.do(StorageOperation.FETCH, KEYS[:2], [0, 1]) == (False, False)
+        assert await bench.do(FETCH, KEYS[:2], [0, 1]) == 0
     assert len(bench.storage.calls) == 3
     bench.storage.is_down = False
-    assert await bench.do(StorageOperation.STORE, KEYS[:1], [0]) == (False,)
+    assert await bench.do(STORE, KEYS[:1], [0]) == 0
     bench.clock.time += 60
-    assert await bench.do(StorageOperation.STORE, KEYS[:1], [0]) == (True,)
+    assert await bench.do(STORE, KEYS[:1], [0]) == 1
 
 
 async def test_a_storage_that_hangs_is_waited_for_only_so_long() -> None:
     bench = Bench(timeout_s=0.05)
     bench.storage.gate = threading.Event()
     try:
-        assert await bench.do(StorageOperation.FETCH, KEYS[:2], [0, 1]) == (False, False)
+        assert await bench.do(FETCH, KEYS[:2], [0, 1]) == 0
         assert not await bench.tier.close(timeout_s=0.05)
     finally:
         bench.storage.gate.set()
@@ -100,13 +117,13 @@ async def test_a_storage_that_hangs_is_waited_for_only_so_long() -> None:
 
 async def test_a_closed_shard_is_neither_read_nor_written() -> None:
     bench = Bench()
-    await bench.do(StorageOperation.STORE, KEYS[:2], [0, 1])
+    await bench.do(STORE, KEYS[:2], [0, 1])
     bench.storage.gate = threading.Event()
-    for operation, key in ((StorageOperation.FETCH, KEYS[0]), (StorageOperation.STORE, KEYS[5])):
-        order = StorageOrder(StorageOrderId(8), operation, (key,), np.array([10], np.int32))
-        bench.tier.begin(order, bench.shard, bench.acks.put_nowait)
+    bench.begin(FETCH, KEYS[:1], [10])
+    bench.begin(STORE, KEYS[5:6], [10])
     bench.shard.close()
     bench.storage.gate.set()
+    await asyncio.sleep(0.05)
     assert await bench.tier.close(timeout_s=10)
     assert bench.pages.pages[10] == b"page  10"
     assert FORM.name(KEYS[5]) not in bench.storage.objects
@@ -115,17 +132,16 @@ async def test_a_closed_shard_is_neither_read_nor_written() -> None:
 
 async def test_misses_are_counted_by_reason(bench: Bench) -> None:
     def count(reason: Miss) -> float:
-        labels = {"operation": "fetch", "outcome": reason.value}
+        labels = {"direction": "storage_to_host", "outcome": reason.value}
         return REGISTRY.get_sample_value("pando_worker_storage_pages_total", labels) or 0.0
 
-    await bench.do(StorageOperation.STORE, KEYS[:1], [0])
     before = {reason: count(reason) for reason in Miss}
-    await bench.do(StorageOperation.FETCH, KEYS[1:2], [0])
-    blob = bench.storage.objects[FORM.name(KEYS[0])]
+    await bench.do(FETCH, KEYS[1:2], [0])
+    blob = FORM.encode(KEYS[0], bytes(8))
     for data in (blob[:-1], blob[:-1] + b"X", ObjectFormat("other", 8).encode(KEYS[0], bytes(8))):
         bench.storage.objects[FORM.name(KEYS[0])] = data
-        await bench.do(StorageOperation.FETCH, KEYS[:1], [0])
+        await bench.do(FETCH, KEYS[:1], [0])
     bench.storage.is_down = True
-    await bench.do(StorageOperation.FETCH, KEYS[:1], [0])
+    await bench.do(FETCH, KEYS[:1], [0])
     counted = {reason: count(reason) - before[reason] for reason in Miss}
     assert counted == {reason: 0 if reason is Miss.SLOW else 1 for reason in Miss}
