@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     from common.steps import PageIds
 
 NO_OWNER = -1
+
+
+class PageObserver(Protocol):
+    """Hears of each change to who holds which pages, after it was made."""
+
+    def allocated(self, count: int, pages: PageIds | None) -> None:
+        """`count` pages were asked for, and these handed out."""
+
+    def released(self, pages: PageIds, freed: int) -> None:
+        """A holder gave its references on `pages` back, `freed` of which are free by that."""
+
+    def exchanged(self, old: PageIds, new: PageIds, freed: int) -> None:
+        """A holder's references passed on from `old` to `new`."""
+
+    def restored(self, counts: NDArray[np.int32]) -> None:
+        """An audit has set all counts, [capacity] int32."""
 
 
 class PageAllocator:
@@ -25,6 +41,7 @@ class PageAllocator:
         """Start with `capacity` free pages."""
         assert capacity >= 0
         self.capacity = capacity
+        self.observer: PageObserver | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
         # A stack: [0, free_pages) are the free pages, the last is handed out first.
@@ -63,14 +80,18 @@ class PageAllocator:
             count: How many pages.
             owner: A tag that an audit shows with a leaked page; one for all, or [count] int64.
         """
-        if count > self._free_pages:
-            return None
         assert count >= 0, "cannot allocate a negative number of pages"
+        if count > self._free_pages:
+            if self.observer is not None:
+                self.observer.allocated(count, None)
+            return None
         self._free_pages -= count
         pages = self._free[self._free_pages : self._free_pages + count][::-1].copy()
         self._counts[pages] = 1
         self._owners[pages] = owner
         self._references += count
+        if self.observer is not None:
+            self.observer.allocated(count, pages)
         return pages
 
     def retain(self, pages: PageIds) -> None:
@@ -83,16 +104,10 @@ class PageAllocator:
 
     def release(self, pages: PageIds) -> int:
         """Take one reference from each of `pages`; return how many became free by that."""
-        counts = self._counts[pages]
-        assert counts.all(), f"released free pages {pages[counts == 0]}"
-        assert self._are_distinct(pages)
-        counts -= 1
-        self._counts[pages] = counts
-        self._references -= len(pages)
-        freed = pages[counts == 0]
-        self._free[self._free_pages : self._free_pages + len(freed)] = freed
-        self._free_pages += len(freed)
-        return len(freed)
+        freed = self._release(pages)
+        if self.observer is not None:
+            self.observer.released(pages, freed)
+        return freed
 
     def exchange(self, old: PageIds, new: PageIds) -> int:
         """Pass a holder's references on from `old` to `new`; return how many pages became free.
@@ -102,7 +117,10 @@ class PageAllocator:
         assert len(old) == len(new)
         # In this order, a page that is in both never passes through 0.
         self.retain(new)
-        return self.release(old)
+        freed = self._release(old)
+        if self.observer is not None:
+            self.observer.exchanged(old, new, freed)
+        return freed
 
     def restore(self, counts: NDArray[np.int32]) -> None:
         """Take over audited reference counts, [capacity] int32, and make exactly the pages without one free."""
@@ -113,6 +131,8 @@ class PageAllocator:
         self._free[: len(free)] = free
         self._free_pages = len(free)
         self._references = int(counts.sum())
+        if self.observer is not None:
+            self.observer.restored(counts)
 
     def is_consistent(self) -> bool:
         """Whether free list, counts and totals agree. O(capacity), for audits."""
@@ -123,6 +143,18 @@ class PageAllocator:
             and int(listed.sum()) == self._free_pages
             and int(self._counts.sum()) == self._references
         )
+
+    def _release(self, pages: PageIds) -> int:
+        counts = self._counts[pages]
+        assert counts.all(), f"released free pages {pages[counts == 0]}"
+        assert self._are_distinct(pages)
+        counts -= 1
+        self._counts[pages] = counts
+        self._references -= len(pages)
+        freed = pages[counts == 0]
+        self._free[self._free_pages : self._free_pages + len(freed)] = freed
+        self._free_pages += len(freed)
+        return len(freed)
 
     def _are_distinct(self, pages: PageIds) -> bool:
         """Whether no page is named twice: only then does each read back the position it wrote."""

@@ -1,0 +1,122 @@
+"""What a cache was asked and what it decided, operation by operation; `replay.py` finds where two runs part.
+
+Everything that changes the tree or the pages is recorded. `peek` is not: it is pure, and is asked in every round.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from services.scheduler.cache.interface import Visibility
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from common.steps import PageIds
+    from common.types import TokenIds
+    from services.scheduler.cache.interface import CacheEvent, Lease, LeaseId
+
+# Names to numbers, strings, lists of them and numpy arrays: what the operation was given, or what came of it.
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One operation. `events` are the changes of nodes that it made, in order, each as `_event` describes it."""
+
+    operation: str
+    given: Facts
+    outcome: Facts
+    events: tuple[Facts, ...] = ()
+
+
+class Recorder:
+    """Gathers what one cache and its allocator do; what the cache itself does with pages follows from its operations.
+
+    Token ids are recorded once per row: an insert brings those that neither its commit nor an earlier insert had.
+    """
+
+    def __init__(self, sink: Callable[[Decision], None]) -> None:
+        """Give each decision to `sink`, from within the operation."""
+        self._sink = sink
+        self._depth = 0
+        self._events: list[Facts] = []
+        self._known: dict[LeaseId, int] = {}
+
+    # --- PageObserver: rows ---
+
+    def allocated(self, count: int, pages: PageIds | None) -> None:
+        """Record what a row was given."""
+        self._note("allocate", {"count": count}, {"pages": pages})
+
+    def released(self, pages: PageIds, freed: int) -> None:
+        """Record what a row gave back."""
+        self._note("give_back", {"pages": pages.copy()}, {"freed": freed})
+
+    def exchanged(self, old: PageIds, new: PageIds, freed: int) -> None:
+        """Record that a row was repointed."""
+        self._note("exchange", {"old": old.copy(), "new": new.copy()}, {"freed": freed})
+
+    def restored(self, counts: NDArray[Any]) -> None:
+        """Record a repair."""
+        self._note("restore", {"counts": counts.copy()}, {})
+
+    def _note(self, operation: str, given: Facts, outcome: Facts) -> None:
+        if not self._depth:
+            self._sink(Decision(operation, given, outcome))
+
+    # --- the cache ---
+
+    def heard(self, event: CacheEvent) -> None:
+        """Take in a change of the tree."""
+        self._events.append(_event(event))
+
+    @contextmanager
+    def operation(self, name: str, given: Facts) -> Iterator[Facts]:
+        """Record an operation of the cache, whose outcome the caller puts into the yielded facts."""
+        outcome: Facts = {}
+        self._depth += 1
+        try:
+            yield outcome
+        finally:
+            self._depth -= 1
+            events, self._events = tuple(self._events), []
+        self._sink(Decision(name, given, outcome, events))
+
+    def open(self, lease: Lease, tokens: int) -> None:
+        """Remember how many of the row's ids have been recorded."""
+        self._known[lease.lease_id] = tokens
+
+    def new_ids(self, lease: Lease, token_ids: TokenIds) -> TokenIds:
+        """Return the row's ids that have not been recorded."""
+        return token_ids[self._known[lease.lease_id] :].copy()
+
+    def replace(self, lease: Lease, renewed: Lease, tokens: int) -> None:
+        """Go on with a lease that stands in for another."""
+        self._known[renewed.lease_id] = max(self._known.pop(lease.lease_id), tokens)
+
+    def close(self, lease: Lease) -> None:
+        """Forget a row."""
+        del self._known[lease.lease_id]
+
+
+def _event(event: CacheEvent) -> Facts:
+    """Describe a change by the node's place, size, class and standing after it."""
+    facts: Facts = {"kind": event.kind.value, "sequence": event.sequence}
+    if (node := event.node) is not None:
+        facts.update(
+            node=node.node_id,
+            parent=node.parent_id,
+            edge_tokens=node.edge_tokens,
+            depth_tokens=node.depth_tokens,
+            owner=None if node.visibility is Visibility.PUBLIC else str(node.owner),
+            state=node.state.value,
+            generation=node.generation,
+            creators=node.creators,
+            quarantined=node.quarantined,
+        )
+    return facts

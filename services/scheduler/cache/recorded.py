@@ -1,0 +1,201 @@
+"""A cache that notes what it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.scheduler.cache.decisions import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from common.steps import PageIds
+    from common.types import Principal, TokenIds
+    from services.scheduler.cache.decisions import Decision, Facts
+    from services.scheduler.cache.interface import EventSource, Insertion, Lease, NodeView, PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+
+
+class RecordedCache:
+    """Keeps to `PrefixCache`: does what the cache within does, and records it."""
+
+    def __init__(self, cache: PrefixCache, allocator: PageAllocator, sink: Callable[[Decision], None]) -> None:
+        """Record `cache` and what rows do with the pages of `allocator`, both of them new."""
+        self._cache = cache
+        self._recorder = Recorder(sink)
+        allocator.observer = self._recorder
+        cache.events.subscribe(self._recorder.heard)
+
+    @property
+    def inner(self) -> PrefixCache:
+        """The cache that does the work."""
+        return self._cache
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._cache.page_size
+
+    @property
+    def events(self) -> EventSource:
+        """Where changes of the tree are told."""
+        return self._cache.events
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last `advance` began."""
+        return self._cache.epoch
+
+    @property
+    def evictable_pages(self) -> int:
+        """Device pages that `evict` could make free now, soft-free ones aside."""
+        return self._cache.evictable_pages
+
+    @property
+    def protected_pages(self) -> int:
+        """Device pages in nodes that a lease holds."""
+        return self._cache.protected_pages
+
+    @property
+    def soft_free_pages(self) -> int:
+        """Device pages that count as free and can still be found."""
+        return self._cache.soft_free_pages
+
+    @property
+    def held_references(self) -> int:
+        """Page references the cache holds, one per page and node."""
+        return self._cache.held_references
+
+    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+        """Return how many leading tokens the principal's view covers; not recorded."""
+        return self._cache.peek(principal, token_ids)
+
+    def commit(
+        self,
+        principal: Principal,
+        token_ids: TokenIds,
+        *,
+        repeated: bool = False,
+        may_promote: bool = True,
+        priority: int = 0,
+    ) -> Lease:
+        """Record what was asked for, and the lease."""
+        given: Facts = {
+            "principal": [principal.tenant, principal.user],
+            "token_ids": token_ids.copy(),
+            "repeated": repeated,
+            "may_promote": may_promote,
+            "priority": priority,
+        }
+        with self._recorder.operation("commit", given) as outcome:
+            lease = self._cache.commit(
+                principal, token_ids, repeated=repeated, may_promote=may_promote, priority=priority
+            )
+            outcome.update(lease=lease.lease_id, pages=lease.pages)
+            self._recorder.open(lease, len(token_ids))
+        return lease
+
+    def commit_nothing(self, principal: Principal) -> Lease:
+        """Record who asked for nothing, and the lease."""
+        given = {"principal": [principal.tenant, principal.user]}
+        with self._recorder.operation("commit_nothing", given) as outcome:
+            lease = self._cache.commit_nothing(principal)
+            outcome.update(lease=lease.lease_id)
+            self._recorder.open(lease, 0)
+        return lease
+
+    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+        """Record what was inserted, and what the cache had already."""
+        given = {
+            "lease": lease.lease_id,
+            "tokens": len(token_ids),
+            "new_ids": self._recorder.new_ids(lease, token_ids),
+            "table": pages[: len(token_ids) // self.page_size].copy(),
+            "prompt_tokens": prompt_tokens,
+        }
+        with self._recorder.operation("insert", given) as outcome:
+            insertion = self._cache.insert(lease, token_ids, pages, prompt_tokens)
+            outcome.update(
+                lease=insertion.lease.lease_id,
+                pages=insertion.pages,
+                duplicates=insertion.duplicates,
+                canonical=insertion.canonical,
+                first_duplicate=insertion.first_duplicate,
+            )
+            self._recorder.replace(lease, insertion.lease, len(token_ids))
+        return insertion
+
+    def release(self, lease: Lease) -> None:
+        """Record the end of a lease."""
+        with self._recorder.operation("release", {"lease": lease.lease_id}):
+            self._cache.release(lease)
+            self._recorder.close(lease)
+
+    def evict(self, pages: int) -> int:
+        """Record how much was wanted and freed."""
+        with self._recorder.operation("evict", {"pages": pages}) as outcome:
+            outcome["freed"] = self._cache.evict(pages)
+        freed: int = outcome["freed"]
+        return freed
+
+    def flush(self) -> int:
+        """Record how much was dropped."""
+        with self._recorder.operation("flush", {}) as outcome:
+            outcome["freed"] = self._cache.flush()
+        freed: int = outcome["freed"]
+        return freed
+
+    def forget(self, principal: Principal) -> int:
+        """Record who was forgotten."""
+        given = {"principal": [principal.tenant, principal.user]}
+        with self._recorder.operation("forget", given) as outcome:
+            outcome["freed"] = self._cache.forget(principal)
+        freed: int = outcome["freed"]
+        return freed
+
+    def advance(self, epoch: int) -> None:
+        """Record an epoch boundary with the totals after it; time that goes on within an epoch is no operation."""
+        if epoch == self._cache.epoch:
+            return
+        with self._recorder.operation("advance", {"epoch": epoch}) as outcome:
+            self._cache.advance(epoch)
+            outcome.update(
+                soft_free=self.soft_free_pages,
+                evictable=self.evictable_pages,
+                protected=self.protected_pages,
+                references=self.held_references,
+            )
+
+    def pin(self, token_ids: TokenIds) -> int:
+        """Record a pin."""
+        with self._recorder.operation("pin", {"token_ids": token_ids.copy()}) as outcome:
+            outcome["tokens"] = self._cache.pin(token_ids)
+        tokens: int = outcome["tokens"]
+        return tokens
+
+    def unpin(self, token_ids: TokenIds) -> bool:
+        """Record the end of a pin."""
+        with self._recorder.operation("unpin", {"token_ids": token_ids.copy()}) as outcome:
+            outcome["was_pinned"] = self._cache.unpin(token_ids)
+        was_pinned: bool = outcome["was_pinned"]
+        return was_pinned
+
+    def take_candidates(self) -> tuple[PromotionCandidate, ...]:
+        """Record what a content check was asked about; nothing, if there is nothing."""
+        candidates = self._cache.take_candidates()
+        if candidates:
+            asked = [[candidate.candidate_id, len(candidate.token_ids)] for candidate in candidates]
+            with self._recorder.operation("take_candidates", {}) as outcome:
+                outcome["candidates"] = asked
+        return candidates
+
+    def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
+        """Record a verdict."""
+        given = {"candidate": candidate_id, "allowed_tokens": allowed_tokens}
+        with self._recorder.operation("resolve", given):
+            self._cache.resolve(candidate_id, allowed_tokens)
+
+    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+        """Yield the nodes of one principal's view, or all nodes; not recorded."""
+        return self._cache.dump(principal)

@@ -1,0 +1,232 @@
+"""Runs a decision log again, and finds the first operation of which something else comes out.
+
+A log is lines of JSON: a header that says which cache it was, then one line per operation. A process that starts again
+appends another header, and begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import orjson
+
+from common.types import Principal
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.reviews import CandidateId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from common.types import TokenIds
+    from services.scheduler.cache.decisions import Decision, Facts
+    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+
+VERSION = 1
+HEADER, END = "open", "lost"
+
+
+class LogError(ValueError):
+    """A line is no part of a decision log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay and its log part: `logged` and `replayed` are the same operation's lines, decoded."""
+
+    line: int
+    operation: int
+    logged: Facts
+    replayed: Facts
+
+    @property
+    def fields(self) -> list[str]:
+        """What is not the same, as `part.name`."""
+        found = []
+        for part in ("given", "outcome"):
+            ours, theirs = self.logged.get(part, {}), self.replayed.get(part, {})
+            found += [f"{part}.{name}" for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if self.logged.get("events") != self.replayed.get("events"):
+            found.append("events")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a replay. `lost` says that the log ends where its writer could not keep up."""
+
+    operations: int
+    starts: int
+    nodes: int
+    cached_pages: int
+    is_lost: bool = False
+    difference: Difference | None = None
+
+
+def encode_header(name: CacheName, page_size: int, capacity: int, config: CacheConfig) -> bytes:
+    """Return the line that a log begins with."""
+    rules = {**asdict(config), "mode": config.mode.value, "eviction": config.eviction.value}
+    opened = {"operation": HEADER, "version": VERSION, "cache": name, "page_size": page_size, "capacity": capacity}
+    return orjson.dumps({**opened, "config": rules})
+
+
+def encode(number: int, decision: Decision) -> bytes:
+    """Return the line of the operation with this number, counted from 1 behind each header."""
+    facts = {
+        "number": number,
+        "operation": decision.operation,
+        "given": decision.given,
+        "outcome": decision.outcome,
+        "events": decision.events,
+    }
+    return orjson.dumps(facts, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def encode_end() -> bytes:
+    """Return the line that ends a log whose writer has lost what came then."""
+    return orjson.dumps({"operation": END})
+
+
+def replay(lines: Iterable[bytes]) -> Report:
+    """Do again what the lines say, up to the first difference.
+
+    Raises:
+        LogError: a line cannot be read, or makes no sense where it stands.
+    """
+    run: _Run | None = None
+    operations = starts = 0
+    is_lost = False
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        facts = _decode(line, at)
+        operation = facts.get("operation")
+        if operation == HEADER:
+            run, is_lost = _open(facts, at), False
+            starts += 1
+        elif operation == END:
+            is_lost = True
+        elif run is None:
+            raise LogError(f"line {at}: the log has to begin with what cache it is of")
+        else:
+            operations += 1
+            difference = run.compare(facts, line.strip(), at)
+            if difference is not None:
+                return Report(operations, starts, *run.totals, is_lost, difference)
+    if run is None:
+        raise LogError("the log is empty")
+    return Report(operations, starts, *run.totals, is_lost)
+
+
+class _Run:
+    """A cache that follows a log from one of its headers."""
+
+    def __init__(self, cache: PrefixCache, allocator: PageAllocator) -> None:
+        self._allocator = allocator
+        self._decisions: list[Decision] = []
+        self._cache = RecordedCache(cache, allocator, self._decisions.append)
+        self._leases: dict[LeaseId, Lease] = {}
+        self._ids: dict[LeaseId, TokenIds] = {}
+        self._operations: dict[str, Callable[[Facts], object]] = {
+            "allocate": lambda given: allocator.try_allocate(given["count"]),
+            "give_back": lambda given: allocator.release(_int32(given["pages"])),
+            "exchange": lambda given: allocator.exchange(_int32(given["old"]), _int32(given["new"])),
+            "restore": lambda given: allocator.restore(_int32(given["counts"])),
+            "commit": self._commit,
+            "commit_nothing": lambda given: self._open(self._cache.commit_nothing(_principal(given)), _int32([])),
+            "insert": self._insert,
+            "release": lambda given: self._cache.release(self._leases.pop(given["lease"])),
+            "evict": lambda given: self._cache.evict(given["pages"]),
+            "flush": lambda given: self._cache.flush(),
+            "forget": lambda given: self._cache.forget(_principal(given)),
+            "advance": lambda given: self._cache.advance(given["epoch"]),
+            "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
+            "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
+            "take_candidates": lambda given: self._cache.take_candidates(),
+            "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
+        }
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Nodes, and pages in them."""
+        nodes = list(self._cache.dump())
+        return len(nodes), self._allocator.capacity - self._allocator.free_pages
+
+    def compare(self, facts: Facts, line: bytes, at: int) -> Difference | None:
+        """Do what one line says; return how the outcome differs, if it does."""
+        number = facts.get("number")
+        operation = self._operations.get(facts.get("operation", ""))
+        if operation is None or not isinstance(number, int):
+            raise LogError(f"line {at}: unknown operation {facts.get('operation')!r}")
+        self._decisions.clear()
+        try:
+            operation(facts["given"])
+        except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
+            # What was done there cannot be done here.
+            failure: Facts = {"given": facts.get("given"), "outcome": {"error": repr(error)}, "events": []}
+            return Difference(at, number, facts, failure)
+        replayed = [encode(number, decision) for decision in self._decisions]
+        if replayed == [line]:
+            return None
+        shown: Facts = orjson.loads(replayed[0]) if replayed else {"outcome": {"error": "nothing to do"}}
+        return None if shown == facts else Difference(at, number, facts, shown)
+
+    def _commit(self, given: Facts) -> None:
+        ids = _int32(given["token_ids"])
+        lease = self._cache.commit(
+            _principal(given),
+            ids,
+            repeated=given["repeated"],
+            may_promote=given["may_promote"],
+            priority=given["priority"],
+        )
+        self._open(lease, ids)
+
+    def _open(self, lease: Lease, ids: TokenIds) -> None:
+        self._leases[lease.lease_id] = lease
+        self._ids[lease.lease_id] = ids
+
+    def _insert(self, given: Facts) -> None:
+        lease = self._leases.pop(given["lease"])
+        ids = np.concatenate([self._ids.pop(lease.lease_id), _int32(given["new_ids"])])
+        table = _int32(given["table"])
+        insertion = self._cache.insert(lease, ids[: given["tokens"]], table, given["prompt_tokens"])
+        self._open(insertion.lease, ids)
+
+
+def _decode(line: bytes, at: int) -> Facts:
+    try:
+        facts = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise LogError(f"line {at}: {error}") from error
+    if not isinstance(facts, dict):
+        raise LogError(f"line {at}: no JSON object")
+    return facts
+
+
+def _open(facts: Facts, at: int) -> _Run:
+    if facts.get("version") != VERSION:
+        raise LogError(f"line {at}: version {facts.get('version')!r}, known is {VERSION}")
+    try:
+        name, rules = facts["cache"], dict(facts["config"])
+        if name not in get_args(CacheName):
+            raise LogError(f"line {at}: unknown cache {name!r}")
+        rules.pop("mode")
+        config = CacheConfig(**{**rules, "eviction": EvictionPolicy(rules["eviction"])})
+        allocator = PageAllocator(facts["capacity"])
+        return _Run(make_cache(name, allocator, facts["page_size"], config), allocator)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LogError(f"line {at}: the header lacks or misnames something: {error!r}") from error
+
+
+def _int32(values: Any) -> TokenIds:  # JSON's own types
+    return np.array(values, np.int32)
+
+
+def _principal(given: Facts) -> Principal:
+    tenant, user = given["principal"]
+    return Principal(tenant, user)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.replay import LogError, encode, encode_end, encode_header, replay
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.decisions import Decision
+
+SYSTEM = [1, 2, 3, 4, 5, 6]
+MODES: list[CacheName] = ["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
+
+
+class RecordedDriver(Driver):
+    """A driver whose every operation becomes a line."""
+
+    def __init__(self, name: CacheName = "user_aware", *, capacity: int = 64, config: CacheConfig = PLAIN) -> None:
+        self.allocator = PageAllocator(capacity)
+        cache = make_cache(name, self.allocator, 2, config)
+        self.lines = [encode_header(name, 2, capacity, replace(config, mode=getattr(cache, "config", config).mode))]
+        self.cache = RecordedCache(cache, self.allocator, self.record)
+
+    def record(self, decision: Decision) -> None:
+        self.lines.append(encode(len(self.lines), decision))
+
+
+def a_day(driver: Driver) -> None:
+    """Everything a cache can be asked: chunks, duplicates, evictions, pins, promotion, quarantine, forgetting."""
+    driver.cache.pin(int32([9, 9]))
+    driver.next_epoch()
+    for user in (ANN, BOB, CID):
+        driver.serve(user, [*SYSTEM, 7, 7])
+    driver.next_epoch()
+    rows = [driver.admit(DAN, [*SYSTEM, 8, 8, 9, 9]), driver.admit(DAN, [*SYSTEM, 8, 8, 9, 9], repeated=True)]
+    for row in rows:
+        driver.insert(row, 8)
+        insertion = driver.insert(row, 10, prompt_tokens=9)
+        if insertion.first_duplicate is not None:
+            row.table[insertion.first_duplicate : len(insertion.pages)] = insertion.pages[insertion.first_duplicate :]
+            driver.allocator.exchange(insertion.duplicates, insertion.canonical)
+    none = driver.admit(ANN, [5, 5, 5], may_use_cache=False)
+    driver.insert(none)
+    driver.cache.forget(DAN)
+    for row in (*rows, none):
+        driver.end(row)
+    for number in range(30):
+        driver.end(driver.admit(DAN, [*SYSTEM, 20 + number, 0, 1]))
+    driver.next_epoch(2)
+    driver.serve(DAN, list(range(40, 90)))
+    driver.serve(ANN, [9, 9, 1, 1], may_promote=False, priority=3)
+    driver.cache.evict(5)
+    driver.cache.unpin(int32([9, 9]))
+    driver.cache.flush()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_replayed_log_gives_the_same_decisions_in_every_mode(name: CacheName) -> None:
+    driver = RecordedDriver(name)
+    a_day(driver)
+    driver.serve(ANN, SYSTEM)
+    report = replay(driver.lines)
+    assert report.difference is None
+    assert (report.operations, report.starts) == (len(driver.lines) - 1, 1)
+    assert report.nodes == len(list(driver.cache.dump()))
+    assert report.cached_pages == 64 - driver.allocator.free_pages
+
+
+def test_content_checks_are_replayed_with_their_verdicts() -> None:
+    driver = RecordedDriver(config=replace(PLAIN, content_check=True))
+    for user in (ANN, BOB, CID):
+        driver.serve(user, SYSTEM)
+    driver.next_epoch()
+    (candidate,) = driver.cache.take_candidates()
+    driver.cache.resolve(candidate.candidate_id, 4)
+    driver.next_epoch()
+    assert driver.public == [SYSTEM[:4]]
+    assert replay(driver.lines).difference is None
+
+
+def test_first_difference_is_reported_with_both_sides() -> None:
+    driver = RecordedDriver()
+    a_day(driver)
+    commits = [number for number, line in enumerate(driver.lines) if orjson.loads(line)["operation"] == "commit"]
+    at = commits[4]
+    tampered = orjson.loads(driver.lines[at])
+    tampered["outcome"]["pages"] = [1, 2, 3]
+    driver.lines[at] = orjson.dumps(tampered)
+    difference = replay(driver.lines).difference
+    assert difference is not None
+    assert (difference.line, difference.operation) == (at + 1, at)
+    assert difference.fields == ["outcome.pages"]
+    assert difference.logged["outcome"]["pages"] == [1, 2, 3]
+    assert difference.replayed["outcome"]["pages"] != [1, 2, 3]
+
+
+def test_other_rules_are_found_where_they_first_matter() -> None:
+    driver = RecordedDriver()
+    a_day(driver)
+    header = orjson.loads(driver.lines[0])
+    header["config"]["promotion_principals"] = 4
+    difference = replay([orjson.dumps(header), *driver.lines[1:]]).difference
+    assert difference is not None
+    assert difference.logged["operation"] == "advance"
+    assert "events" in difference.fields
+
+
+def test_operation_that_cannot_be_done_again_is_a_difference() -> None:
+    driver = RecordedDriver()
+    driver.serve(ANN, SYSTEM)
+    (at,) = [n for n, line in enumerate(driver.lines) if orjson.loads(line)["operation"] == "commit"]
+    del driver.lines[at]
+    difference = replay(driver.lines).difference
+    assert difference is not None
+    assert "outcome.error" in difference.fields
+
+
+def test_second_header_begins_anew() -> None:
+    one, other = RecordedDriver(), RecordedDriver("shared")
+    a_day(one)
+    other.serve(ANN, SYSTEM)
+    report = replay([*one.lines, b"", *other.lines])
+    assert (report.starts, report.difference) == (2, None)
+    assert (report.nodes, report.cached_pages) == (1, 3)
+
+
+def test_log_whose_writer_could_not_keep_up_says_so() -> None:
+    driver = RecordedDriver()
+    driver.serve(ANN, SYSTEM)
+    report = replay([*driver.lines, encode_end()])
+    assert report.is_lost
+    assert report.difference is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "empty"),
+        ([b"{}"], "has to begin"),
+        ([b"no json"], "line 1"),
+        ([b"[1]"], "no JSON object"),
+        ([b'{"operation": "open", "version": 99}'], "version 99"),
+        ([b'{"operation": "open", "version": 1, "cache": "other", "config": {}}'], "unknown cache"),
+        ([b'{"operation": "open", "version": 1, "cache": "shared"}'], "lacks or misnames"),
+        ([encode_header("shared", 2, 4, PLAIN), b'{"operation": "dance", "number": 1}'], "unknown operation"),
+    ],
+)
+def test_what_is_no_log_is_refused_with_its_line(lines: list[bytes], message: str) -> None:
+    with pytest.raises(LogError, match=message):
+        replay(lines)
+
+
+def test_log_cut_off_in_the_middle_of_a_line_is_refused_there() -> None:
+    driver = RecordedDriver()
+    driver.serve(ANN, SYSTEM)
+    with pytest.raises(LogError, match=f"line {len(driver.lines)}"):
+        replay([*driver.lines[:-1], driver.lines[-1][:20]])
+
+
+def test_ids_are_recorded_once_per_row() -> None:
+    driver = RecordedDriver()
+    row = driver.admit(ANN, SYSTEM)
+    for end in (2, 4, 6):
+        driver.insert(row, end)
+    row.ids = int32([*SYSTEM, 7, 7])
+    fresh = driver.allocator.try_allocate(1)
+    assert fresh is not None
+    row.table = int32([*row.table, *fresh])
+    driver.insert(row)
+    driver.end(row)
+    recorded = [orjson.loads(line)["given"] for line in driver.lines[1:]]
+    assert [given["token_ids"] for given in recorded if "token_ids" in given] == [SYSTEM]
+    assert [given["new_ids"] for given in recorded if "new_ids" in given] == [[], [], [], [7, 7]]
+    assert replay(driver.lines).difference is None
