@@ -36,6 +36,7 @@ _VISIBILITIES = {
 _STATES = {
     NodeState.LIVE: scheduler_pb2.NODE_STATE_LIVE,
     NodeState.SOFT_FREE: scheduler_pb2.NODE_STATE_SOFT_FREE,
+    NodeState.ON_HOST: scheduler_pb2.NODE_STATE_ON_HOST,
 }
 _EVENT_KINDS = {
     CacheEventKind.INSERTED: scheduler_pb2.CACHE_EVENT_KIND_INSERTED,
@@ -49,6 +50,8 @@ _EVENT_KINDS = {
     CacheEventKind.REVIVED: scheduler_pb2.CACHE_EVENT_KIND_REVIVED,
     CacheEventKind.RECLAIMED: scheduler_pb2.CACHE_EVENT_KIND_RECLAIMED,
     CacheEventKind.MERGED: scheduler_pb2.CACHE_EVENT_KIND_MERGED,
+    CacheEventKind.BACKED_UP: scheduler_pb2.CACHE_EVENT_KIND_BACKED_UP,
+    CacheEventKind.LOADED: scheduler_pb2.CACHE_EVENT_KIND_LOADED,
 }
 
 _DIRECTIONS = {
@@ -218,6 +221,8 @@ def node_to_wire(node: NodeView, *, is_admin: bool, with_ids: bool) -> scheduler
         priority=node.priority,
         pinned=node.pinned,
         no_promote=node.no_promote,
+        host_pages=[] if node.host_pages is None else node.host_pages.tolist(),
+        host_ref=node.host_ref,
     )
     if is_admin and node.owner is not None:
         message.owner.CopyFrom(principal_to_wire(node.owner))

@@ -80,7 +80,7 @@ class Demoter:
     def _remember(self, top: Node) -> None:
         tree = self._store.tree
         hashes = chain_hashes(tree.path_key(top), tree.page_bytes)
-        self.demoted.add(hashes[-len(top.pages)], top.generation + 1)
+        self.demoted.add(hashes[-top.size], top.generation + 1)
 
     def _let_go(self, top: Node, above: Node) -> list[tuple[Hold, PageIds]]:
         """Unlock the subtree; return its holds with their pages in it."""

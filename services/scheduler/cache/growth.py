@@ -41,7 +41,7 @@ class Growth:
         """
         node = deepest
         while node is not hold.node:
-            start = end - len(node.pages)
+            start = end - node.size
             if node.is_public:
                 self._vigilance.admit(node, hold.account)
             elif start < prompt_pages and hold.may_promote:
@@ -91,7 +91,7 @@ class Growth:
         if (
             node is hold.node
             and node.lock_ref == 1
-            and not (node.children or node.joint or node.host_pages is not None)
+            and not (node.children or node.joint or node.host_ref or node.host_pages is not None)
             and node.owner is owner
             and node.prompt_epoch == (self._store.epoch if is_evidence else None)
             and (node.no_promote, node.pinned) == (not (hold.may_promote or is_pinned), is_pinned)

@@ -57,10 +57,14 @@ class Insertion:
 
 
 class NodeState(Enum):
-    """Whether a node counts as held. SOFT_FREE: its pages count as free, but until they are reused it can be found."""
+    """Whether a node counts as held. SOFT_FREE: its pages count as free, but until they are reused it can be found.
+
+    ON_HOST: it has no pages on the device any more, only the copy on the host, and so has all that hangs below it.
+    """
 
     LIVE = "live"
     SOFT_FREE = "soft_free"
+    ON_HOST = "on_host"
 
 
 class Visibility(Enum):
@@ -101,6 +105,8 @@ class NodeView:
     priority: int = 0
     pinned: bool = False
     no_promote: bool = False
+    host_pages: PageIds | None = None
+    host_ref: int = 0
 
 
 class CacheEventKind(Enum):
@@ -108,7 +114,8 @@ class CacheEventKind(Enum):
 
     INSERTED: it is new, or its edge grew at the end. SPLIT: its edge was cut in two; one event for the new upper
     half, then one for the lower half, which keeps the id. SOFT_FREED: it counts as free and can still be found.
-    REVIVED: it counts no longer as free. RECLAIMED: it was soft-free and lost pages at its end. EVICTED: it was
+    REVIVED: it counts no longer as free. RECLAIMED: it was soft-free and lost pages at its end, or it lost its copy on
+    one tier. BACKED_UP: it has got a copy on the host. LOADED: it was ON_HOST and is LIVE again. EVICTED: it was
     dropped without having been soft-free, as somebody is forgotten or others hold the same. FLUSHED: has no node; the
     events of all that went stand before it. PROMOTED: it is PUBLIC now. DEMOTED: it was PUBLIC and is gone; its
     creators' copies were INSERTED before. QUARANTINED: some principals do not see it any more. MERGED: it names other
@@ -126,6 +133,8 @@ class CacheEventKind(Enum):
     REVIVED = "revived"
     RECLAIMED = "reclaimed"
     MERGED = "merged"
+    BACKED_UP = "backed_up"
+    LOADED = "loaded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.counters import distinct
+from services.scheduler.cache.interface import NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +39,8 @@ def _place(cache: RadixCache, node: Node) -> Iterator[str]:
     group = tree.group(parent, tree.first_page(node))
     if node not in group:
         yield f"{name} is not found under its own first page"
-    if len(node.pages) == 0 or len(node.key) != len(node.pages) * tree.page_bytes:
-        yield f"{name} has {len(node.key)} key bytes for {len(node.pages)} pages"
+    if node.size == 0 or len(node.key) != node.size * tree.page_bytes:
+        yield f"{name} has {len(node.key)} key bytes for {node.size} pages"
     if node.is_public and not parent.is_public:
         yield f"{name} is PUBLIC below a PRIVATE parent"
     if not node.is_public and not parent.is_public and parent.owner is not node.owner:
@@ -66,14 +67,14 @@ def _use(cache: RadixCache, node: Node) -> Iterator[str]:
             yield f"{name} is locked more often than its parent"
         if parent.last_access < node.last_access:
             yield f"{name} was used after its parent"
-        if parent.is_soft_free and not node.is_soft_free:
-            yield f"{name} is LIVE below a soft-free parent"
+        if parent.state is not NodeState.LIVE and node.state is NodeState.LIVE:
+            yield f"{name} is LIVE below a parent that is not"
     if node.hit_cur < distinct(node) or (node.u_cnt_l is not None and node.hit_cur == 0):
         yield f"{name} counts more users than hits"
     if node.epoch > cache.epoch:
         yield f"{name} is of a later epoch than the cache"
     children = cache.store.tree.children(node)
-    if node.live_children != sum(not child.is_soft_free for child in children):
+    if node.live_children != sum(child.state is NodeState.LIVE for child in children):
         yield f"{name} miscounts its LIVE children"
 
 
@@ -82,7 +83,8 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
     held = {page for hold in cache.leases.all() if hold.held is not None for page in hold.held.tolist()} & joint
-    protected = {page for node in nodes if node.lock_ref for page in node.pages.tolist()} | held
+    needed = [node for node in nodes if node.lock_ref or node.host_ref]
+    protected = {page for node in needed for page in node.pages.tolist()} | held
     live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
     expected = (len(live), len(protected), len(named) - len(live) - len(protected))
     counted = (cache.evictable_pages, cache.protected_pages, cache.soft_free_pages)
@@ -120,7 +122,7 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
 def _queue(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     """Every node that can be evicted, and no other, has one valid entry."""
     for node in nodes:
-        can_go = not (node.lock_ref or node.host_ref or node.live_children or node.is_soft_free)
+        can_go = not (node.lock_ref or node.host_ref or node.live_children) and node.state is NodeState.LIVE
         entries = [number for _, number, other in node.owner.heap if other is node and number == node.queued]
         if len(entries) != can_go:
             yield f"node {node.node_id} has {len(entries)} entries in the eviction queue"

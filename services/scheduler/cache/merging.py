@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import common_run
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]
     missed: list[Node] = []
     for parent, page in groups:
         if not parent.is_dead:
-            members = store.tree.group(parent, page)[-store.config.merge_group_limit :]
-            _merge_pages(store, members, missed)
+            members = [member for member in store.tree.group(parent, page) if member.state is not NodeState.ON_HOST]
+            _merge_pages(store, members[-store.config.merge_group_limit :], missed)
     return missed
 
 
@@ -55,7 +55,7 @@ def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
     if len(node.children) != 1:
         return None
     children = store.tree.children(node)
-    if len(children) != 1 or node.is_soft_free or children[0].is_soft_free:
+    if len(children) != 1 or node.is_soft_free or children[0].state is not node.state:
         return None
     child = children[0]
     is_equal = (
@@ -116,7 +116,7 @@ def _followers(store: NodeStore, cursors: list[_Cursor], pages: int) -> Iterable
     by_page: dict[bytes, list[_Cursor]] = {}
     for node, offset in cursors:
         ends = offset + pages
-        following = [(node, ends)] if ends < len(node.pages) else [(child, 0) for child in store.tree.children(node)]
-        for follower in following:
+        children = [(child, 0) for child in store.tree.children(node) if child.state is not NodeState.ON_HOST]
+        for follower in [(node, ends)] if ends < len(node.pages) else children:
             by_page.setdefault(_rest(store, follower)[: store.tree.page_bytes], []).append(follower)
     return by_page.values()

@@ -24,16 +24,19 @@ _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
 class Node:
     """An edge of whole pages and what hangs below it; `cache.md` section 2 explains the counters.
 
-    `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32 on the device, `host_pages` the
-    same on the host; arrays are replaced and never written to. `owner` is who may find it, the public account for
-    PUBLIC nodes. `creators` of a PUBLIC node maps those who computed it themselves to the epoch in which they last
-    did; a PRIVATE one has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if it did: generated
-    tokens are no evidence. `quarantined` maps
-    the fingerprints of principals that do not see this PUBLIC node to the epoch in which that began.
+    `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32 on the device (none if its state is
+    ON_HOST), `host_pages` the same on the host; arrays are replaced and never written to. `owner` is who may find it,
+    the public account for PUBLIC nodes. `creators` of a PUBLIC node maps those who computed it themselves to the epoch
+    in which they last did; a PRIVATE one has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if
+    it did: generated tokens are no evidence. `quarantined` maps the fingerprints of principals that do not see this
+    PUBLIC node to the epoch in which that began.
 
-    `live_children`, `uses`, `queued` and `joint` serve eviction and accounting: children that are not SOFT_FREE,
-    leases that covered the node, its entry in the eviction queue (0: none), and whether its pages may be named by
-    other nodes, too. Only the root has no parent while it lives; a node without key is dead.
+    `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the leases: neither copy of
+    it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
+    accounting: children that are LIVE, children with a copy on the host, leases that covered the node, its entry in the
+    eviction queue (0: none), and whether its pages may be named by other nodes, too.
+
+    Only the root has no parent while it lives; a node without key is dead.
     """
 
     node_id: NodeId
@@ -59,6 +62,7 @@ class Node:
     no_promote: bool = False
     generation: int = 0
     live_children: int = 0
+    host_children: int = 0
     uses: int = 0
     queued: int = 0
     joint: bool = False
@@ -83,6 +87,11 @@ class Node:
     def is_soft_free(self) -> bool:
         """Whether it counts as free."""
         return self.state is _SOFT_FREE
+
+    @property
+    def size(self) -> int:
+        """Pages of the edge, on whichever tier."""
+        return len(self.pages) or (0 if self.host_pages is None else len(self.host_pages))
 
     @property
     def is_dead(self) -> bool:

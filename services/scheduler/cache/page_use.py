@@ -18,12 +18,13 @@ _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
 
 
 class PageUse:
-    """Owns the totals, and with them the changes of `lock_ref` between 0 and 1 and of `state`.
+    """Owns the totals, and with them the changes of `lock_ref` and `host_ref` from and to 0, and of `state`.
 
-    A page is protected if a locked node or a hold names it, else evictable if a LIVE node does, else soft-free. The
-    pages of most nodes are named by no other node: for these the totals change by the edge's length. Only the pages of
-    nodes marked `joint` are counted one by one, and a page that one joint node names is never in a node that is not
-    joint. A hold keeps pages protected for a row whose path has left its view while others' nodes still name them.
+    A page is protected if a locked node, one that a transfer needs, or a hold names it, else evictable if a LIVE node
+    does, else soft-free. The pages of most nodes are named by no other node: for these the totals change by the edge's
+    length. Only the pages of nodes marked `joint` are counted one by one, and a page that one joint node names is never
+    in a node that is not joint. A hold keeps pages protected for a row whose path has left its view while others' nodes
+    still name them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,6 +64,8 @@ class PageUse:
             self._count(node, -1)
             node.lock_ref = 1
             self._count(node, 1)
+        elif node.host_ref:
+            node.lock_ref = 1
         else:
             count = len(node.pages)
             self.evictable -= count
@@ -76,11 +79,23 @@ class PageUse:
             self._count(node, -1)
             node.lock_ref = 0
             self._count(node, 1)
+        elif node.host_ref:
+            node.lock_ref = 0
         else:
             count = len(node.pages)
             self.protected -= count
             self.evictable += count
             node.lock_ref = 0
+
+    def set_host_ref(self, node: Node, count: int) -> None:
+        """Change how many transfers need a node."""
+        assert count >= 0
+        if (count > 0) == (node.host_ref > 0):
+            node.host_ref = count
+            return
+        self.leave(node)
+        node.host_ref = count
+        self.enter(node)
 
     def set_state(self, node: Node, state: NodeState) -> None:
         """Change an unlocked node's state."""
@@ -105,7 +120,7 @@ class PageUse:
         self._lock_pages(pages, -1)
 
     def _add(self, node: Node, count: int) -> None:
-        if node.lock_ref:
+        if node.lock_ref or node.host_ref:
             self.protected += count
         elif node.state is _SOFT_FREE:
             self.soft_free += count
@@ -117,7 +132,7 @@ class PageUse:
         pages = node.pages
         self._weigh(pages, -1)
         named[pages] += sign
-        if node.lock_ref:
+        if node.lock_ref or node.host_ref:
             locked[pages] += sign
         if node.state is _LIVE:
             live[pages] += sign

@@ -69,7 +69,7 @@ class Promoter:
         while rest and (members := tree.group(node, rest[: tree.page_bytes])):
             pages = common_run([rest, *(member.key for member in members)], tree.page_bytes)
             if members[0].is_public:
-                node = self._store.split(members[0], pages) if pages < len(members[0].pages) else members[0]
+                node = self._store.split(members[0], pages) if pages < members[0].size else members[0]
             else:
                 node = self._publish(members, pages, generation=max(member.generation for member in members))
             self.set_pinned(node, is_pinned=True)
@@ -138,7 +138,7 @@ class Promoter:
         The owners' duplicates go, except those that running rows name; their children and locks move to the node.
         """
         store = self._store
-        halves = [store.split(member, pages) if pages < len(member.pages) else member for member in members]
+        halves = [store.split(member, pages) if pages < member.size else member for member in members]
         creators = self._evidence(halves)
         for half in halves:
             creators.setdefault(half.owner_id, store.epoch)

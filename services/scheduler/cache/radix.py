@@ -17,6 +17,7 @@ from services.scheduler.cache.merging import compress_chains, merge_private_subt
 from services.scheduler.cache.pins import Pins
 from services.scheduler.cache.promotion import Promoter
 from services.scheduler.cache.store import NodeStore
+from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.views import view
 from services.scheduler.cache.vigilance import Vigilance
 
@@ -138,7 +139,7 @@ class RadixCache:
             return Insertion(lease, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
         if key.pages <= first:
             return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
-        match = self.store.tree.match(above, hold.account, key, first, key.pages, computed=True)
+        match = self.store.tree.match(above, hold.account, key, first, key.pages, Reach.COMPUTED)
         prompt_pages = min(prompt_tokens // self.page_size, key.pages)
         deepest = self._end_of(match)
         found = NO_PAGES

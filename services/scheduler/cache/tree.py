@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,20 @@ if TYPE_CHECKING:
     from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.keys import PagedKey
 
-_LIVE = NodeState.LIVE
+_LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
+
+
+class Reach(Flag):
+    """How far a match goes. COMPUTED: the viewer has computed the pages itself, so that no quarantine hides them.
+
+    HOST: also along nodes that are only on the host.
+    """
+
+    COMPUTED = auto()
+    HOST = auto()
+
+
+NORMAL = Reach(0)
 
 
 class Match(NamedTuple):
@@ -46,12 +60,10 @@ class PageTree:
         self._public = public
         self.root = self._make(None, public, b"", np.empty(0, np.int32))
 
-    def match(
-        self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, *, computed: bool = False
-    ) -> Match:
+    def match(self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, reach: Reach = NORMAL) -> Match:
         """Find the longest path in the view of `viewer` below `node` that holds the pages [first, end) of `key`.
 
-        Changes nothing. `computed`: the viewer has computed these pages itself, so that no quarantine hides them.
+        Changes nothing.
         """
         while first < end:
             child = node.children.get(key.page(first))
@@ -64,10 +76,16 @@ class PageTree:
             elif child.owner is not viewer:
                 if child.owner is not self._public:
                     break
-                if child.quarantined is not None and not computed and viewer.fingerprint in child.quarantined:
+                if (
+                    child.quarantined is not None
+                    and Reach.COMPUTED not in reach
+                    and viewer.fingerprint in child.quarantined
+                ):
                     break
+            if child.state is _ON_HOST and Reach.HOST not in reach:
+                break
             common = key.common_pages(child.key, first, end)
-            if common < len(child.pages):
+            if common < child.size:
                 return Match(node, first, child, common)
             node = child
             first += common
@@ -100,7 +118,7 @@ class PageTree:
         The lower half remains the same object with the same end, so that whoever holds it holds as many tokens as
         before. Both halves have the history of the whole.
         """
-        assert 0 < pages < len(node.pages)
+        assert 0 < pages < node.size
         parent = node.parent
         assert parent is not None
         cut = pages * self.page_bytes
@@ -116,7 +134,7 @@ class PageTree:
         return upper
 
     def attach(self, parent: Node, owner: Account, key: bytes, pages: PageIds) -> Node:
-        """Hang a new leaf below `parent`."""
+        """Hang a new leaf on the device below `parent`."""
         node = self._make(parent, owner, key, pages)
         self._link(node, parent)
         self.node_count += 1
@@ -147,6 +165,12 @@ class PageTree:
         leaf.key, leaf.pages = b"", dropped[:0]
         return dropped
 
+    def set_host_pages(self, node: Node, pages: PageIds | None) -> None:
+        """Let a node have a copy on the host, or none; its parent keeps count of its children that have one."""
+        assert node.parent is not None
+        node.parent.host_children += (pages is not None) - (node.host_pages is not None)
+        node.host_pages = None if pages is None else _frozen(pages)
+
     def rehang(self, node: Node, parent: Node) -> None:
         """Move a node with all that hangs below it."""
         self._unlink(node)
@@ -171,6 +195,8 @@ class PageTree:
         self._replace(node, child)
         child.key = node.key + child.key
         child.pages = _frozen(np.concatenate([node.pages, child.pages]))
+        if node.host_pages is not None and child.host_pages is not None:
+            child.host_pages = _frozen(np.concatenate([node.host_pages, child.host_pages]))
         node.key, node.pages = b"", node.pages[:0]
         self.node_count -= 1
 
@@ -197,7 +223,7 @@ class PageTree:
         depth = 0
         at: Node | None = node
         while at is not None:
-            depth += len(at.pages)
+            depth += at.size
             at = at.parent
         return depth
 
@@ -215,7 +241,7 @@ class PageTree:
         stack = [(child, 0) for child in reversed(self.children(top or self.root))]
         while stack:
             node, above = stack.pop()
-            depth = above + len(node.pages)
+            depth = above + node.size
             yield node, depth
             stack.extend((child, depth) for child in reversed(self.children(node)))
 
@@ -225,8 +251,8 @@ class PageTree:
         while stack:
             node, above = stack.pop()
             if node is not self.root:
-                yield node, above + len(node.pages)
-            depth = above + len(node.pages)
+                yield node, above + node.size
+            depth = above + node.size
             stack.extend((child, depth) for child in reversed(self.children(node)) if self._is_visible(child, viewer))
 
     def walk_public(self) -> Iterator[tuple[Node, int]]:
@@ -234,7 +260,7 @@ class PageTree:
         stack = [(child, 0) for child in self.children(self.root) if child.owner is self._public]
         while stack:
             node, above = stack.pop()
-            depth = above + len(node.pages)
+            depth = above + node.size
             yield node, depth
             stack.extend((child, depth) for child in self.children(node) if child.owner is self._public)
 
@@ -261,8 +287,8 @@ class PageTree:
         else:
             assert node.owner is not entry.owner, "the tree has a child with this owner and page"
             parent.children[page] = {entry.owner: entry, node.owner: node}
-        if node.state is _LIVE:
-            parent.live_children += 1
+        parent.live_children += node.state is _LIVE
+        parent.host_children += node.host_pages is not None
         _note_top(node)
 
     def _unlink(self, node: Node) -> None:
@@ -277,8 +303,8 @@ class PageTree:
                 parent.children[page] = next(iter(entry.values()))
         else:
             del parent.children[page]
-        if node.state is _LIVE:
-            parent.live_children -= 1
+        parent.live_children -= node.state is _LIVE
+        parent.host_children -= node.host_pages is not None
         _forget_top(node)
 
     def _replace(self, old: Node, new: Node) -> None:

@@ -21,7 +21,7 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
     return NodeView(
         node_id=node.node_id,
         parent_id=None if node.parent is tree.root else node.parent.node_id,
-        edge_tokens=len(node.pages) * tree.page_size,
+        edge_tokens=node.size * tree.page_size,
         depth_tokens=depth_pages * tree.page_size,
         visibility=node.visibility,
         owner=None if node.is_public else Principal(*node.owner_id),
@@ -41,4 +41,6 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
         priority=node.priority,
         pinned=node.pinned,
         no_promote=node.no_promote,
+        host_pages=node.host_pages,
+        host_ref=node.host_ref,
     )

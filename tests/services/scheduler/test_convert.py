@@ -32,6 +32,8 @@ NODE = NodeView(
     priority=-1,
     pinned=True,
     no_promote=True,
+    host_pages=np.array([4], np.int32),
+    host_ref=1,
 )
 
 

@@ -47,6 +47,8 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     NODE_STATE_LIVE: _NodeState.ValueType  # 1
     NODE_STATE_SOFT_FREE: _NodeState.ValueType  # 2
     """Its pages count as free; until they are reused it can still be found."""
+    NODE_STATE_ON_HOST: _NodeState.ValueType  # 3
+    """It has no pages on the device any more, only its copy on the host."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper): ...
 
@@ -54,6 +56,8 @@ NODE_STATE_UNSPECIFIED: NodeState.ValueType  # 0
 NODE_STATE_LIVE: NodeState.ValueType  # 1
 NODE_STATE_SOFT_FREE: NodeState.ValueType  # 2
 """Its pages count as free; until they are reused it can still be found."""
+NODE_STATE_ON_HOST: NodeState.ValueType  # 3
+"""It has no pages on the device any more, only its copy on the host."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
 class _CacheEventKind:
