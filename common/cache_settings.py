@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -63,3 +64,6 @@ class CacheSettings(Section):
     """Never let users share pages unknowingly: KV computed in another batch may differ in the last bits."""
     cache_merge_group_limit: int = Field(default=64, ge=2)
     """Users of one prefix whose pages are merged in one epoch; bounds the work at its boundary."""
+    cache_decision_log: Path | None = None
+    """File to which every decision of the cache is appended, for `pando cache replay`. It holds all prompts as token
+    ids, and who sent them: it is made readable for its owner alone, and grows without bound. Absent: none."""

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from deploy.inspection.connection import TIMEOUT_S, add_connection_arguments, with_scheduler
+from deploy.inspection.replay import add_replay_arguments, run_replay
 from deploy.inspection.state import tiers
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 
@@ -33,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flush = actions.add_parser("flush", help="drop every entry that no running request needs")
     for action in (tree, watch, stats, flush):
         add_connection_arguments(action)
+    add_replay_arguments(actions.add_parser("replay", help="do again what a decision log says; show what differs"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the chosen action says."""
     match arguments.action:
+        case "replay":
+            return run_replay(arguments)
         case "tree":
             ask = partial(_tree, principal=_principal(arguments.principal), max_nodes=arguments.max_nodes)
         case "watch":

@@ -14,6 +14,7 @@ from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
+from services.scheduler.decision_log import DecisionLog
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.service import SchedulerService
@@ -37,7 +38,14 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     Raises:
         ConfigurationError: the settings cannot work, here or in a worker.
     """
-    loop = SchedulerLoop(settings.scheduler)
+    path = settings.scheduler.cache_decision_log
+    with contextlib.nullcontext() if path is None else DecisionLog(path) as decisions:
+        await serve_with(settings, stopping, decisions)
+
+
+async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
+    """Run the scheduler until `stopping` is set; note the cache's decisions if there is a log."""
+    loop = SchedulerLoop(settings.scheduler, decisions=decisions)
     group = WorkerGroup(settings.scheduler.workers, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
     channel = open_channel(settings.scheduler.detokenizer)
     stub = detokenizer_pb2_grpc.DetokenizerStub(channel)

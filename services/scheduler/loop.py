@@ -14,6 +14,8 @@ from services.scheduler import metrics
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.replay import encode_header
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity, StepResult
     from common.types import ScheduleRequest
     from protos.gen.pando.v1 import detokenizer_pb2
+    from services.scheduler.decision_log import DecisionLog
     from services.scheduler.group import WorkerGroup
 
 HOUSEKEEPING_INTERVAL_S = 0.25
@@ -36,11 +39,17 @@ HOUSEKEEPING_INTERVAL_S = 0.25
 class SchedulerLoop:
     """Owns the core and connects it to its neighbours. Everything runs on one event loop, in one thread."""
 
-    def __init__(self, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        clock: Callable[[], float] = time.monotonic,
+        decisions: DecisionLog | None = None,
+    ) -> None:
         """Start without a core: it is made when the workers have told their capacity."""
         self.core: SchedulerCore | None = None
         self._settings = settings
         self._clock = clock
+        self._decisions = decisions
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
         self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
@@ -129,6 +138,9 @@ class SchedulerLoop:
             allocator = PageAllocator(config.device_pages)
             rules = resolve_cache(self._settings)
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules)
+            if self._decisions is not None:
+                self._decisions.begin(encode_header(self._settings.cache, config.page_size, config.device_pages, rules))
+                cache = RecordedCache(cache, allocator, self._decisions.note)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)
             policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)

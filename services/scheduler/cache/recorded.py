@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from services.scheduler.cache.decisions import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from common.steps import PageIds
     from common.types import Principal, TokenIds
@@ -66,6 +66,10 @@ class RecordedCache:
     def held_references(self) -> int:
         """Page references the cache holds, one per page and node."""
         return self._cache.held_references
+
+    def view_of(self, principal: Principal) -> Hashable | None:
+        """Return what is equal for principals that find all of each other's prefixes; not recorded."""
+        return self._cache.view_of(principal)
 
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; not recorded."""

@@ -1,7 +1,7 @@
 """Runs a decision log again, and finds the first operation of which something else comes out.
 
 A log is lines of JSON: a header that says which cache it was, then one line per operation. A process that starts again
-appends another header, and begins anew.
+appends another header, and begins anew; one that was killed may have left half a line before that, or at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a replay. `lost` says that the log ends where its writer could not keep up."""
+    """What came of a replay. `is_lost`: the log ends where its writer was killed or could not keep up."""
 
     operations: int
     starts: int
@@ -100,13 +100,20 @@ def replay(lines: Iterable[bytes]) -> Report:
     run: _Run | None = None
     operations = starts = 0
     is_lost = False
+    cut: LogError | None = None
     for at, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        facts = _decode(line, at)
+        try:
+            facts = _decode(line, at)
+        except LogError as error:
+            cut = cut or error
+            continue
+        if cut is not None and facts.get("operation") != HEADER:
+            raise cut
         operation = facts.get("operation")
         if operation == HEADER:
-            run, is_lost = _open(facts, at), False
+            run, is_lost, cut = _open(facts, at), False, None
             starts += 1
         elif operation == END:
             is_lost = True
@@ -118,8 +125,8 @@ def replay(lines: Iterable[bytes]) -> Report:
             if difference is not None:
                 return Report(operations, starts, *run.totals, is_lost, difference)
     if run is None:
-        raise LogError("the log is empty")
-    return Report(operations, starts, *run.totals, is_lost)
+        raise cut or LogError("the log is empty")
+    return Report(operations, starts, *run.totals, is_lost or cut is not None)
 
 
 class _Run:

@@ -158,11 +158,15 @@ def test_what_is_no_log_is_refused_with_its_line(lines: list[bytes], message: st
         replay(lines)
 
 
-def test_log_cut_off_in_the_middle_of_a_line_is_refused_there() -> None:
+def test_log_of_a_killed_process_is_replayed_up_to_its_half_line() -> None:
     driver = RecordedDriver()
     driver.serve(ANN, SYSTEM)
+    half = driver.lines[-1][:20]
+    report = replay([*driver.lines[:-1], half])
+    assert (report.is_lost, report.difference, report.operations) == (True, None, len(driver.lines) - 2)
+    assert not replay([*driver.lines[:-1], half, *driver.lines]).is_lost
     with pytest.raises(LogError, match=f"line {len(driver.lines)}"):
-        replay([*driver.lines[:-1], driver.lines[-1][:20]])
+        replay([*driver.lines[:-1], half, driver.lines[-1]])
 
 
 def test_ids_are_recorded_once_per_row() -> None:

@@ -1,0 +1,116 @@
+"""Writes the cache's decisions to a file, on a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import stat
+import threading
+from typing import TYPE_CHECKING, BinaryIO
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+from services.scheduler.cache.replay import encode, encode_end
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from services.scheduler.cache.decisions import Decision
+
+# Decisions that may wait for the disk: seconds of a busy scheduler, and some tens of MB at most.
+BUFFERED_DECISIONS = 8_192
+OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
+_STOP = b""
+
+
+class DecisionLog:
+    """Appends lines that `cache/replay.py` reads back.
+
+    The file holds every prompt as token ids and the names of all users, so only its owner may read it. `note` never
+    waits: what the disk is too slow for is lost, and the log ends there and says so, as a replay cannot skip anything.
+    """
+
+    def __init__(self, path: Path, limit: int = BUFFERED_DECISIONS) -> None:
+        """Open `path` for appending, for its owner alone.
+
+        Raises:
+            ConfigurationError: it cannot be written to, or is no plain file.
+        """
+        self.lost_decisions = 0
+        self._path = path
+        self._log = get_logger("decisions")
+        self._number = 0
+        self._is_ended = True
+        self._lines: queue.Queue[tuple[int, Decision] | bytes] = queue.Queue(limit)
+        self._file = _open(path)
+        self._thread = threading.Thread(target=self._write, name="decision-log", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> DecisionLog:
+        """Return the open log."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what waits, and close the file."""
+        self.close()
+
+    def begin(self, header: bytes) -> None:
+        """Begin anew, with another cache. May wait for the disk."""
+        self._lines.put(header)
+        self._number = 0
+        self._is_ended = False
+
+    def note(self, decision: Decision) -> None:
+        """Take one decision; what it holds must not change any more."""
+        if self._is_ended:
+            self.lost_decisions += 1
+            return
+        self._number += 1
+        try:
+            self._lines.put_nowait((self._number, decision))
+        except queue.Full:
+            self._is_ended = True
+            self.lost_decisions += 1
+            self._log.error("decision_log.ended", path=str(self._path), operations=self._number - 1, cause="slow disk")
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._lines.put(_STOP)
+        self._thread.join()
+        self._file.close()
+
+    def _write(self) -> None:
+        """Write lines until told to stop; after an error, go on taking them and write nothing."""
+        is_broken = False
+        while (line := self._lines.get()) != _STOP:
+            if is_broken:
+                continue
+            try:
+                self._file.write((line if isinstance(line, bytes) else encode(*line)) + b"\n")
+                if self._lines.empty():
+                    if self._is_ended:
+                        self._file.write(encode_end() + b"\n")
+                    self._file.flush()
+            except OSError as error:
+                is_broken = self._is_ended = True
+                self._log.error("decision_log.ended", path=str(self._path), cause=str(error))
+
+
+def _open(path: Path) -> BinaryIO:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, OWNER_ONLY)
+    except OSError as error:
+        raise ConfigurationError(f"cache_decision_log {path}: {error.strerror}") from error
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(descriptor)
+        raise ConfigurationError(f"cache_decision_log {path}: no plain file")
+    os.fchmod(descriptor, OWNER_ONLY)
+    # A process that was killed may have left half a line.
+    if state.st_size and os.pread(descriptor, 1, state.st_size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return os.fdopen(descriptor, "ab")
