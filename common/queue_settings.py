@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.cache_settings import CacheSettings
+from common.storage_settings import StorageSettings
 
 Weight = Annotated[float, Field(gt=0)]
 
 
-class QueueSettings(CacheSettings):
+class QueueSettings(StorageSettings):
     """Order and length of the waiting queue."""
 
     policy: Literal["fcfs", "lpm", "priority", "fair"] = "fcfs"

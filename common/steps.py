@@ -152,6 +152,7 @@ class EngineCapacity:
     device: str
     layers: int
     host_pages: int = 0
+    has_storage: bool = False
     # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

@@ -99,6 +99,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         host_pages=message.host_pages,
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         load_bytes_per_s=message.load_bytes_per_s,
+        has_storage=message.has_storage,
     )
 
 

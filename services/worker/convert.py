@@ -77,6 +77,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         host_pages=capacity.host_pages,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
+        has_storage=capacity.has_storage,
     )
 
 

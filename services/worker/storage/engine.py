@@ -1,0 +1,136 @@
+"""An engine whose host pages also go to storage and come back."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from common.transfers import TransferAck, TransferDirection
+from services.worker.engine.engine import Engine, InvalidPlanError
+from services.worker.storage.objects import KEY_BYTES, ObjectFormat
+from services.worker.storage.shard import Shard
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+    from common.transfers import Transfer
+    from services.worker.engine.engine import Emit, ProgressReport
+    from services.worker.storage.interface import HostPages
+    from services.worker.storage.tier import StorageTier
+
+
+class HostedEngine(Engine, Protocol):
+    """An engine that may have a host tier."""
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
+
+
+class StoringEngine:
+    """Passes plans on to `inner`, but for transfers with storage, which `tier` carries out beside it; see `Engine`.
+
+    Lives in the engine's thread, as `inner` does; `tier` lives on `loop`.
+    """
+
+    def __init__(self, inner: HostedEngine, tier: StorageTier, loop: asyncio.AbstractEventLoop) -> None:
+        """Take over `inner`; `tier` remains the caller's to close."""
+        self._inner = inner
+        self._tier = tier
+        self._loop = loop
+        self._stream: _Stream | None = None
+        self._form: ObjectFormat | None = None
+        self._host_pages = 0
+
+    @property
+    def open_rows(self) -> int:
+        """How many row slots are taken."""
+        return self._inner.open_rows
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Configure the inner engine; see `Engine.configure`."""
+        self._end_stream()
+        capacity = self._inner.configure(spec, report)
+        pages = self._inner.host_pages
+        self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
+        self._host_pages = capacity.host_pages
+        self._begin_stream()
+        return replace(capacity, has_storage=self._stream is not None)
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        """Run a plan; results carry the acknowledgements that have come meanwhile. See `Engine.execute`."""
+        stream = self._stream
+        if stream is None:
+            self._inner.execute(plan, emit)
+            return
+        own = tuple(transfer for transfer in plan.transfers if transfer.direction.uses_storage)
+        if own:
+            for transfer in own:
+                _check(transfer, self._host_pages)
+            plan = replace(
+                plan, transfers=tuple(transfer for transfer in plan.transfers if not transfer.direction.uses_storage)
+            )
+            self._loop.call_soon_threadsafe(stream.begin, self._tier, own)
+
+        def emit_with_acks(result: StepResult) -> None:
+            emit(replace(result, acks=(*result.acks, *stream.take_acks())))
+
+        self._inner.execute(plan, emit_with_acks)
+
+    def reset(self) -> None:
+        """Free all rows; open transfers are void."""
+        self._end_stream()
+        self._inner.reset()
+        self._begin_stream()
+
+    def close(self) -> None:
+        """Give back what the inner engine holds; open transfers are void."""
+        self._end_stream()
+        self._inner.close()
+
+    def _begin_stream(self) -> None:
+        pages = self._inner.host_pages
+        if pages is not None and self._form is not None:
+            self._stream = _Stream(Shard(pages, self._form))
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+class _Stream:
+    """Transfers of one stream of plans: begun on the event loop, acknowledged to the engine's thread."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
+
+    def begin(self, tier: StorageTier, transfers: tuple[Transfer, ...]) -> None:
+        deliver: Callable[[TransferAck], None] = self._acks.put
+        for transfer in transfers:
+            tier.begin(transfer, self._shard, deliver)
+
+    def take_acks(self) -> list[TransferAck]:
+        acks = []
+        while not self._acks.empty():
+            acks.append(self._acks.get_nowait())
+        return acks
+
+    def close(self) -> None:
+        self._shard.close()
+
+
+def _check(transfer: Transfer, host_pages: int) -> None:
+    """Refuse a transfer that would touch memory of others."""
+    is_drop = transfer.direction is TransferDirection.DROP_FROM_STORAGE
+    pages = transfer.host_pages
+    if len(pages) != (0 if is_drop else len(transfer.object_keys)) or len(transfer.device_pages):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id} has {len(pages)} pages for its keys")
+    if len(pages) and (pages.min() < 0 or pages.max() >= host_pages):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {host_pages})")
+    if any(len(key) != KEY_BYTES for key in transfer.object_keys):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id}: keys have {KEY_BYTES} bytes")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
+from common.types import StepId
+from services.worker.engine.engine import InvalidPlanError
+from services.worker.storage.engine import StoringEngine
+from services.worker.storage.tier import StorageTier
+from tests.fakes.storage import FakeHostPages, FakeStorage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from services.worker.engine.engine import Emit, ProgressReport
+
+SPEC = EngineSpec(model="m")
+CAPACITY = EngineCapacity(4, 16, 64, 100, (2,), 1, "layout", "fake", 1, host_pages=4)
+KEYS = tuple(bytes([number]) * 32 for number in range(4))
+STORE, FETCH = TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST
+
+
+@dataclass
+class InnerEngine:
+    """Answers every plan with one result, and acknowledges transfers between device and host."""
+
+    host_pages: FakeHostPages | None = field(default_factory=lambda: FakeHostPages(4, [b"p%03d" % i for i in range(4)]))
+    open_rows: int = 0
+    calls: list[str] = field(default_factory=list)
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        return CAPACITY
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        assert not any(transfer.direction.uses_storage for transfer in plan.transfers)
+        acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
+        emit(StepResult(plan.step_id, 0, last=True, acks=acks))
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Bench:
+    def __init__(self, inner: InnerEngine) -> None:
+        self.inner = inner
+        self.storage = FakeStorage()
+        self.tier = StorageTier(self.storage, 5.0, threads=2)
+        self.engine = StoringEngine(inner, self.tier, asyncio.get_running_loop())
+        self.step = 0
+
+    def run(self, *transfers: Transfer) -> tuple[TransferAck, ...]:
+        self.step += 1
+        results: list[StepResult] = []
+        self.engine.execute(StepPlan(StepId(self.step), transfers=transfers), results.append)
+        return results[0].acks
+
+    async def ack(self) -> TransferAck:
+        async with asyncio.timeout(20):
+            while not (acks := self.run()):  # noqa: ASYNC110  (an engine cannot notify)
+                await asyncio.sleep(0.005)
+        return acks[0]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(InnerEngine())
+    yield bench
+    await bench.tier.close()
+
+
+def transfer(number: int, direction: TransferDirection, pages: list[int], keys: tuple[bytes, ...]) -> Transfer:
+    return Transfer(TransferId(number), direction, host_pages=np.array(pages, np.int32), object_keys=keys)
+
+
+async def test_a_later_result_acknowledges_what_storage_did(bench: Bench) -> None:
+    assert bench.engine.configure(SPEC, lambda *_: None).has_storage
+    bench.run(transfer(1, STORE, [0, 1], KEYS[:2]))
+    assert replace(await bench.ack(), duration_us=0) == TransferAck(TransferId(1), 2)
+    bench.run(transfer(2, FETCH, [2, 3], KEYS[:2]))
+    assert replace(await bench.ack(), duration_us=0) == TransferAck(TransferId(2), 2)
+    assert bench.inner.host_pages is not None
+    assert bench.inner.host_pages.pages == [b"p000", b"p001", b"p000", b"p001"]
+
+
+async def test_transfers_within_the_engine_remain_its_own(bench: Bench) -> None:
+    bench.engine.configure(SPEC, lambda *_: None)
+    page = np.array([1], np.int32)
+    own = Transfer(TransferId(5), TransferDirection.DEVICE_TO_HOST, device_pages=page, host_pages=page)
+    assert bench.run(own) == (TransferAck(TransferId(5), 1),)
+
+
+async def test_what_belongs_to_an_earlier_stream_is_void(bench: Bench) -> None:
+    bench.engine.configure(SPEC, lambda *_: None)
+    bench.run(transfer(1, STORE, [0, 1], KEYS[:2]))
+    bench.engine.reset()
+    await asyncio.sleep(0.05)
+    assert bench.run() == ()
+    assert bench.storage.objects == {}
+    bench.run(transfer(1, STORE, [0], KEYS[:1]))
+    assert (await bench.ack()).done_pages == 1
+
+
+async def test_without_a_host_tier_there_is_no_storage() -> None:
+    bench = Bench(InnerEngine(host_pages=None))
+    assert not bench.engine.configure(SPEC, lambda *_: None).has_storage
+    await bench.tier.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        transfer(1, FETCH, [4], KEYS[:1]),
+        transfer(1, FETCH, [-1], KEYS[:1]),
+        transfer(1, FETCH, [0, 1], KEYS[:1]),
+        transfer(1, FETCH, [0], (b"short",)),
+        transfer(1, TransferDirection.DROP_FROM_STORAGE, [0], KEYS[:1]),
+    ],
+)
+async def test_a_transfer_that_makes_no_sense_is_refused(bench: Bench, wrong: Transfer) -> None:
+    bench.engine.configure(SPEC, lambda *_: None)
+    with pytest.raises(InvalidPlanError):
+        bench.run(wrong)
+
+
+async def test_reset_and_close_reach_the_inner_engine(bench: Bench) -> None:
+    bench.engine.configure(SPEC, lambda *_: None)
+    bench.engine.reset()
+    bench.engine.close()
+    assert bench.inner.calls == ["reset", "close"]
