@@ -136,9 +136,9 @@ def encode(chunk: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[FakeOpenAIServer]:
+def running_server(fake: FakeOpenAIServer | None = None) -> Iterator[FakeOpenAIServer]:
     """Serve from a thread, on a free port."""
-    fake = FakeOpenAIServer()
+    fake = fake or FakeOpenAIServer()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

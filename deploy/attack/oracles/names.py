@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, not_applicable
+from deploy.attack.findings import Finding, Verdict, not_applicable
 from deploy.attack.oracles.pairs import report_cached
 from deploy.attack.prober import AttackError, Disguise
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from deploy.attack.oracles.pairs import Pair
+    from deploy.attack.prober import Sighting
     from deploy.attack.scene import Scene
 
 TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
@@ -69,7 +71,14 @@ async def _try(scene: Scene, oracle: str, cases: list[tuple[Disguise, Disguise]]
             refused += 1
     if not seen:
         return not_applicable(oracle, f"the server refuses all {refused} disguises")
-    return report_cached(oracle, seen, f"{refused} of {len(cases)} disguises refused" if refused else "")
+    found = report_cached(oracle, seen, f"{refused} of {len(cases)} disguises refused" if refused else "")
+    hits = sum(_cached(held) > _cached(other) for held, other in seen)
+    # One name that opens another's view is one too many, however many do not.
+    return replace(found, verdict=Verdict.LEAKS, note=f"{hits} of {len(seen)} disguises see it") if hits else found
+
+
+def _cached(sighting: Sighting) -> int:
+    return sighting.cached_tokens or 0
 
 
 def _named(disguise: Disguise, victim: str) -> Disguise:

@@ -11,9 +11,8 @@ from deploy.bench.records import Segment
 if TYPE_CHECKING:
     from deploy.attack.scene import Scene
 
-# Long enough that everything behind them is in the queue before any of it can start.
-DUMMY_TOKENS = 384
-DUMMIES = 2
+# Long enough that everything behind it is in the queue before any of it can start.
+DUMMY_TOKENS = 192
 # A head of one page, the slot, and a page of the rest: what a candidate costs must not hide what order it is served in.
 CANDIDATE_PAGES = 3
 
@@ -40,8 +39,8 @@ async def _queue(scene: Scene) -> Group:
     await scene.prober.ask(scene.texts.filled(template, scene.name(), tokens), attacker)
     await scene.prober.ask_at_once([(texts[i], victim) for i in sorted(held)])
     order = scene.chance.sample(range(len(texts)), len(texts))
-    queue = [*_dummies(scene), *((texts[i], attacker) for i in order), *_dummies(scene)]
-    sightings = (await scene.prober.ask_at_once(queue))[DUMMIES:-DUMMIES]
+    queue = [_dummy(scene), *((texts[i], attacker) for i in order), _dummy(scene)]
+    sightings = (await scene.prober.ask_at_once(queue))[1:-1]
     # Earlier is more.
     at = {i: -sighting.first_token_at for i, sighting in zip(order, sightings, strict=True)}
     return Group(tuple(at[i] for i in order if i in held), tuple(at[i] for i in order if i not in held))
@@ -52,19 +51,16 @@ async def _twins(scene: Scene) -> Group:
     pairs = [(_document(scene), _document(scene)) for _ in range(scene.effort.duplicates)]
     attempts = [(text, number, place == 0) for number, pair in enumerate(pairs) for place, text in enumerate(pair)]
     scene.chance.shuffle(attempts)
-    queue = [
-        *_dummies(scene),
-        *((held, victim) for held, _ in pairs),
-        *((text, attacker) for text, _, _ in attempts),
-    ]
-    sightings = (await scene.prober.ask_at_once(queue))[DUMMIES + len(pairs) :]
+    probes = ((text, attacker) for text, _, _ in attempts)
+    queue = [_dummy(scene), *((held, victim) for held, _ in pairs), *probes]
+    sightings = (await scene.prober.ask_at_once(queue))[1 + len(pairs) :]
     at = [(-sighting.first_token_at, is_held) for sighting, (_, _, is_held) in zip(sightings, attempts, strict=True)]
     return Group(tuple(time for time, is_held in at if is_held), tuple(time for time, is_held in at if not is_held))
 
 
 def _document(scene: Scene) -> Text:
-    return (Segment(f"twin/{scene.name()}", 2 * scene.texts.page_tokens),)
+    return (Segment(f"twin/{scene.name()}", scene.texts.page_tokens),)
 
 
-def _dummies(scene: Scene) -> list[tuple[Text, str]]:
-    return [((Segment(f"dummy/{scene.name()}", DUMMY_TOKENS),), scene.user("dummy")) for _ in range(DUMMIES)]
+def _dummy(scene: Scene) -> tuple[Text, str]:
+    return (Segment(f"dummy/{scene.name()}", DUMMY_TOKENS),), scene.user("dummy")

@@ -1,0 +1,48 @@
+"""The attack harness against real servers: what is shared leaks, what is user-aware does not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from deploy.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Steps long enough that a queue forms and its order can be seen.
+NO_MODEL = ["--set", "model.load_format=fake", "--set", "worker.fake_step_ms=20"]
+
+
+def verdicts(path: Path) -> dict[tuple[str, str], str]:
+    return {(entry["label"], entry["metric"]): entry["verdict"] for entry in json.loads(path.read_text())}
+
+
+def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_aware_one(tmp_path: Path) -> None:
+    path = tmp_path / "attack.json"
+    flags = ["--modes", "shared", "user_aware", "--thresholds", "--json", str(path)]
+    assert main(["attack", "--launch", "--quick", *NO_MODEL, *flags]) == 0
+    found = verdicts(path)
+    oracles = ("cached_tokens", "serving order (PromptPeek)", "epoch boundary", "absent user id", "spoofed user id")
+    assert {oracle: found["shared", oracle] for oracle in oracles} == dict.fromkeys(oracles, "leaks")
+    exact = [oracle for oracle in oracles if "order" not in oracle]
+    assert {oracle: found["user_aware", oracle] for oracle in exact} == dict.fromkeys(exact, "closed")
+    # An order among equals is chance; a busy machine may leave it undecided, but never make it tell.
+    assert found["user_aware", "serving order (PromptPeek)"] in ("closed", "undecided")
+    assert found["shared", "Sybil sweep"] == "leaks"
+    assert found["user_aware", "Sybil sweep"] == "bounded"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_all_oracles_find_what_is_claimed_of_every_mode(tmp_path: Path) -> None:
+    path = tmp_path / "attack.json"
+    assert main(["attack", "--launch", "--json", str(path)]) == 0
+    found = verdicts(path)
+    private = ("cached_tokens", "time to first token", "serving order (PromptPeek)", "in-batch duplicates")
+    assert {oracle: found["shared", oracle] for oracle in private} == dict.fromkeys(private, "leaks")
+    for mode in ("isolated", "isolated_pinned", "user_aware"):
+        assert {oracle: found[mode, oracle] for oracle in private} == dict.fromkeys(private, "closed")
