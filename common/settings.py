@@ -42,7 +42,8 @@ class ModelSettings(Section):
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
     """`dummy`: random weights from config.json. `fake`: no model at all, for tests of the protocol."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of weights and activations; auto: float32 on the CPU, the checkpoint's own on a GPU."""
+    """Element type of the weights; auto: the checkpoint's own on a GPU, on a CPU bfloat16 if it can multiply that,
+    else float32."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the KV pool; auto follows dtype."""
     max_context: int = Field(default=0, ge=0)

@@ -106,10 +106,14 @@ def select_device(options: RunnerOptions) -> torch.device:
             raise ConfigurationError(f"device {other!r} is not one of auto, cpu, cuda")
 
 
-def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the type of the weights: float32 on CPUs unless asked otherwise, the checkpoint's own on GPUs."""
+def select_dtype(name: str, config: ModelConfig, device: torch.device, library: NativeLibrary | None) -> torch.dtype:
+    """Return the type of the weights: unless asked otherwise, the checkpoint's own on GPUs.
+
+    On CPUs that is bfloat16 where the processor multiplies pairs of them, at twice the rate, and float32 elsewhere.
+    """
     if name == "auto":
-        name = "float32" if device.type == "cpu" else config.dtype
+        multiplies_pairs = library is not None and library.rounds_inputs
+        name = config.dtype if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
     if name not in _DTYPES:
         raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -136,8 +140,8 @@ def ranks_on_host(spec: EngineSpec) -> int:
     return spec.world_size if is_local else 1
 
 
-def select_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
-    """Return the kernels to use; without a compiler those of torch, with a warning.
+def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary | None:
+    """Return the compiled operators, built if they are not there yet; without a compiler None, with a warning.
 
     Raises:
         ConfigurationError: compiled operators were asked for and cannot be had.
@@ -147,13 +151,18 @@ def select_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.dev
     if options.backend == "compiled" and device.type != "cpu":
         raise ConfigurationError(f"backend=compiled runs on CPUs, not on {device}")
     if options.backend == "torch" or device.type != "cpu":
-        return TorchBackend(dtype, device)
+        return None
     try:
-        return NativeBackend(NativeLibrary(build_library(find_openmp())), dtype, threads)
+        return NativeLibrary(build_library(find_openmp()))
     except (BuildError, OSError) as error:
         if options.backend == "compiled":
             raise ConfigurationError(f"backend=compiled: {error}") from error
         log.warning(
             "The CPU operators could not be compiled; plain torch is slower, most of all with many rows: %s", error
         )
-        return TorchBackend(dtype, device)
+        return None
+
+
+def select_backend(library: NativeLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
+    """Return the kernels to use: the compiled ones if they are there, else those of torch."""
+    return TorchBackend(dtype, device) if library is None else NativeBackend(library, dtype, threads)

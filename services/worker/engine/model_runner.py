@@ -15,6 +15,7 @@ from services.worker.engine.backends import (
     Backend,
     RunnerOptions,
     count_threads,
+    find_library,
     ranks_on_host,
     select_backend,
     select_device,
@@ -105,13 +106,14 @@ class _Loader:
         self._checkpoint: Checkpoint = open_checkpoint(spec.model, spec.load_format)
         self._config = self._checkpoint.config
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
-        self._dtype = select_dtype(spec.dtype, self._config, self._device)
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
             keep_freed_memory()
         report(0.0, "preparing kernels")
-        self._backend: Backend = select_backend(options, self._dtype, self._device, threads)
+        library = find_library(options, self._device)
+        self._dtype = select_dtype(spec.dtype, self._config, self._device, library)
+        self._backend: Backend = select_backend(library, self._dtype, self._device, threads)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._shape = AttentionShape(
             len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size

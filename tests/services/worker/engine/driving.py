@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def load(model: str | Path, *, backend: str = "auto", threads: int = 1, **changes: object) -> ModelRunner:
-    """Load a runner with a small pool; `changes` go into its spec."""
-    fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, **changes}
+    """Load a runner with a small pool, in float32 as references are; `changes` go into its spec."""
+    fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, "dtype": "float32", **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
     return ModelRunner.load(spec, lambda *_: None, RunnerOptions(backend=backend, threads=threads))
 

@@ -8,6 +8,7 @@ from common.steps import EngineSpec
 from services.worker.engine.backends import (
     RunnerOptions,
     count_threads,
+    find_library,
     ranks_on_host,
     select_backend,
     select_device,
@@ -15,6 +16,8 @@ from services.worker.engine.backends import (
     select_kv_dtype,
 )
 from services.worker.engine.host import available_cores
+from services.worker.engine.kernels.native_build import build_library, find_openmp
+from services.worker.engine.kernels.native_library import NativeLibrary
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -33,9 +36,9 @@ def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_types_follow_the_device_unless_chosen() -> None:
-    assert select_dtype("auto", SMOL, CPU) == torch.float32
-    assert select_dtype("auto", SMOL, CUDA) == torch.float32
-    assert select_dtype("bfloat16", SMOL, CPU) == torch.bfloat16
+    assert select_dtype("auto", SMOL, CPU, None) == torch.float32
+    assert select_dtype("auto", SMOL, CUDA, None) == torch.float32
+    assert select_dtype("bfloat16", SMOL, CPU, None) == torch.bfloat16
     assert select_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert select_kv_dtype("float16", torch.float32) == torch.float16
 
@@ -53,5 +56,13 @@ def test_ranks_that_meet_over_the_loopback_share_a_host(world_size: int, rendezv
 
 def test_compiled_operators_are_for_cpus() -> None:
     with pytest.raises(ConfigurationError, match="backend=compiled runs on CPUs"):
-        select_backend(RunnerOptions(backend="compiled"), torch.float32, CUDA, threads=1)
-    assert select_backend(RunnerOptions(backend="torch"), torch.float32, CPU, threads=1).name == "torch"
+        find_library(RunnerOptions(backend="compiled"), CUDA)
+    assert find_library(RunnerOptions(backend="torch"), CPU) is None
+    assert select_backend(None, torch.float32, CPU, threads=1).name == "torch"
+
+
+def test_weights_are_bfloat16_on_processors_that_multiply_pairs_of_them() -> None:
+    library = NativeLibrary(build_library(find_openmp()))
+    expected = torch.bfloat16 if library.rounds_inputs else torch.float32
+    assert select_dtype("auto", SMOL, CPU, library) == expected
+    assert select_dtype("float32", SMOL, CPU, library) == torch.float32

@@ -62,7 +62,7 @@ class Subject:
     @cached_property
     def engine(self) -> TorchEngine:
         engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, RunnerOptions(threads=1)))
-        spec = EngineSpec(self.reference, max_rows=4, max_context=256, page_size=PAGE, device_pages=64)
+        spec = EngineSpec(self.reference, dtype="float32", max_rows=4, max_context=256, page_size=PAGE, device_pages=64)
         engine.configure(spec, lambda _fraction, _stage: None)
         return engine
 
