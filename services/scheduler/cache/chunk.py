@@ -27,6 +27,7 @@ class ChunkCache:
     protected_pages = 0
     soft_free_pages = 0
     held_references = 0
+    host = None
 
     def __init__(self, page_size: int) -> None:
         """Start without leases."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.leases import orphan
 
@@ -67,6 +67,8 @@ class Demoter:
         above = top.parent
         assert above is not None
         self._remember(top)
+        if store.host is not None:
+            store.host.strip(top)
         holds = self._let_go(top, above)
         copies = self._copy(top, above)
         self._settle_private(top, copies)
@@ -97,11 +99,11 @@ class Demoter:
         return [top, *(node for node, _ in self._store.tree.walk(top) if node.is_public)]
 
     def _copy(self, top: Node, above: Node) -> dict[tuple[Node, Account], Node]:
-        """Make each creator's nodes; what is soft-free counts as gone and is not copied."""
+        """Make each creator's nodes; what is not LIVE counts as gone and is not copied."""
         store = self._store
         copies: dict[tuple[Node, Account], Node] = {}
         for node in self._public_nodes(top):
-            if node.is_soft_free:
+            if node.state is not NodeState.LIVE:
                 continue
             store.use.make_joint(node)
             for scope, epoch in (node.creators or {}).items():

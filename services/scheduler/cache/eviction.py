@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from services.scheduler.cache.config import EvictionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.node import Node
 
 # What is lower goes first.
 Coldness = tuple[int, ...]
@@ -22,8 +20,66 @@ _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
 _SPARE_ENTRIES = 32
 
 
-class EvictionQueue:
-    """Orders the candidates: LIVE nodes without lock and without LIVE children.
+class Candidate(Protocol):
+    """What can be evicted, with what tells how cold it is; on the device that is a node."""
+
+    queued: int
+
+    @property
+    def owner(self) -> Owner[Any]:  # whose heap holds this kind of candidate
+        """Whose it is."""
+
+    @property
+    def pinned(self) -> bool:
+        """The operator's pin."""
+
+    @property
+    def priority(self) -> int:
+        """Of the requests that used it."""
+
+    @property
+    def epoch(self) -> int:
+        """Of its last use."""
+
+    @property
+    def last_access(self) -> int:
+        """By the logical clock."""
+
+    @property
+    def u_pre(self) -> int:
+        """Principals that used it in the epoch before."""
+
+    @property
+    def uses(self) -> int:
+        """Leases that covered it."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Owner(Protocol[C]):
+    """Whose candidates they are; on the device that is an account."""
+
+    heap: list[tuple[Coldness, int, C]]
+    candidates: int
+    rank: int
+    standing: int
+
+    @property
+    def live_pages(self) -> int:
+        """What it has on this tier."""
+
+    @property
+    def is_public(self) -> bool:
+        """Whether it stands for everybody."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its floor counts."""
+
+
+class EvictionQueue(Generic[C]):
+    """Orders the candidates of one tier; on the device these are LIVE nodes without lock and without LIVE children.
 
     Each account has a heap of its candidates, and the accounts stand in one heap by (over quota, within it, within the
     floor) and then by how far over or how cold their first candidate is. Entries are invalidated by their numbers and
@@ -35,11 +91,11 @@ class EvictionQueue:
         self.quota = max(1, int(capacity * config.quota_share))
         self._floor = int(capacity * config.floor_share)
         self._coldness = _coldness(config)
-        self._ranks: list[tuple[int, Coldness, int, Account]] = []
+        self._ranks: list[tuple[int, Coldness, int, Owner[C]]] = []
         self._ranked = 0
         self._next = 0
 
-    def push(self, node: Node) -> None:
+    def push(self, node: C) -> None:
         """Take in a candidate; its coldness is what it is now."""
         assert not node.queued
         self._next += 1
@@ -52,7 +108,7 @@ class EvictionQueue:
         else:
             self.refresh(account)
 
-    def discard(self, node: Node) -> None:
+    def discard(self, node: C) -> None:
         """Let go of a node that is no candidate any more, if it was one."""
         if not node.queued:
             return
@@ -68,16 +124,16 @@ class EvictionQueue:
             account.heap = [entry for entry in account.heap if entry[2].queued == entry[1]]
             heapq.heapify(account.heap)
 
-    def is_over(self, account: Account) -> bool:
+    def is_over(self, account: Owner[C]) -> bool:
         """Whether a principal has more than its quota."""
         return account.live_pages > self.quota and not account.is_public
 
-    def refresh(self, account: Account) -> None:
+    def refresh(self, account: Owner[C]) -> None:
         """Note that an account has grown: that may have made it more urgent."""
         if account.candidates and (account.live_pages > self.quota or self._standing(account) != account.standing):
             self.rank(account)
 
-    def rank(self, account: Account) -> None:
+    def rank(self, account: Owner[C]) -> None:
         """Look anew at where an account stands."""
         if not account.candidates:
             return
@@ -92,7 +148,7 @@ class EvictionQueue:
             self._ranks = [entry for entry in self._ranks if entry[3].rank == entry[2]]
             heapq.heapify(self._ranks)
 
-    def first(self) -> Node | None:
+    def first(self) -> C | None:
         """Return who goes next; it stays a candidate."""
         while self._ranks:
             urgency, detail, number, account = self._ranks[0]
@@ -105,7 +161,7 @@ class EvictionQueue:
                 return self.first_of(account)
         return None
 
-    def first_of(self, account: Account) -> Node | None:
+    def first_of(self, account: Owner[C]) -> C | None:
         """Return which of its nodes a principal gives up next."""
         heap = account.heap
         while heap:
@@ -115,7 +171,11 @@ class EvictionQueue:
             heapq.heappop(heap)
         return None
 
-    def _urgency(self, account: Account) -> tuple[int, Coldness]:
+    def is_current(self, node: C) -> bool:
+        """Whether the one that `first` returned is still as cold as when it was pushed."""
+        return bool(node.owner.heap[0][0] == self._coldness(node))
+
+    def _urgency(self, account: Owner[C]) -> tuple[int, Coldness]:
         first = self.first_of(account)
         assert first is not None, "ranked accounts have candidates"
         standing = self._standing(account)
@@ -123,23 +183,23 @@ class EvictionQueue:
             return standing, (self.quota - account.live_pages,)
         return standing, account.heap[0][0]
 
-    def _standing(self, account: Account) -> int:
+    def _standing(self, account: Owner[C]) -> int:
         if account.live_pages <= self._floor and account.is_active:
             return _WITHIN_FLOOR
         return _OVER_QUOTA if self.is_over(account) else _WITHIN_QUOTA
 
 
-def _coldness(config: CacheConfig) -> Callable[[Node], Coldness]:
+def _coldness(config: CacheConfig) -> Callable[[Candidate], Coldness]:
     """Return the order of the configured policy. What is deeper goes first by itself, as only leaves are candidates."""
     bonus = config.public_bonus_epochs
 
-    def lru(node: Node) -> Coldness:
+    def lru(node: Candidate) -> Coldness:
         return node.pinned, node.priority, node.epoch + bonus * node.u_pre.bit_length(), node.last_access
 
-    def lfu(node: Node) -> Coldness:
+    def lfu(node: Candidate) -> Coldness:
         return node.pinned, node.priority, (node.uses + node.u_pre).bit_length(), node.last_access
 
-    def slru(node: Node) -> Coldness:
+    def slru(node: Candidate) -> Coldness:
         recency = node.epoch + bonus * node.u_pre.bit_length(), node.last_access
         return node.pinned, node.priority, node.uses > 1, *recency
 

@@ -13,17 +13,22 @@ if TYPE_CHECKING:
     from common.cache_settings import CacheSettings
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.tiers.config import HostConfig
 
 CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
 
 
 def make_cache(
-    name: CacheName, allocator: PageAllocator, page_size: int, config: CacheConfig | None = None
+    name: CacheName,
+    allocator: PageAllocator,
+    page_size: int,
+    config: CacheConfig | None = None,
+    host: HostConfig | None = None,
 ) -> PrefixCache:
-    """Return an empty cache over the pages of `allocator`; `name` decides the mode of `config`."""
+    """Return an empty cache over the pages of `allocator` and a host tier; `name` decides the mode of `config`."""
     if name == "chunk":
         return ChunkCache(page_size)
-    return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)))
+    return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host)
 
 
 def resolve(settings: CacheSettings) -> CacheConfig:

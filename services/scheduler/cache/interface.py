@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.types import Principal, TokenIds
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.tiers.host_tier import HostTier
 
 LeaseId = NewType("LeaseId", int)
 NodeId = NewType("NodeId", int)
@@ -171,6 +172,10 @@ class PrefixCache(Protocol):
     @property
     def events(self) -> EventSource:
         """Where changes of the tree are told."""
+
+    @property
+    def host(self) -> HostTier | None:
+        """The tier in host memory, if there is one."""
 
     @property
     def evictable_pages(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from services.scheduler.cache.counters import distinct
 from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.tiers.invariants import host_violations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ def violations(cache: RadixCache) -> list[str]:
     """Return what is wrong with the tree, nothing if all is well. O(nodes and pages)."""
     nodes = [node for node, _ in cache.store.tree.walk()]
     found = [*_totals(cache, nodes), *_accounts(cache, nodes), *_queue(cache, nodes), *_soft(cache, nodes)]
+    found.extend(host_violations(cache.store))
     for node in nodes:
         found.extend(_place(cache, node))
         found.extend(_use(cache, node))

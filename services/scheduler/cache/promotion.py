@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes, common_run
 from services.scheduler.cache.reviews import Reviews
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from services.scheduler.cache.leases import Leases
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
+
+_ON_HOST = NodeState.ON_HOST
 
 
 class Promoter:
@@ -142,7 +144,9 @@ class Promoter:
         creators = self._evidence(halves)
         for half in halves:
             creators.setdefault(half.owner_id, store.epoch)
-        canonical = min(halves, key=lambda half: (half.is_soft_free, -half.lock_ref, half.node_id))
+        canonical = min(
+            halves, key=lambda half: (half.state is _ON_HOST, half.is_soft_free, -half.lock_ref, half.node_id)
+        )
         at: Node | None = canonical
         while at is not None and at.is_soft_free:
             store.revive(at)
@@ -176,4 +180,6 @@ class Promoter:
         canonical.last_access = max(canonical.last_access, half.last_access)
         canonical.priority = max(canonical.priority, half.priority)
         canonical.uses += half.uses
+        if store.host is not None:
+            store.host.pages.hand_on(half, canonical)
         store.remove(half)

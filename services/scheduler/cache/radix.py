@@ -17,6 +17,7 @@ from services.scheduler.cache.merging import compress_chains, merge_private_subt
 from services.scheduler.cache.pins import Pins
 from services.scheduler.cache.promotion import Promoter
 from services.scheduler.cache.store import NodeStore
+from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.views import view
 from services.scheduler.cache.vigilance import Vigilance
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import Match
 
 
@@ -42,8 +44,14 @@ class RadixCache:
     and `merging.py`.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, config: CacheConfig | None = None) -> None:
-        """Start empty, over the pages of `allocator`."""
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        config: CacheConfig | None = None,
+        host: HostConfig | None = None,
+    ) -> None:
+        """Start empty, over the pages of `allocator` and, where `host` has some, of a host tier."""
         self.page_size = page_size
         self.config = config or CacheConfig()
         self.store = NodeStore(allocator, page_size, self.config)
@@ -56,6 +64,9 @@ class RadixCache:
         self._is_shared = self.config.mode is Mode.SHARED
         self._is_user_aware = self.config.mode is Mode.USER_AWARE
         self._has_priorities = self.config.eviction is EvictionPolicy.PRIORITY
+        self.host: HostTier | None = None
+        if host is not None and host.pages:
+            self.host = HostTier(self.store, host, self._viewer)
         self._headroom = int(allocator.capacity * self.config.headroom_share)
 
     @property
@@ -96,7 +107,7 @@ class RadixCache:
 
     def peek(self, principal: Principal, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure."""
-        viewer = self.store.accounts.view(self._scope(principal))
+        viewer = self._viewer(principal)
         return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 
     def commit(
@@ -139,6 +150,8 @@ class RadixCache:
             return Insertion(lease, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
         if key.pages <= first:
             return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
+        if self.host is not None:
+            self.host.restore(above, hold.account, key, first, pages)
         match = self.store.tree.match(above, hold.account, key, first, key.pages, Reach.COMPUTED)
         prompt_pages = min(prompt_tokens // self.page_size, key.pages)
         deepest = self._end_of(match)
@@ -184,6 +197,8 @@ class RadixCache:
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
         freed = self._free(self.store.allocator.capacity + 1)
+        if self.host is not None:
+            self.host.flush()
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
@@ -288,6 +303,9 @@ class RadixCache:
             yield view(tree, node, depth)
 
     # --- helpers ---
+
+    def _viewer(self, principal: Principal) -> Account:
+        return self.store.accounts.view(self._scope(principal))
 
     def _scope(self, principal: Principal) -> Scope:
         return PUBLIC_SCOPE if self._is_shared else (principal.tenant, principal.user)

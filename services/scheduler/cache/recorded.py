@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import EventSource, Insertion, Lease, NodeView, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.tiers.host_tier import HostTier
 
 
 class RecordedCache:
@@ -41,6 +42,11 @@ class RecordedCache:
     def events(self) -> EventSource:
         """Where changes of the tree are told."""
         return self._cache.events
+
+    @property
+    def host(self) -> HostTier | None:
+        """The tier in host memory, if there is one; what it does is not recorded."""
+        return self._cache.host
 
     @property
     def epoch(self) -> int:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.tiers.host_tier import HostTier
 
-_LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
+_LIVE, _SOFT_FREE, _ON_HOST = NodeState.LIVE, NodeState.SOFT_FREE, NodeState.ON_HOST
 
 
 class NodeStore:
@@ -38,7 +39,9 @@ class NodeStore:
         self.accounts = Accounts(config.active_epochs)
         self.tree = PageTree(page_size, self.accounts.public)
         self.use = PageUse(allocator.capacity)
-        self.queue = EvictionQueue(config, allocator.capacity)
+        self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity)
+        # Set by the host tier, if there is one.
+        self.host: HostTier | None = None
         self.events = CacheEvents()
         self.epoch = 0
         # Soft-free nodes, the ones freed first in front; a node always stands behind its descendants. Upper halves of
@@ -84,6 +87,8 @@ class NodeStore:
         if node in self.fresh:
             self.fresh[upper] = None
         self.loose[upper] = None
+        if self.host is not None:
+            self.host.split(node, upper)
         self.emit(CacheEventKind.SPLIT, upper)
         self.emit(CacheEventKind.SPLIT, node)
         return upper
@@ -105,11 +110,11 @@ class NodeStore:
                 self.use.lock(at)
             assert at.parent is not None
             at = at.parent
-        self._touch(node)
+        self.touch(node)
 
     def unlock_path(self, node: Node, above: Node) -> None:
         """Take one lock from the path from below `above` to `node`, and touch it: until now it was in use."""
-        self._touch(node)
+        self.touch(node)
         at = node
         while at is not above:
             assert at.lock_ref > 0
@@ -118,6 +123,8 @@ class NodeStore:
             else:
                 self.use.unlock(at)
                 self.offer(at)
+                if self.host is not None:
+                    self.host.note(at)
             assert at.parent is not None
             at = at.parent
 
@@ -128,7 +135,8 @@ class NodeStore:
         if node.state is _LIVE and node.parent is not None:
             self.queue.push(node)
 
-    def _touch(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
+        """Note a use of the path from the root to `node`."""
         self._clock += 1
         while node.parent is not None:
             node.last_access = self._clock
@@ -163,6 +171,8 @@ class NodeStore:
     def reclaim_oldest(self, pages: int) -> int:
         """Take up to `pages` pages from the node that was soft-freed first; return how many became free."""
         node = next(iter(self.soft))
+        if node.host_pages is not None:
+            return self._leave_device(node)
         if len(node.pages) <= pages:
             return self.remove(node, CacheEventKind.RECLAIMED)
         self.use.leave(node)
@@ -170,6 +180,31 @@ class NodeStore:
         self.use.enter(node)
         self.emit(CacheEventKind.RECLAIMED, node)
         return self.allocator.release(dropped)
+
+    def _leave_device(self, node: Node) -> int:
+        """Let a soft-free node be on the host alone; return how many pages became free."""
+        del self.soft[node]
+        self.use.leave(node)
+        dropped, node.pages = node.pages, node.pages[:0]
+        node.state, node.joint = _ON_HOST, False
+        self.use.enter(node)
+        self.emit(CacheEventKind.RECLAIMED, node)
+        return self.allocator.release(dropped)
+
+    def load(self, node: Node, pages: PageIds) -> None:
+        """Make a node that is on the host alone LIVE on `pages`, below a LIVE parent; the caller offers it."""
+        assert node.state is _ON_HOST
+        assert len(pages) == node.size
+        assert node.parent is not None
+        self.allocator.retain(pages)
+        self.use.leave(node)
+        node.pages, node.state = pages.copy(), _LIVE
+        node.pages.flags.writeable = False
+        self.use.enter(node)
+        node.owner.live_pages += len(pages)
+        node.parent.live_children += 1
+        self.queue.discard(node.parent)
+        self.emit(CacheEventKind.LOADED, node)
 
     # --- shrinking and reshaping ---
 
@@ -182,6 +217,8 @@ class NodeStore:
         else:
             self.soft.pop(leaf, None)
         self.use.leave(leaf)
+        if self.host is not None:
+            self.host.leave(leaf)
         parent, owner = leaf.parent, leaf.owner
         pages = self.tree.detach(leaf)
         owner.nodes -= 1
@@ -203,19 +240,23 @@ class NodeStore:
         assert old is not None
         self.queue.discard(parent)
         self.tree.rehang(node, parent)
+        if self.host is not None:
+            self.host.ledger.rehang(node, old)
         self.offer(parent)
         self.offer(old)
         self.emit(CacheEventKind.MERGED, node)
 
     def hand_over(self, node: Node, owner: Account) -> None:
-        """Make a LIVE node another owner's; the caller offers it again."""
-        assert node.state is _LIVE
+        """Make a node another owner's, unless it is soft-free; the caller offers it again."""
+        assert node.state is not _SOFT_FREE
         self.queue.discard(node)
         former = node.owner
         for account, sign in ((former, -1), (owner, 1)):
             account.nodes += sign
             account.live_pages += sign * len(node.pages)
         self.tree.hand_over(node, owner)
+        if self.host is not None:
+            self.host.pages.hand_over(node)
         self.accounts.forget_if_empty(former)
 
     def set_pages(self, node: Node, pages: PageIds) -> int:
@@ -235,6 +276,8 @@ class NodeStore:
             self.use.leave(half)
         self.tree.absorb_child(node, child)
         child.joint = child.joint or node.joint
+        if self.host is not None:
+            self.host.pages.absorb(node)
         self.use.enter(child)
         node.owner.nodes -= 1
         self.emit(CacheEventKind.MERGED, node)

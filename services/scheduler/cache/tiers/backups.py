@@ -1,0 +1,123 @@
+"""When nodes are copied to the host: the write policies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.transfers import TransferDirection
+from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.tiers.config import WritePolicy
+
+if TYPE_CHECKING:
+    from common.transfers import Transfer
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.tiers.host_pages import HostPages
+    from services.scheduler.cache.tiers.ledger import TransferLedger
+
+_LIVE = NodeState.LIVE
+
+
+class Backups:
+    """Chooses what is copied to the host next.
+
+    A node is never copied without its ancestors, so that what is on the host is closed under them.
+    """
+
+    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: HostConfig) -> None:
+        """Start with nothing to copy."""
+        self.skipped_pages = 0
+        self._store = store
+        self._host = host
+        self._ledger = ledger
+        self._config = config
+        self._reserve = int(store.allocator.capacity * config.reserve_share)
+        # Nodes without a copy that have been used since they were last looked at.
+        self._noted: dict[Node, None] = {}
+        self._open_pages = 0
+
+    def note(self, node: Node) -> None:
+        """Take note of a use of a node that has no copy."""
+        if self._config.policy is not WritePolicy.WRITE_BACK:
+            self._noted[node] = None
+
+    def forget_all(self) -> None:
+        """Start over."""
+        self._noted.clear()
+        self._open_pages = 0
+
+    def ended(self, transfer: Transfer) -> None:
+        """Take note of a backup's end."""
+        self._open_pages -= transfer.pages
+
+    def plan(self) -> list[Transfer]:
+        """Begin the backups that are due now, as far as the window allows."""
+        started: list[Transfer] = []
+        while self._open_pages < self._config.window_pages and (node := self._next()) is not None:
+            transfer = self._begin(node)
+            if transfer is not None:
+                self._open_pages += transfer.pages
+                started.append(transfer)
+        return started
+
+    def _next(self) -> Node | None:
+        if self._config.policy is WritePolicy.WRITE_BACK:
+            return self._next_to_go()
+        least = self._config.uses if self._config.policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
+        while self._noted:
+            node = next(iter(self._noted))
+            del self._noted[node]
+            if self._is_missing(node) and node.uses >= least:
+                return node
+        return None
+
+    def _next_to_go(self) -> Node | None:
+        """Return the next victim on the device that has no copy, while too little could be had at once.
+
+        Victims that have one, or that the host has no room for, are marked as free on the way.
+        """
+        store = self._store
+        while store.allocator.free_pages + store.use.soft_free + self._open_pages < self._reserve:
+            node = store.queue.first()
+            if node is None:
+                return None
+            room = self._host.allocator.free_pages + self._host.evictable
+            if node.host_pages is None and self._path_pages(node) <= room:
+                return node
+            store.soften(node, self._reserve)
+        return None
+
+    def _begin(self, node: Node) -> Transfer | None:
+        """Begin to copy a node with those of its ancestors that have no copy; None if the host has no room."""
+        path = self._path(node)
+        # So that making room does not drop the copies above.
+        self._ledger.need(node, 1)
+        host_pages = self._host.try_allocate(sum(part.size for part in path))
+        transfer = None
+        if host_pages is None:
+            self.skipped_pages += node.size
+        else:
+            device_pages = np.concatenate([part.pages for part in path])
+            self._store.allocator.retain(device_pages)
+            transfer = self._ledger.open(TransferDirection.DEVICE_TO_HOST, path, device_pages, host_pages)
+        self._ledger.need(node, -1)
+        return transfer
+
+    def _path(self, node: Node) -> list[Node]:
+        path = []
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            if at.host_pages is None and self._ledger.about(at) is None:
+                path.append(at)
+            at = at.parent
+        return path[::-1]
+
+    def _path_pages(self, node: Node) -> int:
+        return sum(part.size for part in self._path(node))
+
+    def _is_missing(self, node: Node) -> bool:
+        is_there = not node.is_dead and node.state is _LIVE
+        return is_there and node.host_pages is None and self._ledger.about(node) is None

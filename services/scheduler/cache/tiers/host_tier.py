@@ -1,0 +1,175 @@
+"""The host tier as the cache and the scheduler see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.transfers import TransferDirection
+from services.scheduler.cache.accounting import Accounting
+from services.scheduler.cache.interface import CacheEventKind, NodeState
+from services.scheduler.cache.tiers.backups import Backups
+from services.scheduler.cache.tiers.host_pages import HostPages
+from services.scheduler.cache.tiers.ledger import TransferLedger
+from services.scheduler.cache.tiers.loads import Loads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import PageIds
+    from common.transfers import Transfer, TransferAck, TransferId
+    from common.types import Principal, TokenIds
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.keys import PagedKey
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.tiers.ledger import OpenTransfer
+    from services.scheduler.cache.tiers.loads import HostMatch
+
+_ON_HOST = NodeState.ON_HOST
+
+
+class HostTier:
+    """Copies of nodes in host memory.
+
+    A host page is written by the backup of one node, and read only by loads of nodes that name it; a node names it once
+    that backup is done on all ranks. So what somebody else left in it is overwritten before anybody can read it.
+    """
+
+    def __init__(self, store: NodeStore, config: HostConfig, view_of: Callable[[Principal], Account]) -> None:
+        """Start empty, for the nodes of `store`; `view_of` returns whose view a principal has."""
+        self.config = config
+        self.pages = HostPages(store, config.pages)
+        self.ledger = TransferLedger(store, self.pages)
+        self.backed_up_pages = 0
+        self.loaded_pages = 0
+        # Backups that all ranks are done with, while older ones are not.
+        self._done: set[TransferId] = set()
+        self._store = store
+        self._view_of = view_of
+        self._backups = Backups(store, self.pages, self.ledger, config)
+        self._loads = Loads(store, self.ledger)
+        store.host = self
+
+    @property
+    def skipped_pages(self) -> int:
+        """Pages that were to be backed up when the host had no room."""
+        return self._backups.skipped_pages
+
+    # --- what the scheduler asks for ---
+
+    def find(self, principal: Principal, token_ids: TokenIds) -> HostMatch:
+        """Return how much of a request its view has on the device and further on the host; pure."""
+        return self._loads.find(self._view_of(principal), token_ids)
+
+    def load(
+        self, principal: Principal, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]
+    ) -> Transfer | None:
+        """Begin to load what `find` found on the host alone; nothing happens if `allocate` returns None.
+
+        `allocate` takes a number of device pages and passes on one reference on each.
+        """
+        return self._loads.begin(self._view_of(principal), token_ids, allocate)
+
+    def plan_backups(self) -> list[Transfer]:
+        """Begin the backups that the policy asks for now."""
+        return self._backups.plan()
+
+    def finish(self, ack: TransferAck) -> Transfer | None:
+        """Take in that all ranks are done with a transfer; return it, or None if it is none of the open ones."""
+        opened = self.ledger.get(ack.transfer_id)
+        if opened is None:
+            return None
+        assert ack.done_pages == opened.transfer.pages, "copies between device and host never end early"
+        if opened.transfer.direction is TransferDirection.DEVICE_TO_HOST:
+            self._done.add(ack.transfer_id)
+            self._settle_backups()
+        else:
+            self.loaded_pages += self._loads.finish(opened)
+            self.ledger.close(opened)
+        return opened.transfer
+
+    def flush(self) -> int:
+        """Drop all copies that no transfer needs; return how many host pages became free."""
+        free_before = self.pages.allocator.free_pages
+        count = self.pages.evictable + free_before
+        pages = self.pages.try_allocate(count)
+        assert pages is not None, "what is evictable can be had"
+        self.pages.allocator.release(pages)
+        return count - free_before
+
+    def forget_all(self) -> None:
+        """Void the open transfers and drop all copies: the workers are gone, with all that they held."""
+        for opened in list(self.ledger.all()):
+            self.ledger.close(opened)
+        self._done.clear()
+        self._backups.forget_all()
+        self.flush()
+
+    def account(self) -> Accounting:
+        """Take the tier's accounts in O(1)."""
+        allocator, evictable = self.pages.allocator, self.pages.evictable
+        return Accounting(
+            capacity=allocator.capacity,
+            free=allocator.free_pages,
+            soft_free=0,
+            evictable=evictable,
+            protected=allocator.capacity - allocator.free_pages - evictable,
+            unaccounted_references=allocator.references - self.pages.references - self.ledger.host_references,
+        )
+
+    def _settle_backups(self) -> None:
+        """End the backups that are done, oldest first: a copy is worth nothing before those of its ancestors."""
+        for opened in list(self.ledger.all()):
+            if opened.transfer.direction is not TransferDirection.DEVICE_TO_HOST:
+                continue
+            if opened.transfer.transfer_id not in self._done:
+                break
+            self._done.remove(opened.transfer.transfer_id)
+            self.backed_up_pages += self._keep(opened)
+            self._backups.ended(opened.transfer)
+            self.ledger.close(opened)
+
+    def _keep(self, opened: OpenTransfer) -> int:
+        """Give nodes the copies that were made for them; return how many pages these have."""
+        kept = 0
+        for node, _, host_pages in opened.in_order():
+            above = node.parent
+            assert above is not None
+            # The node may have been moved below one whose copy is missing.
+            if node.host_pages is None and (above.parent is None or above.host_pages is not None):
+                self.pages.keep(node, host_pages)
+                self._store.emit(CacheEventKind.BACKED_UP, node)
+                kept += len(host_pages)
+        return kept
+
+    # --- what the cache tells ---
+
+    def note(self, node: Node) -> None:
+        """A node has been used, and nobody uses it now."""
+        if node.host_pages is None:
+            self._backups.note(node)
+
+    def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
+        """A row has computed the pages [first, key.pages) of its key; see `Loads.restore`."""
+        if self.pages.references:
+            self._loads.restore(above, account, key, first, pages)
+
+    def split(self, node: Node, upper: Node) -> None:
+        """A node has been split."""
+        self.pages.split(node, upper)
+        self.ledger.split(node, upper)
+
+    def leave(self, leaf: Node) -> None:
+        """A leaf is about to leave the tree."""
+        self.ledger.leave(leaf)
+        if leaf.host_pages is not None:
+            self.pages.drop(leaf)
+
+    def strip(self, top: Node) -> None:
+        """What hangs below a node is to be given to others: only what is on the device can be."""
+        for node in reversed([top, *(node for node, _ in self._store.tree.walk(top))]):
+            if node.state is _ON_HOST and node is not top:
+                self._store.remove(node)
+            elif node.host_pages is not None and node.state is not _ON_HOST:
+                self.pages.drop(node)

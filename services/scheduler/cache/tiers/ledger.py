@@ -1,0 +1,180 @@
+"""Which transfers are open, and which nodes they are about, also while the tree changes its shape under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.transfers import Transfer, TransferId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from common.steps import PageIds
+    from common.transfers import TransferDirection
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.host_pages import HostPages
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages [first, first + count) of a transfer."""
+
+    first: int
+    count: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class OpenTransfer:
+    """A transfer that not all ranks have acknowledged.
+
+    `end` is the deepest node that it needs; `parts` says what it brings to which node. `held` are device pages of nodes
+    that have left the tree meanwhile and which others may name, too.
+    """
+
+    transfer: Transfer
+    end: Node
+    parts: dict[Node, Part]
+    held: list[PageIds] = field(default_factory=list)
+
+    def in_order(self) -> Iterator[tuple[Node, PageIds, PageIds]]:
+        """Yield each node with its pages on device and host, parents first."""
+        for node, part in sorted(self.parts.items(), key=lambda item: item[1].first):
+            pages = slice(part.first, part.first + part.count)
+            yield node, self.transfer.device_pages[pages], self.transfer.host_pages[pages]
+
+
+class TransferLedger:
+    """Owns the open transfers and their references on pages of both tiers.
+
+    Every node from the root to a transfer's end counts it in `host_ref`. A node can be about to get something from one
+    transfer at most.
+    """
+
+    def __init__(self, store: NodeStore, host: HostPages) -> None:
+        """Start with none."""
+        self._store = store
+        self._host = host
+        self._open: dict[TransferId, OpenTransfer] = {}
+        self._by_node: dict[Node, OpenTransfer] = {}
+        self._by_end: dict[Node, dict[OpenTransfer, None]] = {}
+        self._next = 1
+        # References of open transfers, one per page.
+        self.device_references = 0
+        self.host_references = 0
+
+    def __len__(self) -> int:
+        """Return how many are open."""
+        return len(self._open)
+
+    def all(self) -> Iterable[OpenTransfer]:
+        """Return the open transfers, oldest first."""
+        return self._open.values()
+
+    def get(self, transfer_id: TransferId) -> OpenTransfer | None:
+        """Return an open transfer."""
+        return self._open.get(transfer_id)
+
+    def about(self, node: Node) -> OpenTransfer | None:
+        """Return the transfer that brings something to `node`."""
+        return self._by_node.get(node)
+
+    def need(self, end: Node, count: int) -> None:
+        """Change by `count` how many transfers need the path from the root to `end`."""
+        at = end
+        while at.parent is not None:
+            self._host.add_host_ref(at, count)
+            at = at.parent
+
+    def retain_host(self, pages: PageIds) -> None:
+        """Take a reference on host pages for a transfer that reads them."""
+        self._host.allocator.retain(pages)
+
+    def open(
+        self, direction: TransferDirection, nodes: Sequence[Node], device_pages: PageIds, host_pages: PageIds
+    ) -> Transfer:
+        """Begin a transfer for a path of nodes, parents first; it takes over one reference on each page."""
+        transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages)
+        self._next += 1
+        parts: dict[Node, Part] = {}
+        first = 0
+        for node in nodes:
+            assert node not in self._by_node
+            parts[node] = Part(first, node.size)
+            first += node.size
+        assert first == len(device_pages) == len(host_pages)
+        opened = OpenTransfer(transfer, nodes[-1], parts)
+        self._open[transfer.transfer_id] = opened
+        self._by_node.update(dict.fromkeys(parts, opened))
+        self._by_end.setdefault(opened.end, {})[opened] = None
+        self.need(opened.end, 1)
+        self.device_references += first
+        self.host_references += first
+        return transfer
+
+    def close(self, opened: OpenTransfer) -> None:
+        """End a transfer and give its references back."""
+        del self._open[opened.transfer.transfer_id]
+        for node in opened.parts:
+            del self._by_node[node]
+        self._forget_end(opened)
+        self.need(opened.end, -1)
+        for pages in opened.held:
+            self._store.use.give_up(pages)
+        transfer = opened.transfer
+        self.device_references -= len(transfer.device_pages)
+        self.host_references -= len(transfer.host_pages)
+        self._store.allocator.release(transfer.device_pages)
+        self._host.allocator.release(transfer.host_pages)
+
+    def tables(self) -> dict[str, PageIds]:
+        """Return the device pages of each open transfer, by a name for people."""
+        return {f"transfer {key}": opened.transfer.device_pages for key, opened in self._open.items()}
+
+    # --- the tree changes ---
+
+    def split(self, node: Node, upper: Node) -> None:
+        """Follow a split: both halves await their share."""
+        opened = self._by_node.get(node)
+        if opened is None:
+            return
+        part = opened.parts[node]
+        opened.parts[upper] = Part(part.first, upper.size)
+        opened.parts[node] = Part(part.first + upper.size, part.count - upper.size)
+        self._by_node[upper] = opened
+
+    def leave(self, leaf: Node) -> None:
+        """Follow a leaf's removal: what was on its way for it is for nobody now, and its transfers end above it."""
+        opened = self._by_node.pop(leaf, None)
+        if opened is not None:
+            part = opened.parts.pop(leaf)
+            if leaf.joint and np.array_equal(leaf.pages, _cut(opened.transfer.device_pages, part)):
+                # Others may still name what the transfer reads.
+                self._store.use.hold(leaf.pages)
+                opened.held.append(leaf.pages)
+        parent = leaf.parent
+        assert parent is not None
+        for ending in self._by_end.pop(leaf, {}):
+            ending.end = parent
+            self._by_end.setdefault(parent, {})[ending] = None
+
+    def rehang(self, node: Node, old: Node) -> None:
+        """Follow a node that has been moved from below `old`."""
+        count = node.host_ref
+        if count:
+            assert node.parent is not None
+            self.need(node.parent, count)
+            self.need(old, -count)
+
+    def _forget_end(self, opened: OpenTransfer) -> None:
+        ending = self._by_end[opened.end]
+        del ending[opened]
+        if not ending:
+            del self._by_end[opened.end]
+
+
+def _cut(pages: PageIds, part: Part) -> PageIds:
+    return pages[part.first : part.first + part.count]
