@@ -25,8 +25,8 @@ class QueueSettings(StorageSettings):
     tenants that are not named weigh 1."""
     fair_output_weight: float = Field(default=2.0, ge=0)
     """With policy fair: what a generated token counts, in tokens of prompt that was not cached."""
-    fair_slack_tokens: float = Field(default=2048.0, ge=0)
+    fair_slack_tokens: float = Field(default=512.0, ge=0)
     """With policy fair: so many weighted tokens may users be served beyond the least served one, to find longer cached
-    prefixes first; 0: strictly the least served first."""
+    prefixes first: about one step of prefill; 0: strictly the least served first."""
     fair_tenant_counts_as_one: bool = False
     """With policy fair: give shares to tenants instead of users, where who holds an API key can invent users."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from common.types import Principal
 
+# A heap is rebuilt when it has so many dead entries beside twice the live ones.
+_SPARE_ENTRIES = 32
+
 # Whom a counter is for: (tenant, user), or (tenant,) where a tenant's users share one.
 ShareKey = tuple[str, ...]
 
@@ -120,6 +123,9 @@ class VirtualCounters:
     def _push(self, heap: list[tuple[float, int, _Share]], share: _Share) -> None:
         share.entry = next(self._numbers)
         heapq.heappush(heap, (share.counter, share.entry, share))
+        if len(heap) > 2 * len(self._shares) + _SPARE_ENTRIES:
+            heap[:] = [entry for entry in heap if entry[1] == entry[2].entry]
+            heapq.heapify(heap)
 
     def _raise_floor(self) -> None:
         lowest = next(self._lowest_waiting(), None)

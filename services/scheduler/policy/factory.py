@@ -29,7 +29,7 @@ def make_counters(settings: QueueSettings) -> VirtualCounters | None:
     return VirtualCounters(config)
 
 
-def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 2048.0) -> Policy:
+def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:
     """Return the policy; `QueueSettings.policy` tells the names. `fair` reads `counters`, which the core keeps."""
     match name:
         case "fcfs":

@@ -26,7 +26,7 @@ class FairShare:
     any time differs by at most twice that: the paper's bound with the slack added to it.
     """
 
-    def __init__(self, counters: VirtualCounters, slack_tokens: float = 2048.0, window: int = 128) -> None:
+    def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
         """Read `counters`, which somebody else keeps; match at most `window` sequences at a time."""
         assert slack_tokens >= 0
         assert window > 0

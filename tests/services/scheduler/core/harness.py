@@ -23,6 +23,8 @@ from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.shares import ShareConfig, VirtualCounters
+from services.scheduler.policy.factory import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ class Harness:
         depth: int = 2,
         lease_s: float = 0.0,
         cache: CacheName = "isolated",
+        policy: PolicyName | None = None,
+        max_waiting_per_user: int | None = None,
+        slack_tokens: float = 0.0,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -93,14 +98,16 @@ class Harness:
             vocabulary_size=VOCABULARY,
             eos_token_ids=(STOP_ID,),
             max_waiting=max_waiting,
-            max_waiting_per_user=max_waiting,
+            max_waiting_per_user=max_waiting_per_user or max_waiting,
             waiting_timeout_s=10.0,
             running_timeout_s=100.0,
             lease_s=lease_s,
             max_lease_steps=8,
         )
         allocator = PageAllocator(pages)
-        self.core = SchedulerCore(self.config, allocator, make_cache(cache, allocator, page_size), Arrival())
+        self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
+        order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
+        self.core = SchedulerCore(self.config, allocator, make_cache(cache, allocator, page_size), order, self.counters)
         self.worker = SimulatedWorker(pages, page_size)
         self.depth = depth
         self.now = 0.0

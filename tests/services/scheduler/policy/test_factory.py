@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from common.settings import SchedulerSettings
-from services.scheduler.policy.factory import PolicyName, make_policy
+from services.scheduler.policy.factory import PolicyName, make_counters, make_policy
+from services.scheduler.policy.fair_share import FairShare
 from services.scheduler.policy.first_come import FirstComeFirstServed
 from services.scheduler.policy.longest_prefix import LongestPrefixMatch
 from services.scheduler.policy.priority import PriorityFirst
@@ -13,10 +14,13 @@ from tests.services.scheduler.policy.waiting import handles, waiting_sequence
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("fcfs", FirstComeFirstServed), ("lpm", LongestPrefixMatch), ("priority", PriorityFirst)]
+    ("name", "kind"),
+    [("fcfs", FirstComeFirstServed), ("lpm", LongestPrefixMatch), ("priority", PriorityFirst), ("fair", FairShare)],
 )
 def test_each_name_makes_its_policy(name: PolicyName, kind: type) -> None:
-    assert isinstance(make_policy(name), kind)
+    counters = make_counters(SchedulerSettings(policy=name))
+    assert (counters is not None) == (name == "fair")
+    assert isinstance(make_policy(name, counters), kind)
 
 
 def test_the_settings_offer_exactly_these_names() -> None:

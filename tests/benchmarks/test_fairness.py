@@ -1,0 +1,26 @@
+"""The simulation behind `results/fairness.json`, shorter: what is claimed of it holds, and it is deterministic."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.fairness import VARIANTS, measure
+from tests.benchmarks.shares_simulation import Workload, jain
+
+
+@pytest.mark.slow
+def test_fair_shares_spare_modest_users_the_greedy_one_s_queue_and_keep_the_cache() -> None:
+    fcfs, lpm, fair = (measure(variant, Workload(duration_s=20.0)) for variant in VARIANTS[:3])
+    assert fair["modest_ttft_p95"] < 0.5 * min(fcfs["modest_ttft_p95"], lpm["modest_ttft_p95"])
+    assert fair["jain_index_of_speed"] > max(fcfs["jain_index_of_speed"], lpm["jain_index_of_speed"]) + 0.05
+    assert fair["hit_rate"] > 0.98 * lpm["hit_rate"]
+
+
+def test_the_simulation_gives_the_same_figures_each_time() -> None:
+    first, second = (measure(VARIANTS[2], Workload(duration_s=3.0)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(("values", "index"), [([1.0, 1.0, 1.0], 1.0), ([3.0, 0.0, 0.0], 1 / 3), ([2.0, 1.0], 0.9)])
+def test_jain_s_index_is_one_for_equals_and_one_nth_where_one_has_all(values: list[float], index: float) -> None:
+    assert jain(values) == pytest.approx(index)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from common.types import CacheMode
+from tests.services.scheduler.core.harness import Harness, make_request
+
+PROMPT = [(7 * position) % 800 + 10 for position in range(24)]
+
+
+def charged(harness: Harness, user: str) -> float:
+    assert harness.counters is not None
+    return harness.counters.counter(("tenant", user))
+
+
+def make(**options: int) -> Harness:
+    harness = Harness(policy="fair", **options)
+    # Somebody who waits all the time keeps the floor at 0, so that counters are absolute.
+    assert harness.counters is not None
+    harness.counters.enter(make_request("floor", PROMPT, user="floor").principal)
+    return harness
+
+
+def output_of(harness: Harness, name: str, index: int = 0) -> int:
+    return len(harness.outputs[name, index])
+
+
+def test_a_request_is_charged_for_its_prompt_and_twice_for_its_output() -> None:
+    harness = make()
+    harness.core.submit(make_request("one", PROMPT, max_tokens=5), 0.0)
+    harness.run()
+    # The last token's pass is over when the row ends.
+    assert charged(harness, "alice") == 24 + 2 * output_of(harness, "one")
+
+
+def test_what_its_own_view_holds_is_free() -> None:
+    harness = make()
+    harness.core.submit(make_request("first", PROMPT, max_tokens=4), 0.0)
+    harness.run()
+    before = charged(harness, "alice")
+    harness.core.submit(make_request("again", PROMPT, max_tokens=4), 0.0)
+    harness.core.submit(make_request("other", PROMPT, user="bob", max_tokens=4), 0.0)
+    harness.run()
+    assert harness.cached["again", 0] == 20
+    assert charged(harness, "alice") - before == 4 + 2 * output_of(harness, "again")
+    assert charged(harness, "bob") == 24 + 2 * output_of(harness, "other")
+
+
+def test_several_choices_pay_for_the_prompt_once() -> None:
+    harness = make()
+    harness.core.submit(make_request("three", PROMPT, max_tokens=4, n=3), 0.0)
+    harness.run()
+    outputs = sum(output_of(harness, "three", index) for index in range(3))
+    assert charged(harness, "alice") == 24 + 2 * 4 + 2 * outputs
+
+
+def test_a_retraction_is_not_charged_again() -> None:
+    harness = make(pages=14)
+    for name, user in (("one", "alice"), ("two", "bob")):
+        prompt = [token + 100 * (user == "bob") for token in PROMPT]
+        harness.core.submit(make_request(name, prompt, user=user, max_tokens=20), 0.0)
+    harness.run()
+    assert harness.core.memory.retractions > 0
+    for name, user in (("one", "alice"), ("two", "bob")):
+        assert charged(harness, user) == 24 + 2 * output_of(harness, name)
+
+
+def test_a_request_that_never_started_costs_nothing() -> None:
+    harness = make()
+    harness.core.pause(paused=True)
+    harness.core.submit(make_request("one", PROMPT), 0.0)
+    harness.plan()
+    harness.core.abort(make_request("one", PROMPT).request_id)
+    harness.run()
+    assert charged(harness, "alice") == 0
+
+
+def test_an_abort_in_the_middle_of_the_prompt_gives_the_rest_back() -> None:
+    harness = make(max_step_tokens=8, depth=1)
+    harness.core.submit(make_request("one", PROMPT), 0.0)
+    harness.plan()
+    assert charged(harness, "alice") == 24
+    harness.core.abort(make_request("one", PROMPT).request_id)
+    harness.run()
+    assert charged(harness, "alice") == 8
+
+
+def test_lost_workers_are_not_the_users_fault() -> None:
+    harness = make()
+    harness.core.submit(make_request("one", PROMPT, max_tokens=6), 0.0)
+    for _ in range(4):
+        harness.plan()
+        harness.result()
+    harness.lose_workers()
+    harness.run()
+    assert charged(harness, "alice") == 24 + 2 * output_of(harness, "one")
+
+
+def test_without_the_cache_all_of_it_is_charged() -> None:
+    harness = make()
+    for name in ("one", "two"):
+        harness.core.submit(make_request(name, PROMPT, max_tokens=2, cache_mode=CacheMode.NONE), 0.0)
+        harness.run()
+    assert charged(harness, "alice") == 2 * 24 + 2 * (output_of(harness, "one") + output_of(harness, "two"))
+
+
+def test_nobody_waits_longer_because_another_user_asks_much() -> None:
+    harness = Harness(policy="fair", max_rows=1, max_step_tokens=16)
+    for number in range(6):
+        prompt = [token + number for token in PROMPT]
+        harness.core.submit(make_request(f"greedy {number}", prompt, user="greedy", max_tokens=4), 0.0)
+    harness.core.submit(make_request("modest", PROMPT, user="modest", max_tokens=4), 0.0)
+    harness.run()
+    order = [name for name, _ in harness.finishes]
+    assert order.index("modest") <= 1
