@@ -30,6 +30,10 @@ class CoreConfig:
     running_timeout_s: float
     lease_s: float
     max_lease_steps: int
+    # What loading from the host and computing again cost at start-up; 0: not measured.
+    kv_bytes_per_token: int = 0
+    prefill_tokens_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
 
     @property
     def capacity_tokens(self) -> int:
@@ -62,4 +66,7 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         running_timeout_s=settings.running_timeout_s,
         lease_s=settings.lease_ms / 1000,
         max_lease_steps=settings.max_lease_steps,
+        kv_bytes_per_token=capacity.kv_bytes_per_token,
+        prefill_tokens_per_s=capacity.prefill_tokens_per_s,
+        load_bytes_per_s=capacity.load_bytes_per_s,
     )

@@ -9,6 +9,7 @@ from common.errors import ContextLengthError, InvalidRequestError, PandoError, Q
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason
 from services.scheduler.core.billing import Billing
+from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.steps import StepPlan, StepResult
+    from common.transfers import TransferAck
     from common.types import RequestId, ScheduleRequest
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
@@ -50,14 +52,15 @@ class SchedulerCore:
         self.config = config
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
         self.queue = WaitingQueue(policy, counters)
-        self.memory = KvMemory(allocator, cache)
+        costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
+        self.memory = KvMemory(allocator, cache, costs)
         self.in_flight = 0
         self.finished_steps = 0
         self._tenancy = Tenancy(self.rows, self.memory)
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
-        self._results = ResultHandler(self.rows, self._tenancy, self._output)
+        self._results = ResultHandler(self.rows, self._tenancy, self._output, costs)
         self._by_handle: dict[int, Sequence] = {}
         self._by_request: dict[RequestId, list[Sequence]] = {}
         self._next_handle = 1
@@ -194,6 +197,11 @@ class SchedulerCore:
         if result.last:
             self.in_flight -= 1
             self.finished_steps += 1
+
+    def finish_transfer(self, ack: TransferAck, now: float) -> None:
+        """Take in that all ranks are done with a transfer."""
+        assert self.memory.loads is not None, "only a host tier has transfers"
+        self.memory.loads.finish(ack, now)
 
     def take_output(self) -> Output | None:
         """Return what the detokenizer has to be told, or None."""

@@ -9,11 +9,13 @@ import numpy as np
 from common.steps import PageReplacement
 from common.types import CacheMode
 from services.scheduler.cache.accounting import Accounting, AuditReport, account, audit, repair
+from services.scheduler.core.load_back import LoadBack
 
 if TYPE_CHECKING:
     from common.steps import PageIds
     from services.scheduler.cache.interface import Lease, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
 
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
 class KvMemory:
     """Hands pages to rows, evicting from the cache as needed, and moves rows' pages into the cache."""
 
-    def __init__(self, allocator: PageAllocator, cache: PrefixCache) -> None:
-        """Work on an allocator and a cache over the same pages."""
+    def __init__(self, allocator: PageAllocator, cache: PrefixCache, costs: LoadCosts) -> None:
+        """Work on an allocator and a cache over the same pages; `costs` say what loads from its host tier pay."""
         self.allocator = allocator
         self.cache = cache
+        self.loads = LoadBack(cache.host, costs, cache.page_size) if cache.host is not None else None
         self.retractions = 0
         self.leaked_pages = 0
 
@@ -42,6 +45,14 @@ class KvMemory:
         if sequence.request.cache_mode is CacheMode.NONE:
             return 0
         return self.cache.peek(sequence.request.principal, sequence.token_ids)
+
+    def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
+        """Return whether a waiting sequence has to wait for pages from the host; start to load them where it pays."""
+        if self.loads is None:
+            return False
+        return self.loads.holds_back(
+            sequence, now, lambda pages: pages + spare_pages <= self.available_pages, self.try_allocate
+        )
 
     def try_admit(self, sequence: Sequence, spare_pages: int) -> Lease | None:
         """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
@@ -109,8 +120,9 @@ class KvMemory:
         sequence.lease = None
 
     def account(self, rows: RowTable) -> Accounting:
-        """Take the accounts in O(rows)."""
-        return account(self.allocator, self.cache, int(rows.page_count.sum()))
+        """Take the device's accounts in O(rows)."""
+        in_transfers = self.loads.host.ledger.device_references if self.loads else 0
+        return account(self.allocator, self.cache, int(rows.page_count.sum()) + in_transfers)
 
     def audit(self, rows: RowTable) -> AuditReport:
         """Count every page's holders anew."""
@@ -119,15 +131,19 @@ class KvMemory:
             for sequence in rows.occupants()
             if sequence.row is not None
         }
+        if self.loads is not None:
+            tables |= self.loads.host.ledger.tables()
         return audit(self.allocator, self.cache, tables)
 
     def repair(self) -> int:
-        """Free leaked pages; only while no row runs."""
+        """Free leaked pages; only while no row runs and no transfer is open."""
         freed = repair(self.allocator, self.cache)
         self.leaked_pages += max(freed, 0)
         return freed
 
     def forget_all(self) -> None:
-        """Drop the whole cache: the device memory behind it is gone. No row may run."""
+        """Drop the whole cache: the memory behind it is gone. No row may run."""
+        if self.loads is not None:
+            self.loads.forget_all()
         self.cache.flush()
         assert not np.any(self.allocator.counts), "the cache holds pages after a flush"

@@ -73,10 +73,12 @@ class Planner:
         if not (len(decoding) or prefills):
             if self._unstick(prefilling):
                 return self.plan(now, epoch, decode_step_s, idle=idle)
-            if not (idle and self._tenancy.has_changes):
+            if not (idle and (self._tenancy.has_changes or self._is_moving_pages)):
                 return None
         # Whoever could start has started above, so a lease delays nobody.
-        steps = 1 if prefills else self._extend(decoding, self._lease_steps(decode_step_s), grants)
+        loads = self._memory.loads
+        is_short = bool(prefills) or (loads is not None and loads.is_loading)
+        steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
         self._next_step += 1
@@ -89,7 +91,14 @@ class Planner:
             grants=tuple(grants),
             prefills=tuple(prefills),
             steps=steps,
+            transfers=loads.take_transfers(now) if loads is not None else (),
         )
+
+    @property
+    def _is_moving_pages(self) -> bool:
+        """Whether the workers have transfers to begin, or to tell the end of."""
+        loads = self._memory.loads
+        return loads is not None and loads.is_busy
 
     def _prefilling(self) -> list[Sequence]:
         """Return rows whose prompt is not planned to its end, oldest first."""
@@ -186,10 +195,14 @@ class Planner:
             return opens
         self._billing.settle()
         twins = Twins(self._rows, self._memory)
+        held_back = 0
         for sequence in self._queue.candidates(self._memory.match):
-            if budget <= 0 or not self._rows.free_slots:
+            if budget <= 0 or self._rows.free_slots <= held_back:
                 break
             if twins.is_awaited(sequence):
+                continue
+            if self._memory.holds_back(sequence, self._rows.running + held_back, now):
+                held_back += 1
                 continue
             lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lease is None:
@@ -203,6 +216,7 @@ class Planner:
         self._queue.remove(sequence)
         row = self._rows.open(sequence, self.next_step, lease.pages, lease.matched_tokens)
         sequence.phase = Phase.PREFILL
+        sequence.loads = 0
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.cached_tokens is None:

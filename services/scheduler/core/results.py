@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from common.steps import PrefillChunk, RowStop, StepPlan, StepResult
     from common.types import StepId
+    from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.output import OutputBuffer
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
@@ -32,11 +33,14 @@ class ResultHandler:
     closed) is recognised by its step id and dropped.
     """
 
-    def __init__(self, rows: RowTable, tenancy: Tenancy, output: OutputBuffer) -> None:
-        """Apply results to state that the core owns."""
+    def __init__(
+        self, rows: RowTable, tenancy: Tenancy, output: OutputBuffer, load_costs: LoadCosts | None = None
+    ) -> None:
+        """Apply results to state that the core owns; `load_costs` learns what prefill costs."""
         self._rows = rows
         self._tenancy = tenancy
         self._output = output
+        self._load_costs = load_costs
         self._chunks: dict[StepId, tuple[PrefillChunk, ...]] = {}
         self.decode_step_s: float | None = None
 
@@ -62,6 +66,8 @@ class ResultHandler:
                 self._finish_stopped(stop, finish)
         if not chunks and len(result.rows):
             self._measure(result.compute_us / 1e6)
+        elif chunks and self._load_costs is not None:
+            self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
     def _current(self, result: StepResult) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         rows = result.rows
@@ -102,6 +108,11 @@ class ResultHandler:
         # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
         asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
         finish(sequence, Finish(stop.reason, matched_token_id=asked))
+
+    def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
+        """Return the seconds of a pass that its chunks account for; what decodes beside them would take a step."""
+        decoded = len(result.rows) > len(chunks)
+        return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 
     def _measure(self, seconds: float) -> None:
         if self.decode_step_s is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from common.transfers import TransferId
     from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
     from services.scheduler.cache.interface import Lease
 
@@ -54,6 +55,9 @@ class Sequence:
     was_committed: bool = False
     # Output that its principal has been charged for, in tokens.
     charged_tokens: int = 0
+    # The load from the host that it waits for, and how many it has waited for since it last had a row.
+    awaited_load: TransferId | None = None
+    loads: int = 0
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
 

@@ -1,0 +1,118 @@
+"""Whether a waiting sequence has its prefix loaded from the host before it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.transfers import TransferDirection
+from common.types import CacheMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import PageIds
+    from common.transfers import Transfer, TransferAck, TransferId
+    from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.core.costs import LoadCosts
+    from services.scheduler.core.sequence import Sequence
+
+# Loads that one sequence waits for, before it starts with what is there: others may have evicted what it loaded.
+MAX_LOADS = 3
+
+
+class LoadBack:
+    """Owns the host tier's traffic: which transfers the next plan carries, and for how long they have been open.
+
+    A sequence waits for its load outside of the batch, so that those that decode go on; what it loaded can be evicted
+    like anything else once it is there.
+    """
+
+    def __init__(self, host: HostTier, costs: LoadCosts, page_size: int) -> None:
+        """Work on a tier that nobody else starts transfers on."""
+        self.host = host
+        self.costs = costs
+        # Tokens that were computed although the host had them, as that was faster.
+        self.skipped_tokens = 0
+        self.loading_tokens = 0
+        self._page_size = page_size
+        self._started: list[Transfer] = []
+        self._started_at: dict[TransferId, float] = {}
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether somebody may be waiting for a load."""
+        return self.loading_tokens > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan is needed, if only to hear of transfers that are open."""
+        return len(self.host.ledger) > 0
+
+    def holds_back(
+        self, sequence: Sequence, now: float, fits: Callable[[int], bool], allocate: Callable[[int], PageIds | None]
+    ) -> bool:
+        """Return whether a waiting sequence has to wait for pages that are being loaded; start that where it pays.
+
+        Args:
+            sequence: The one that would start otherwise.
+            now: Seconds of the scheduler's clock.
+            fits: Whether a sequence can start that needs so many more device pages.
+            allocate: Takes device pages, or None.
+        """
+        if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
+            return True
+        sequence.awaited_load = None
+        if sequence.loads >= MAX_LOADS or sequence.request.cache_mode is CacheMode.NONE:
+            return False
+        match = self.host.find(sequence.request.principal, sequence.token_ids)
+        if not match.host_tokens:
+            return False
+        if match.loading is not None:
+            self._await(sequence, match.loading)
+            return True
+        if not self.costs.pays(match.host_tokens, self.loading_tokens):
+            self.skipped_tokens += match.host_tokens
+            sequence.loads = MAX_LOADS
+            return False
+        if not fits(-(-len(sequence.token_ids) // self._page_size) - match.device_tokens // self._page_size):
+            return False
+        transfer = self.host.load(sequence.request.principal, sequence.token_ids, allocate)
+        if transfer is None:
+            return False
+        self._await(sequence, transfer.transfer_id)
+        self.loading_tokens += transfer.pages * self._page_size
+        self._start(transfer, now)
+        return True
+
+    def take_transfers(self, now: float) -> tuple[Transfer, ...]:
+        """Return what the next plan is to carry: loads that have been started, then the backups that are due."""
+        for transfer in self.host.plan_backups():
+            self._start(transfer, now)
+        started, self._started = tuple(self._started), []
+        return started
+
+    def finish(self, ack: TransferAck, now: float) -> None:
+        """Take in that all ranks are done with a transfer."""
+        transfer = self.host.finish(ack)
+        started_at = self._started_at.pop(ack.transfer_id, None)
+        if transfer is None or started_at is None:
+            return
+        if transfer.direction is TransferDirection.HOST_TO_DEVICE:
+            tokens = transfer.pages * self._page_size
+            self.loading_tokens -= tokens
+            self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
+
+    def forget_all(self) -> None:
+        """Start over: the workers are gone, and both tiers with them."""
+        self._started.clear()
+        self._started_at.clear()
+        self.loading_tokens = 0
+        self.host.forget_all()
+
+    def _start(self, transfer: Transfer, now: float) -> None:
+        self._started.append(transfer)
+        self._started_at[transfer.transfer_id] = now
+
+    def _await(self, sequence: Sequence, transfer_id: TransferId) -> None:
+        sequence.awaited_load = transfer_id
+        sequence.loads += 1
