@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deploy.bench.cache.command import add_cache_arguments, run_cache
 from deploy.bench.control_plane.command import add_control_plane_arguments, run_control_plane
 from deploy.bench.cpu import add_cpu_arguments, run_cpu
 from deploy.bench.offline import add_offline_arguments, run_offline
+from deploy.bench.plots import add_plots_arguments, run_plots
 from deploy.bench.serve import run_serve
 from deploy.bench.serve_arguments import add_serve_arguments
+from deploy.bench.tenants.command import add_tenants_arguments, run_tenants
+from deploy.bench.trace_writing import add_trace_arguments, run_trace
 
 if TYPE_CHECKING:
     import argparse
@@ -50,6 +54,26 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
         "Throughput of scheduler, workers and detokenizer, fed with token ids over gRPC: workload W1, or one stream.",
         add_offline_arguments,
         run_offline,
+    ),
+    "tenants": (
+        "What keeping users apart costs: every cache mode beside the others, with a real model.",
+        add_tenants_arguments,
+        run_tenants,
+    ),
+    "cache": (
+        "The prefix cache by itself, in every mode, under a simulated server: hits, pages, fairness, cost.",
+        add_cache_arguments,
+        run_cache,
+    ),
+    "trace": (
+        "Write workload M1 as a hash-id trace of the Mooncake form, with its ideal hit rates.",
+        add_trace_arguments,
+        run_trace,
+    ),
+    "plots": (
+        "Draw the results that are kept in a folder.",
+        add_plots_arguments,
+        run_plots,
     ),
     "control-plane": (
         "What everything but the model costs, with all services and a worker that computes nothing.",

@@ -32,6 +32,8 @@ class BenchRequest:
     user: str | None = None
     delay_s: float = 0.0
     """Time to think before it, counted from the end of the request before it in the same session."""
+    answer: Segment | None = None
+    """What the session goes on with as the answer; a server's real one is another, and is not waited for."""
 
     @property
     def input_tokens(self) -> int:

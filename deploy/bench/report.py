@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deploy.bench.figures import LoadFigures, Percentiles, Spread
     from deploy.bench.records import LoadResult
     from deploy.bench.results import ResultSheet
+    from deploy.bench.workloads.ideal import IdealRates
 
 NOT_REPORTED = "–"
 # Tables in files and pipes are as wide as they need to be.
@@ -27,8 +28,8 @@ def output_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL)
 
 
-def load_table(figures: LoadFigures, title: str) -> Table:
-    """Return the figures of one load as a table."""
+def load_table(figures: LoadFigures, title: str, ideal: IdealRates | None = None) -> Table:
+    """Return the figures of one load as a table, with what a cache without limits could have found of it."""
     table = Table(title=title, title_justify="left", caption=_caption(figures), caption_justify="left")
     for heading in ("", "mean", *(f"p{quantile}" for quantile in QUANTILES)):
         table.add_column(heading, justify="right" if heading else "left")
@@ -50,10 +51,13 @@ def load_table(figures: LoadFigures, title: str) -> Table:
         ("cached share of input", _percent(figures.cached_share)),
     ):
         table.add_row(name, value)
+    if ideal is not None:
+        table.add_row("ideal hit rate within users", _percent(ideal.within))
+        table.add_row("… and only across users", _percent(ideal.across))
     return table
 
 
-def load_results(sheet: ResultSheet, figures: LoadFigures) -> None:
+def load_results(sheet: ResultSheet, figures: LoadFigures, ideal: IdealRates | None = None) -> None:
     """Add the figures of one load to `sheet`."""
     times = {
         "ttft": figures.time_to_first,
@@ -70,6 +74,9 @@ def load_results(sheet: ResultSheet, figures: LoadFigures) -> None:
     sheet.add("request_throughput", figures.requests_per_s, "requests/s")
     sheet.add("decode_per_stream_p50", figures.decode_rate.values[50] if figures.decode_rate else None, "tok/s")
     sheet.add("cached_share", figures.cached_share, "share")
+    if ideal is not None:
+        sheet.add("ideal_hits_within_users", ideal.within, "share")
+        sheet.add("ideal_hits_across_users", ideal.across, "share")
     sheet.add("requests", figures.requests, "requests")
     for kind, count in sorted({"any": figures.failed, **figures.errors}.items()):
         sheet.add(f"failed_{kind}", count, "requests")

@@ -13,6 +13,7 @@ from deploy.bench.report import load_results, load_table, output_console, print_
 from deploy.bench.results import Provenance, ResultSheet, short_model, write_results
 from deploy.bench.serve_arguments import build_sessions, is_open_loop, target_options
 from deploy.bench.target import TargetError
+from deploy.bench.workloads.ideal import ideal_rates
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +35,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
         print_failure("pando bench serve", error)
         return 2
     figures = summarize(result)
-    console.print(load_table(figures, f"{arguments.workload}, {_describe_loop(arguments)}, {short_model(model)}"))
+    title = f"{arguments.workload}, {_describe_loop(arguments)}, {short_model(model)}"
+    # A real server's answers are its own, so that no later prompt goes on with them.
+    ideal = ideal_rates((request for session in sessions for request in session.requests), keeps_answers=False)
+    console.print(load_table(figures, title, ideal))
     print_errors(console, result)
     if arguments.json is not None:
         sheet = ResultSheet(
@@ -44,7 +48,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             Provenance.collect([*sys.argv[1:], "--seed", str(arguments.seed)]),
             arguments.label,
         )
-        load_results(sheet, figures)
+        load_results(sheet, figures, ideal)
         write_results(arguments.json, sheet.results)
     return exit_code(figures)
 

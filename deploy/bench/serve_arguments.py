@@ -13,6 +13,7 @@ import orjson
 from deploy.bench.arrivals import gamma_arrivals
 from deploy.bench.measure import TargetOptions
 from deploy.bench.prompts import DEFAULT_VOCABULARY
+from deploy.bench.workloads.m1 import M1Shape, m1_sessions
 from deploy.bench.workloads.random_text import random_sessions
 from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
 from deploy.bench.workloads.sharegpt import ShareGptOptions, sharegpt_sessions
@@ -126,16 +127,19 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", type=positive_int, help="default: 64, or what the workload says")
     group.add_argument("--length-spread", type=float, default=0.0, help="random: lengths ± this share (%(default)s)")
     shape = SharedPrefixShape()
-    group.add_argument("--apps", type=positive_int, default=shape.apps, help="shared-prefix (%(default)s)")
-    group.add_argument("--users", type=positive_int, default=shape.users, help="shared-prefix (%(default)s)")
+    group.add_argument("--apps", type=positive_int, default=shape.apps, help="shared-prefix, m1 (%(default)s)")
+    group.add_argument("--users", type=positive_int, default=shape.users, help="shared-prefix, m1 (%(default)s)")
     group.add_argument("--requests-per-user", type=positive_int, default=shape.requests_per_user, help="(%(default)s)")
     group.add_argument("--system-tokens", type=positive_int, default=shape.system_tokens, help="(%(default)s)")
     group.add_argument("--question-tokens", type=positive_int, default=shape.question_tokens, help="(%(default)s)")
-    group.add_argument("--file", type=Path, help="sharegpt: JSON; trace: JSON lines")
+    group.add_argument("--think-s", type=float, default=M1Shape().think_s, help="m1: median pause (%(default)s)")
+    group.add_argument("--file", "--trace", type=Path, help="sharegpt: JSON; trace: JSON lines of the Mooncake form")
     group.add_argument("--turns", type=positive_int, default=1, help="sharegpt: user turns per session (%(default)s)")
     group.add_argument("--max-input-tokens", type=positive_int, default=1024, help="sharegpt (%(default)s)")
     group.add_argument("--trace-speed", type=positive_float, default=1.0, help="2 is twice as fast (%(default)s)")
-    group.add_argument("--scale", type=positive_float, default=1.0, help="trace, w1: lengths times this (%(default)s)")
+    group.add_argument(
+        "--scale", type=positive_float, default=1.0, help="lengths times this, not of random (%(default)s)"
+    )
     group.add_argument("--block-tokens", type=positive_int, default=BLOCK_TOKENS, help="trace (%(default)s)")
 
 
@@ -195,8 +199,13 @@ def _shared_prefix(arguments: argparse.Namespace) -> list[Session]:
         arguments.system_tokens,
         arguments.question_tokens,
         arguments.output_tokens or SharedPrefixShape().output_tokens,
-    )
+    ).scaled(arguments.scale)
     return shared_prefix_sessions(shape, arguments.seed)[: arguments.requests]
+
+
+def _m1(arguments: argparse.Namespace) -> list[Session]:
+    shape = M1Shape(users=arguments.users, apps=arguments.apps, think_s=arguments.think_s, scale=arguments.scale)
+    return m1_sessions(shape, arguments.requests or 64, seed=arguments.seed)
 
 
 def _sharegpt(arguments: argparse.Namespace) -> list[Session]:
@@ -238,4 +247,5 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
     "sharegpt": _sharegpt,
     "trace": _trace,
     "w1": _w1,
+    "m1": _m1,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.bench.records import BenchRequest, Segment, Session
 
@@ -18,6 +18,19 @@ class SharedPrefixShape:
     system_tokens: int = 3563
     question_tokens: int = 223
     output_tokens: int = 64
+
+    def scaled(self, factor: float) -> SharedPrefixShape:
+        """Return the same with all lengths times `factor`, for small models."""
+
+        def length(tokens: int) -> int:
+            return max(1, round(tokens * factor))
+
+        return replace(
+            self,
+            system_tokens=length(self.system_tokens),
+            question_tokens=length(self.question_tokens),
+            output_tokens=length(self.output_tokens),
+        )
 
 
 def shared_prefix_sessions(shape: SharedPrefixShape, seed: int = 0) -> list[Session]:

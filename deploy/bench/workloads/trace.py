@@ -8,6 +8,7 @@ names the user.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,7 +17,7 @@ from deploy.bench.arrivals import scale_times
 from deploy.bench.records import BenchRequest, Segment, Session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 BLOCK_TOKENS = 512
@@ -45,6 +46,25 @@ def trace_sessions(path: Path, options: TraceOptions) -> list[Session]:
     """
     with path.open("rb") as lines:
         return parse_trace(lines, options, str(path))
+
+
+def trace_stream(path: Path, options: TraceOptions) -> Iterator[Session]:
+    """Yield the requests of a trace whose lines are in order of time, so that a long one needs no memory.
+
+    Raises:
+        ValueError: a line is not of this form, or earlier than the one before it; the message names it.
+    """
+    first = last = None
+    with path.open("rb") as lines:
+        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        for number, line in islice(numbered, options.count):
+            row = _parse_line(line, f"{path}:{number}")
+            time = row["timestamp"]
+            first = time if first is None else first
+            if last is not None and time < last:
+                raise ValueError(f"{path}:{number}: earlier than the line before it")
+            last = time
+            yield Session((_request(row, options),), arrival_s=(time - first) / 1000 / options.speed)
 
 
 def parse_trace(lines: Iterable[bytes], options: TraceOptions, name: str = "trace") -> list[Session]:

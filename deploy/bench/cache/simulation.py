@@ -1,0 +1,175 @@
+"""A server without a model: requests come, hold pages, are computed for some time, and leave their pages behind.
+
+It does with the prefix cache what the scheduler does, but for batching: memory is the only thing that is short here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import Principal
+from deploy.bench.cache.contents import Contents
+from services.scheduler.cache.factory import make_cache
+from services.scheduler.cache.pages import PageAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from common.steps import PageIds
+    from common.types import TokenIds
+    from deploy.bench.cache.arrivals import Arrival
+    from deploy.bench.cache.tally import Tally
+    from deploy.bench.records import BenchRequest
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.factory import CacheName
+    from services.scheduler.cache.interface import Lease
+
+TENANT = "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the server that is simulated can do; by default about an 8B model on one large GPU."""
+
+    device_pages: int = 65_536
+    page_size: int = 16
+    prefill_tokens_per_s: float = 40_000.0
+    token_s: float = 0.02
+    epoch_seconds: float = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request that runs; `ids` are those of its prompt and of its answer, `table` the pages for all of them."""
+
+    request: BenchRequest
+    ids: TokenIds
+    lease: Lease
+    table: PageIds
+
+
+class Simulation:
+    """Owns one cache, its pages, and the requests that run."""
+
+    def __init__(self, mode: CacheName, machine: Machine, config: CacheConfig, tally: Tally) -> None:
+        """Start with an empty cache; what happens is told to `tally`."""
+        self.allocator = PageAllocator(machine.device_pages)
+        self.cache = make_cache(mode, self.allocator, machine.page_size, config)
+        self._machine = machine
+        self._tally = tally
+        self.contents = Contents()
+        self.now = 0.0
+        self._clock = time.perf_counter_ns
+        # What is due: (time, order, what to do), and requests that wait for memory.
+        self._due: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = 0
+        self._waiting: deque[BenchRequest] = deque()
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """Play all of `arrivals`, which come in order, to the end."""
+        now = 0.0
+        for arrival in arrivals:
+            now = arrival.time_s
+            self._catch_up(now)
+            self._advance(now)
+            self._waiting.append(arrival.request)
+            self._admit(now)
+        while self._due:
+            now = self._due[0][0]
+            self._catch_up(now)
+            self._advance(now)
+        assert not self._waiting, "whoever waits for memory gets it when the others have ended"
+
+    def _catch_up(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            due, _, act = heapq.heappop(self._due)
+            self._advance(due)
+            act(due)
+            self._admit(due)
+
+    def _advance(self, now: float) -> None:
+        self.now = now
+        epoch = int(now / self._machine.epoch_seconds)
+        if epoch > self.cache.epoch:
+            before = self._clock()
+            self.cache.advance(epoch)
+            self._tally.close_epoch(self._clock() - before, self)
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and self._try_start(self._waiting[0], now):
+            self._waiting.popleft()
+
+    def _try_start(self, request: BenchRequest, now: float) -> bool:
+        """Start a request if there is memory for all of it."""
+        prompt, answer = request.segments, request.answer
+        ids = self.contents.ids(prompt if answer is None else (*prompt, answer))
+        tokens = request.input_tokens
+        # Of the last token no KV is computed.
+        pages = -(-(len(ids) - (answer is not None)) // self._machine.page_size)
+        if pages > self._machine.device_pages:
+            self._tally.refuse(request)
+            return True
+        principal = Principal(TENANT, request.user or "nobody")
+        clock, prompt_ids = self._clock, ids[:tokens]
+        started = clock()
+        matched = self.cache.peek(principal, prompt_ids)
+        peeked = clock()
+        if pages - matched // self._machine.page_size > self._available:
+            return False
+        between = clock()
+        lease = self.cache.commit(principal, prompt_ids)
+        committed = clock()
+        fresh = self._try_allocate(pages - len(lease.pages))
+        if fresh is None:
+            self.cache.release(lease)
+            self.allocator.release(lease.pages)
+            return False
+        self._tally.note("peek", peeked - started)
+        self._tally.note("commit", committed - between)
+        self._tally.start(request, lease.matched_tokens, now)
+        row = _Row(request, ids, lease, np.concatenate([lease.pages, fresh]))
+        prefill_s = (tokens - lease.matched_tokens) / self._machine.prefill_tokens_per_s
+        self._at(now + prefill_s, lambda due: self._prefilled(row, due))
+        return True
+
+    def _prefilled(self, row: _Row, now: float) -> None:
+        self._insert(row, row.request.input_tokens)
+        self._at(now + row.request.output_tokens * self._machine.token_s, lambda _: self._finish(row))
+
+    def _finish(self, row: _Row) -> None:
+        if row.request.answer is not None:
+            self._insert(row, len(row.ids) - 1)
+        before = self._clock()
+        self.cache.release(row.lease)
+        self._tally.note("release", self._clock() - before)
+        self.allocator.release(row.table)
+
+    def _insert(self, row: _Row, computed: int) -> None:
+        before = self._clock()
+        insertion = self.cache.insert(row.lease, row.ids[:computed], row.table, row.request.input_tokens)
+        self._tally.note("insert", self._clock() - before)
+        row.lease = insertion.lease
+        if insertion.first_duplicate is not None:
+            row.table[insertion.first_duplicate : len(insertion.pages)] = insertion.pages[insertion.first_duplicate :]
+            self.allocator.exchange(insertion.duplicates, insertion.canonical)
+
+    @property
+    def _available(self) -> int:
+        return self.allocator.free_pages + self.cache.soft_free_pages + self.cache.evictable_pages
+
+    def _try_allocate(self, count: int) -> PageIds | None:
+        before = self._clock()
+        if count > self.allocator.free_pages:
+            self.cache.evict(count - self.allocator.free_pages)
+            self._tally.note("evict", self._clock() - before)
+        return self.allocator.try_allocate(count)
+
+    def _at(self, due: float, act: Callable[[float], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._due, (due, self._order, act))

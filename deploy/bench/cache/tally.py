@@ -1,0 +1,198 @@
+"""Counts what a simulated cache found, for whom, how soon, and at what cost."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.types import Principal
+from deploy.bench.records import Segment
+from services.scheduler.cache.interface import CacheEventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from deploy.bench.cache.simulation import Simulation
+    from deploy.bench.records import BenchRequest
+    from deploy.bench.workloads.ideal import IdealCache
+
+OPERATIONS = ("peek", "commit", "insert", "release", "evict", "advance")
+# Who looks whether a prompt is public, and has never asked for it.
+OBSERVER = Principal("observer", "observer")
+ONE_MORE = Segment("one more", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time of one kind of operation in microseconds; of the whole process, so that a busy machine shows."""
+
+    count: int
+    median_us: float
+    mean_us: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them together."""
+        return self.count * self.mean_us / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What one mode showed. Tokens are prompt tokens; pages are physical pages that cannot be handed out at once."""
+
+    requests: int
+    refused: int
+    input_tokens: int
+    hit_tokens: int
+    ideal_own: int
+    ideal_anybody: int
+    crossing_tokens: int
+    """Found in what others asked, without evidence that it is public; must be 0 but where all share everything."""
+    fairness: float
+    """Jain's index of the users' hit rates: 1 if all are equal, 1 / n if one has everything."""
+    users: int
+    mean_pages: float
+    last_pages: int
+    nodes: int
+    promotions: int
+    quarantines: int
+    demotions: int
+    """Nobody probes in these workloads, so that each one is false."""
+    prompts_seen: int
+    promoted_after_s: tuple[float, ...]
+    """Of each system prompt that became public: seconds from its first request to the epoch in which it did."""
+    costs: dict[str, Cost]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens."""
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+@dataclass(slots=True)
+class _User:
+    asked: int = 0
+    found: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a mode lets a user find beside its own: what enough users have asked, and what the operator has pinned."""
+
+    by_evidence: bool
+    by_pins: bool
+
+
+@dataclass(slots=True)
+class _Sums:
+    ideal_own: int = 0
+    ideal_anybody: int = 0
+    crossing: int = 0
+    refused: int = 0
+
+
+class Tally:
+    """Is told what happens in a simulation; `figures` sums it up."""
+
+    def __init__(self, rules: Rules, ideal: IdealCache) -> None:
+        """Hold what is found against `rules` and an ideal cache."""
+        self._rules = rules
+        self._ideal = ideal
+        self._sums = _Sums()
+        self._users: dict[str, _User] = {}
+        self._times = {name: array("q") for name in OPERATIONS}
+        self._pages = array("q")
+        # System prompts, which stand first in a prompt: all keys, and those that are not public yet since when.
+        self._seen: set[str] = set()
+        self._pending: dict[str, tuple[float, Segment]] = {}
+        self._fresh: list[Segment] = []
+        self._promoted: list[float] = []
+
+    def note(self, operation: str, nanoseconds: int) -> None:
+        """Note how long an operation took."""
+        self._times[operation].append(nanoseconds)
+
+    def refuse(self, _request: BenchRequest) -> None:
+        """Note that a request can never fit."""
+        self._sums.refused += 1
+
+    def start(self, request: BenchRequest, matched: int, now: float) -> None:
+        """Note that a request starts with so many tokens found."""
+        hit = self._ideal.ask(request)
+        self._sums.ideal_own += hit.own
+        self._sums.ideal_anybody += hit.anybody
+        first = request.segments[0]
+        evident = hit.evident if self._rules.by_evidence else 0
+        pinned = first.tokens if self._rules.by_pins and first.role == "system" else 0
+        self._sums.crossing += max(matched - max(hit.own, evident, pinned), 0)
+        user = self._users.setdefault(request.user or "nobody", _User())
+        user.asked += request.input_tokens
+        user.found += matched
+        if first.role == "system" and first.key not in self._seen:
+            self._seen.add(first.key)
+            self._pending[first.key] = now, first
+            self._fresh.append(first)
+
+    def close_epoch(self, nanoseconds: int, simulation: Simulation) -> None:
+        """Note the state at an epoch boundary, which took so long."""
+        self.note("advance", nanoseconds)
+        self._pages.append(used_pages(simulation))
+        cache, now = simulation.cache, simulation.now
+        for key, (since, segment) in list(self._pending.items()):
+            # A prompt is never found to its last token, so one more is asked.
+            ids = simulation.contents.ids((segment, ONE_MORE))
+            if cache.peek(OBSERVER, ids) >= segment.tokens // cache.page_size * cache.page_size:
+                del self._pending[key]
+                self._promoted.append(now - since)
+        fresh, self._fresh = self._fresh, []
+        if self._rules.by_pins:
+            for segment in fresh:
+                cache.pin(simulation.contents.ids((segment,)))
+
+    def figures(self, simulation: Simulation) -> CacheFigures:
+        """Return what the whole simulation showed."""
+        events = simulation.cache.events
+        asked = np.array([user.asked for user in self._users.values()], np.float64)
+        found = np.array([user.found for user in self._users.values()], np.float64)
+        return CacheFigures(
+            requests=len(self._times["commit"]),
+            refused=self._sums.refused,
+            input_tokens=int(asked.sum()),
+            hit_tokens=int(found.sum()),
+            ideal_own=self._sums.ideal_own,
+            ideal_anybody=self._sums.ideal_anybody,
+            crossing_tokens=self._sums.crossing,
+            fairness=jain_index(found / np.maximum(asked, 1)),
+            users=len(self._users),
+            mean_pages=float(np.mean(self._pages)) if self._pages else 0.0,
+            last_pages=used_pages(simulation),
+            nodes=sum(1 for _ in simulation.cache.dump()),
+            promotions=events.count(CacheEventKind.PROMOTED),
+            quarantines=events.count(CacheEventKind.QUARANTINED),
+            demotions=events.count(CacheEventKind.DEMOTED),
+            prompts_seen=len(self._seen),
+            promoted_after_s=tuple(self._promoted),
+            costs={name: _cost(times) for name, times in self._times.items() if times},
+        )
+
+
+def used_pages(simulation: Simulation) -> int:
+    """Return the pages that running rows or live nodes hold."""
+    return simulation.allocator.capacity - simulation.allocator.free_pages - simulation.cache.soft_free_pages
+
+
+def jain_index(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return (Σx)² / (n Σx²) (Jain, Chiu and Hawe, 1984); 1 if there is nothing to share."""
+    array = np.asarray(values, np.float64)
+    squares = float((array**2).sum())
+    return float(array.sum()) ** 2 / (len(array) * squares) if squares else 1.0
+
+
+def _cost(times: array[int]) -> Cost:
+    microseconds = np.frombuffer(times, np.int64) / 1e3
+    return Cost(len(times), float(np.median(microseconds)), float(microseconds.mean()))

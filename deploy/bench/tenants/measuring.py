@@ -1,0 +1,156 @@
+"""Plays the same rounds against one server per cache mode, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import grpc
+
+from common.rpc.options import CHANNEL_OPTIONS
+from deploy.bench.deployments import LaunchedDeployment
+from deploy.bench.figures import summarize
+from deploy.bench.measure import Bench, TargetOptions
+from deploy.bench.prompts import PromptMaker
+from deploy.bench.target import TargetError
+from deploy.bench.tenants.mixes import round_phases, system_prompts
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from deploy.bench.figures import LoadFigures
+    from deploy.bench.records import LoadResult, Segment
+    from deploy.bench.tenants.mixes import MixSize, Phase
+
+MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
+DEVICE_PAGES = 2048
+RPC_TIMEOUT_S = 10.0
+# Requests per point of the curve from a cold start.
+CURVE_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFigures:
+    """What one phase showed; `curve` has requests/s of successive groups of requests, in order of their ends."""
+
+    load: LoadFigures
+    curve: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class ModeRounds:
+    """All rounds of one mode, by phase."""
+
+    mode: str
+    phases: dict[str, list[PhaseFigures]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOptions:
+    """How the rounds are played."""
+
+    mix: str
+    size: MixSize
+    rounds: int
+    concurrency: int
+    epoch_seconds: float
+    seed: int
+
+
+class ModeServer:
+    """A deployment in one mode, and a client of it."""
+
+    def __init__(self, mode: str, config: str | None, overrides: Sequence[str], options: RoundOptions) -> None:
+        """Prepare; it starts with `start`."""
+        self.mode = mode
+        self._options = options
+        self._admin_token = secrets.token_hex(16)
+        defaults = [f"scheduler.epoch_seconds={options.epoch_seconds}", f"scheduler.device_pages={DEVICE_PAGES}"]
+        forced = [f"scheduler.cache={mode}", f"scheduler.admin_token={self._admin_token}"]
+        self.deployment = LaunchedDeployment(config, [*overrides, *forced], defaults)
+        self._prompts = PromptMaker(options.seed)
+        self._bench: Bench | None = None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Connect to the deployment, which has been entered, and warm it up.
+
+        Raises:
+            TargetError: it cannot be measured.
+        """
+        url = self.deployment.url
+        bench = await Bench.connect(TargetOptions(url=url, prompt_form="ids", seed=self._options.seed))
+        stack.push_async_callback(bench.close)
+        await bench.warm_up(4, 2, 128, 8)
+        self._bench = bench
+
+    def pin(self, prompts: Sequence[Segment]) -> None:
+        """Pin prompts, as an operator does before the app is opened to users.
+
+        Raises:
+            TargetError: the scheduler keeps no pins.
+        """
+        metadata = (("authorization", f"Bearer {self._admin_token}"),)
+        with grpc.insecure_channel(self.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            for prompt in prompts:
+                ids = self._prompts.prompt((prompt,))
+                assert not isinstance(ids, str), "prompts are ids here"
+                request = scheduler_pb2.PinRequest(token_ids=ids.tolist())
+                try:
+                    answer = stub.Pin(request, timeout=RPC_TIMEOUT_S, metadata=metadata)
+                except grpc.RpcError as error:
+                    raise TargetError(f"{self.mode}: prompts cannot be pinned: {error}") from None
+                if not answer.pinned_tokens:
+                    raise TargetError(f"{self.mode}: a prompt of {prompt.tokens} tokens was not pinned")
+
+    async def play(self, phase: Phase) -> PhaseFigures:
+        """Play one phase.
+
+        Raises:
+            TargetError: a request failed.
+        """
+        assert self._bench is not None, "it has been started"
+        result = await self._bench.closed_loop(phase.sessions, self._options.concurrency)
+        for record in result.records:
+            if record.error is not None:
+                raise TargetError(f"{self.mode}: a request failed: {record.error}: {record.message}")
+        return PhaseFigures(summarize(result), throughput_curve(result))
+
+
+async def play_rounds(
+    servers: Sequence[ModeServer], options: RoundOptions, tell: Callable[[str], None]
+) -> list[ModeRounds]:
+    """Play all rounds; each goes through the servers in turn, so that a busy machine meets all alike.
+
+    Raises:
+        TargetError: see `ModeServer`.
+    """
+    played = [ModeRounds(server.mode) for server in servers]
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await server.start(stack)
+        for number in range(options.rounds):
+            phases = round_phases(options.mix, options.size, number, options.seed)
+            for server, kept in zip(servers, played, strict=True):
+                if server.mode == "isolated_pinned":
+                    await asyncio.to_thread(server.pin, system_prompts(phases[0].sessions))
+                    await asyncio.sleep(1.5 * options.epoch_seconds)
+                for phase in phases:
+                    tell(f"round {number + 1} of {options.rounds}: {server.mode}, {phase.name}")
+                    kept.phases.setdefault(phase.name, []).append(await server.play(phase))
+                    # What has evidence becomes public at an epoch's end.
+                    await asyncio.sleep(1.5 * options.epoch_seconds)
+    return played
+
+
+def throughput_curve(result: LoadResult, step: int = CURVE_STEP) -> tuple[float, ...]:
+    """Return requests/s of each `step` requests, in order of their ends; what is left over at the end is left out."""
+    ends = sorted(record.ended_s for record in result.records)
+    start = min(record.started_s for record in result.records)
+    marks = [start, *ends[step - 1 :: step]]
+    return tuple(step / (later - earlier) for earlier, later in pairwise(marks))

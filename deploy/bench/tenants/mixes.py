@@ -1,0 +1,79 @@
+"""Loads of several users with common prompts, scaled to a small model on a processor, in two phases per round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from deploy.bench.workloads.m1 import M1Shape, m1_sessions
+from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from deploy.bench.records import BenchRequest, Segment, Session
+
+# What many users have in common: the same in both phases of a round, and new in each round.
+COMMON_KEYS = ("system/", "template/", "secret/")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One load: `name` is cold, with prompts that nobody has asked yet, or warm: other users, the same apps."""
+
+    name: str
+    sessions: tuple[Session, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MixSize:
+    """How much one phase asks."""
+
+    users: int
+    apps: int
+    scale: float
+
+
+def s1_sessions(size: MixSize, seed: int) -> list[Session]:
+    """Return workload S1, scaled: system prompts, questions and answers in its own proportions."""
+    return shared_prefix_sessions(SharedPrefixShape(apps=size.apps, users=size.users).scaled(size.scale), seed)
+
+
+def m1_mix_sessions(size: MixSize, seed: int) -> list[Session]:
+    """Return workload M1, scaled and without pauses: conversations, private documents, a template with secrets."""
+    shape = M1Shape(users=size.users, apps=size.apps, think_s=0, scale=size.scale, secrets=16, zipf=0.5)
+    return m1_sessions(shape, 2 * size.users, seed=seed)
+
+
+MIXES: dict[str, Callable[[MixSize, int], list[Session]]] = {"s1": s1_sessions, "m1": m1_mix_sessions}
+DEFAULT_SIZES = {"s1": MixSize(users=32, apps=2, scale=1 / 8), "m1": MixSize(users=32, apps=2, scale=1 / 10)}
+
+
+def round_phases(mix: str, size: MixSize, number: int, seed: int) -> tuple[Phase, Phase]:
+    """Return the phases of one round: equal work by other users, of which nothing was asked in an earlier round."""
+    sessions = MIXES[mix](size, seed + number)
+
+    def phase(name: str) -> Phase:
+        return Phase(name, tuple(_rename(session, number, name) for session in sessions))
+
+    return phase("cold"), phase("warm")
+
+
+def system_prompts(sessions: Sequence[Session]) -> list[Segment]:
+    """Return the distinct prompts that an operator would pin."""
+    segments = (session.requests[0].segments[0] for session in sessions)
+    return list({segment.key: segment for segment in segments if segment.role == "system"}.values())
+
+
+def _rename(session: Session, number: int, phase: str) -> Session:
+    return replace(session, requests=tuple(_rename_request(request, number, phase) for request in session.requests))
+
+
+def _rename_request(request: BenchRequest, number: int, phase: str) -> BenchRequest:
+    def renamed(segment: Segment) -> Segment:
+        is_common = segment.key.startswith(COMMON_KEYS)
+        prefix = f"{number}" if is_common else f"{number}/{phase}"
+        return replace(segment, key=f"{prefix}/{segment.key}")
+
+    segments = tuple(renamed(segment) for segment in request.segments)
+    return replace(request, segments=segments, user=f"{phase}-{number}-{request.user}")

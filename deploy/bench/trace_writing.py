@@ -1,0 +1,103 @@
+"""`pando bench trace`: writes workload M1 as a hash-id trace of the Mooncake form, for whatever replays those."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from deploy.bench.cache.arrivals import by_time
+from deploy.bench.report import output_console, print_failure
+from deploy.bench.serve_arguments import positive_float, positive_int
+from deploy.bench.workloads.ideal import IdealCache
+from deploy.bench.workloads.m1 import M1Shape, m1_stream
+from deploy.bench.workloads.trace import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+    from deploy.bench.cache.arrivals import Arrival
+    from deploy.bench.records import Segment
+
+# How fast answers come while the trace is recorded, which spaces the turns of a conversation.
+TOKEN_S = 0.02
+
+
+class BlockNames:
+    """Gives equal blocks behind equal blocks equal ids, counted in the order in which they are first seen."""
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Start without ids."""
+        self._block_tokens = block_tokens
+        self._ids: dict[int, int] = {}
+
+    def ids(self, segments: Iterable[Segment]) -> list[int]:
+        """Return one id per block of a prompt, the last and shorter one included."""
+        found: list[int] = []
+        chain, pieces, room = 0, [], self._block_tokens
+        for segment in segments:
+            start = 0
+            while start < segment.tokens:
+                taken = min(segment.tokens - start, room)
+                pieces.append((segment.key, start, taken))
+                start += taken
+                room -= taken
+                if not room:
+                    chain = hash((chain, tuple(pieces)))
+                    found.append(self._id(chain))
+                    pieces, room = [], self._block_tokens
+        if pieces:
+            found.append(self._id(hash((chain, tuple(pieces)))))
+        return found
+
+    def _id(self, chain: int) -> int:
+        return self._ids.setdefault(chain, len(self._ids))
+
+
+def trace_row(arrival: Arrival, names: BlockNames) -> dict[str, Any]:
+    """Return one request as a line of a trace; `user` is our addition to the form."""
+    request = arrival.request
+    return {
+        "timestamp": round(arrival.time_s * 1000),
+        "input_length": request.input_tokens,
+        "output_length": request.output_tokens,
+        "hash_ids": names.ids(request.segments),
+        "user": request.user,
+    }
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `pando bench trace`."""
+    shape = M1Shape()
+    parser.add_argument("file", type=Path, help="where the JSON lines go")
+    parser.add_argument("--requests", type=positive_int, default=10_000, metavar="N", help="(%(default)s)")
+    parser.add_argument("--users", type=positive_int, default=shape.users, help="(%(default)s)")
+    parser.add_argument("--apps", type=positive_int, default=shape.apps, help="(%(default)s)")
+    parser.add_argument("--rate", type=positive_float, default=10.0, metavar="R", help="requests/s (%(default)s)")
+    parser.add_argument("--burstiness", type=positive_float, default=1.0, metavar="CV", help="(%(default)s)")
+    parser.add_argument("--scale", type=positive_float, default=1.0, help="lengths times this (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    """Write the trace, and say what a cache without limits could find of it; return the exit code."""
+    shape = M1Shape(users=arguments.users, apps=arguments.apps, scale=arguments.scale)
+    sessions = m1_stream(shape, arguments.rate, arguments.burstiness, arguments.seed)
+    names, ideal = BlockNames(), IdealCache(keeps_answers=False)
+    total = own = anybody = 0
+    try:
+        with arguments.file.open("wb") as file:
+            for arrival in islice(by_time(sessions, TOKEN_S), arguments.requests):
+                file.write(orjson.dumps(trace_row(arrival, names), option=orjson.OPT_APPEND_NEWLINE))
+                hit = ideal.ask(arrival.request)
+                total, own, anybody = total + arrival.request.input_tokens, own + hit.own, anybody + hit.anybody
+    except OSError as error:
+        print_failure("pando bench trace", error)
+        return 2
+    within, across = own / total, (anybody - own) / total
+    line = f"{arguments.requests:,} requests, {total:,} prompt tokens; ideal hit rate {within:.1%} within users"
+    output_console().print(f"{line}, {across:.1%} more across them", highlight=False)
+    return 0

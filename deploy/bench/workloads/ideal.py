@@ -1,0 +1,93 @@
+"""What a cache without limits could find of a workload: for each user alone, and for all users together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from deploy.bench.records import BenchRequest, Segment
+
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class IdealHit:
+    """Tokens of one prompt that were asked before: by its user, by anybody, and by enough users to be public."""
+
+    own: int
+    anybody: int
+    evident: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdealRates:
+    """Shares of all prompt tokens that an unlimited cache finds."""
+
+    input_tokens: int
+    within: float
+    """In the user's own earlier requests."""
+    across: float
+    """Only in those of others."""
+
+
+class IdealCache:
+    """Remembers every prefix of whole segments, and who has asked it; matches are cut to whole pages."""
+
+    def __init__(self, *, keeps_answers: bool, principals: int = 3, page_tokens: int = PAGE_TOKENS) -> None:
+        """Let `principals` distinct users make something evident; `keeps_answers`: answers are found again, too."""
+        self._keeps_answers = keeps_answers
+        self._principals = principals
+        self._page_tokens = page_tokens
+        # By prefix: how much of its last segment is known, and to whom. Most are known to one user alone.
+        self._known: dict[int, tuple[int, str | set[str]]] = {}
+
+    def ask(self, request: BenchRequest) -> IdealHit:
+        """Return what of a prompt is known, then know all of it."""
+        user = request.user or f"nobody-{len(self._known)}"
+        segments = request.segments
+        found = [0, 0, 0]
+        goes_on = [True, True, True]
+        chain = 0
+        for place, segment in enumerate((*segments, request.answer) if self._keeps_answers else segments):
+            if segment is None:
+                break
+            known, is_own, users = self._learn(hash((chain, segment.key)), segment, user)
+            if place < len(segments):
+                shared = min(known, segment.tokens)
+                for kind, is_seen in enumerate((is_own, users > 0, users >= self._principals)):
+                    found[kind] += shared if goes_on[kind] and is_seen else 0
+                    goes_on[kind] = goes_on[kind] and is_seen and shared == segment.tokens
+            chain = hash((chain, segment.key, segment.tokens))
+        limit = max(request.input_tokens - 1, 0)
+        own, anybody, evident = (min(tokens, limit) // self._page_tokens * self._page_tokens for tokens in found)
+        return IdealHit(own, anybody, evident)
+
+    def _learn(self, prefix: int, segment: Segment, user: str) -> tuple[int, bool, int]:
+        """Return what was known of a segment: its tokens, whether to `user`, and to how many; then note `user`."""
+        tokens, users = self._known.get(prefix, (0, ""))
+        count = len(users) if isinstance(users, set) else bool(users)
+        is_own = user in users if isinstance(users, set) else user == users
+        if isinstance(users, set):
+            users.add(user)
+        elif not is_own:
+            users = {users, user} if users else user
+        if not is_own or segment.tokens > tokens:
+            self._known[prefix] = max(tokens, segment.tokens), users
+        return tokens, is_own, count
+
+
+def ideal_rates(requests: Iterable[BenchRequest], *, keeps_answers: bool) -> IdealRates:
+    """Return what an unlimited cache would find of requests that come in this order."""
+    cache = IdealCache(keeps_answers=keeps_answers)
+    total = own = anybody = 0
+    for request in requests:
+        hit = cache.ask(request)
+        total += request.input_tokens
+        own += hit.own
+        anybody += hit.anybody
+    if not total:
+        return IdealRates(0, 0.0, 0.0)
+    return IdealRates(total, own / total, (anybody - own) / total)
