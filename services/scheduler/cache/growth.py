@@ -95,6 +95,7 @@ class Growth:
             and node.owner is owner
             and node.prompt_epoch == (self._store.epoch if is_evidence else None)
             and (node.no_promote, node.pinned) == (not (hold.may_promote or is_pinned), is_pinned)
+            and (not is_pinned or self._is_own_work(node, hold))
         ):
             self._store.extend(node, key, pages)
         else:
@@ -108,3 +109,8 @@ class Growth:
             self._promoter.note((node,))
         self._store.emit(CacheEventKind.INSERTED, node)
         return node
+
+    def _is_own_work(self, node: Node, hold: Hold) -> bool:
+        """Whether all that is known of a public node is that this principal has just computed it."""
+        is_unused = not (node.hit_cur or node.hit_pre or node.quarantined)
+        return is_unused and node.creators == {hold.account.scope: self._store.epoch}

@@ -72,6 +72,7 @@ class Promoter:
             pages = common_run([rest, *(member.key for member in members)], tree.page_bytes)
             if members[0].is_public:
                 node = self._store.split(members[0], pages) if pages < members[0].size else members[0]
+                self._revive(node)
             else:
                 node = self._publish(members, pages, generation=max(member.generation for member in members))
             self.set_pinned(node, is_pinned=True)
@@ -147,10 +148,7 @@ class Promoter:
         canonical = min(
             halves, key=lambda half: (half.state is _ON_HOST, half.is_soft_free, -half.lock_ref, half.node_id)
         )
-        at: Node | None = canonical
-        while at is not None and at.is_soft_free:
-            store.revive(at)
-            at = at.parent
+        self._revive(canonical)
         for half in halves:
             if half is not canonical:
                 self._absorb(half, canonical)
@@ -161,6 +159,14 @@ class Promoter:
         store.emit(CacheEventKind.PROMOTED, canonical)
         store.offer(canonical)
         return canonical
+
+    def _revive(self, node: Node) -> None:
+        """Make a node LIVE, and those above it, of which there may be an upper half that has just been cut off."""
+        at: Node | None = node
+        while at is not None and at.is_soft_free:
+            self._store.revive(at)
+            self._store.offer(at)
+            at = at.parent
 
     def _absorb(self, half: Node, canonical: Node) -> None:
         """Let `canonical`, which holds the same tokens, take over children and locks of `half`, which goes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,10 +16,13 @@ from services.scheduler.cache.interface import NodeState, Visibility
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.replay import encode, encode_header, replay
 from tests.services.scheduler.cache.driver import int32
 from tests.services.scheduler.cache.view_oracle import Held, Path, ViewOracle
 
 if TYPE_CHECKING:
+    from services.scheduler.cache.decisions import Decision
     from services.scheduler.cache.interface import Lease
 
 PAGE_SIZE = 2
@@ -65,11 +69,16 @@ class UserAwareMachine(RuleBasedStateMachine):
     @initialize(config=configs, capacity=st.sampled_from([24, 60]))
     def start(self, config: CacheConfig, capacity: int) -> None:
         self.allocator = PageAllocator(capacity)
-        self.cache = RadixCache(self.allocator, PAGE_SIZE, config)
+        self.tree = RadixCache(self.allocator, PAGE_SIZE, config)
+        self.log = [encode_header("user_aware", PAGE_SIZE, capacity, config)]
+        self.cache = RecordedCache(self.tree, self.allocator, self.record)
         self.oracle = ViewOracle(config, PAGE_SIZE)
         self.rows: list[Row] = []
         # The tokens whose KV each page holds, all from the first on: what attention would read.
         self.content: dict[int, Path] = {}
+
+    def record(self, decision: Decision) -> None:
+        self.log.append(encode(len(self.log), decision))
 
     @rule(user=users, ids=prompts, cache_mode=st.sampled_from(["use", "use", "use", "use", "private", "none"]))
     def admit(self, user: str, ids: list[int], cache_mode: str, repeated: bool = False) -> None:
@@ -110,6 +119,14 @@ class UserAwareMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.admit(user, ids, "use")
             self.end_last(user)
+
+    @precondition(lambda self: self.rows)
+    @rule(pick=picks)
+    def fork(self, pick: int) -> None:
+        """Start another choice of a request that runs."""
+        row = self.rows[pick % len(self.rows)]
+        mode = "none" if row.held is None else "use" if row.may_promote else "private"
+        self.admit(row.user, row.ids[: row.prompt_tokens], mode, repeated=True)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks, tokens=st.integers(1, 6), repoint=st.booleans())
@@ -164,6 +181,14 @@ class UserAwareMachine(RuleBasedStateMachine):
     def forget(self, user: str) -> None:
         self.oracle.forget(user)
         self.cache.forget(Principal("tenant", user))
+
+    @rule(ids=prompts)
+    def pin(self, ids: list[int]) -> None:
+        assert self.cache.pin(int32(ids)) == self.oracle.pin(ids)
+
+    @rule(ids=prompts)
+    def unpin(self, ids: list[int]) -> None:
+        assert self.cache.unpin(int32(ids)) == self.oracle.unpin(ids)
 
     @rule(epochs=st.sampled_from([1, 1, 1, 1, 2, 5]))
     def next_epoch(self, epochs: int) -> None:
@@ -240,6 +265,21 @@ class UserAwareMachine(RuleBasedStateMachine):
                 assert self.content[page] == path, "the page holds what the node says"
         return held
 
+    def standing(self) -> dict[tuple[str | None, Path], tuple[object, ...]]:
+        """Return, page by page, what a private node is evidence of and how a public one is used."""
+        found: dict[tuple[str | None, Path], tuple[object, ...]] = {}
+        for node, depth in self.tree.store.tree.walk():
+            tokens = tuple(np.frombuffer(self.tree.store.tree.path_key(node), np.int32).tolist())
+            owner = None if node.is_public else node.owner_id[1]
+            facts: tuple[object, ...] = (node.prompt_epoch, node.no_promote, node.generation)
+            if node.is_public:
+                creators = {scope[1] for scope in node.creators or ()}
+                is_current = node.epoch == self.tree.epoch
+                facts = (creators, node.hit_cur if is_current else 0, node.generation, node.pinned)
+            for number in range(len(node.pages)):
+                found[owner, tokens[: (depth - number) * PAGE_SIZE]] = facts
+        return found
+
     def adopt(self) -> None:
         """Let the oracle drop what the cache has evicted, if it was free to."""
         gone = self.oracle.entries() - self.entries().keys()
@@ -250,9 +290,10 @@ class UserAwareMachine(RuleBasedStateMachine):
     def nothing_is_wrong(self) -> None:
         if not hasattr(self, "cache"):
             return
-        assert not (found := violations(self.cache)), found
+        assert not (found := violations(self.tree)), found
         cached, expected = self.entries().keys(), self.oracle.entries()
         assert not cached ^ expected, (cached - expected, expected - cached)
+        assert self.standing() == self.oracle.standing()
         for user in USERS:
             for path in {path for _, path in self.oracle.entries()} | {(0,) * 5}:
                 for probe in ([*path, 0], [*path, 1]):
@@ -273,6 +314,10 @@ class UserAwareMachine(RuleBasedStateMachine):
         assert audit(self.allocator, self.cache, tables).is_clean
         accounting = account(self.allocator, self.cache, sum(len(table) for table in tables.values()))
         assert accounting.is_exact
+        in_use = {page for row in self.rows for page in row.table}
+        in_use.update(page for node in self.cache.dump() if node.lock_ref for page in node.pages.tolist())
+        assert accounting.protected == len(in_use)
+        assert accounting.free + accounting.soft_free + accounting.evictable + len(in_use) == accounting.capacity
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -281,4 +326,5 @@ class UserAwareMachine(RuleBasedStateMachine):
             self.end(row)
         self.cache.flush()
         assert self.allocator.free_pages == self.allocator.capacity
-        assert len(self.cache.store.accounts) == 0
+        assert len(self.tree.store.accounts) == 0
+        assert replay(self.log).difference is None

@@ -29,6 +29,7 @@ class Public:
     previous_hits: int = 0
     previous_users: int = 0
     quarantined: dict[str, int] = field(default_factory=dict)
+    pinned: bool = False
 
     def roll(self, epoch: int) -> None:
         gap = epoch - self.epoch
@@ -56,6 +57,8 @@ class ViewOracle:
         self.public: dict[Path, Public] = {}
         self.demoted: dict[Path, int] = {}
         self.held: list[Held] = []
+        self.pins: list[Path] = []
+        self.pending_pins: list[Path] = []
 
     def paths(self, ids: list[int], limit: int | None = None) -> list[Path]:
         limit = len(ids) if limit is None else limit
@@ -95,6 +98,10 @@ class ViewOracle:
             if path in self.public:
                 self.public[path].creators[held.user] = self.epoch
                 self.public[path].quarantined.pop(held.user, None)
+            elif path not in mine and self.is_pinned(path):
+                above = path[: -self.page_size]
+                generation = self.public[above].generation if above else 0
+                self.public[path] = Public({held.user: self.epoch}, generation, self.epoch, pinned=True)
             elif path not in mine:
                 mine[path] = Private(evidence, no_promote=not may_promote)
             elif evidence is not None:
@@ -135,16 +142,54 @@ class ViewOracle:
         for public in self.public.values():
             public.creators.pop(user, None)
 
+    # --- pins ---
+
+    def pin(self, ids: list[int]) -> int:
+        path = tuple(ids[: len(ids) // self.page_size * self.page_size])
+        if path and path not in self.pins + self.pending_pins:
+            self.pending_pins.append(path)
+        return len(path)
+
+    def unpin(self, ids: list[int]) -> bool:
+        path = tuple(ids[: len(ids) // self.page_size * self.page_size])
+        if path in self.pending_pins:
+            self.pending_pins.remove(path)
+            return True
+        if path not in self.pins:
+            return False
+        self.pins.remove(path)
+        for path, public in self.public.items():
+            public.pinned = public.pinned and self.is_pinned(path)
+        return True
+
+    def is_pinned(self, path: Path) -> bool:
+        return any(pin[: len(path)] == path for pin in self.pins)
+
+    def publish_pins(self) -> None:
+        self.pins += self.pending_pins
+        self.pending_pins = []
+        for pin in self.pins:
+            for path in self.paths(list(pin)):
+                owners = {user: mine[path] for user, mine in self.private.items() if path in mine}
+                if path in self.public:
+                    self.public[path].pinned = True
+                elif owners:
+                    self.publish(path, owners, max(entry.generation for entry in owners.values()))
+                    self.public[path].pinned = True
+                else:
+                    break
+
     # --- epochs ---
 
     def advance(self, epoch: int, soft: set[Path]) -> None:
         for path in sorted(self.public, key=len):
-            if path in self.public and (suspects := self.suspects(self.public[path])):
+            if path in self.public and not self.public[path].pinned and (suspects := self.suspects(self.public[path])):
                 self.quarantine(path, suspects, epoch, soft)
         for public in self.public.values():
             if public.hits:
                 public.roll(epoch)
         self.epoch = epoch
+        self.publish_pins()
         while self.promote_one():
             pass
 
@@ -204,13 +249,7 @@ class ViewOracle:
             if above and above not in self.public:
                 continue
             owners = {user: mine[path] for user, mine in self.private.items() if path in mine}
-            evidence = {
-                user: entry.evidence
-                for user, entry in owners.items()
-                if entry.evidence is not None
-                and not entry.no_promote
-                and self.epoch - entry.evidence <= self.config.promotion_epochs
-            }
+            evidence = self.evidence(owners)
             generation = max(
                 self.public[above].generation if above else 0,
                 self.demoted.get(path, 0),
@@ -218,9 +257,32 @@ class ViewOracle:
             )
             factor = self.config.repromotion_factor if generation else 1
             if len(evidence) >= self.config.promotion_principals * factor:
-                creators = {user: evidence.get(user, self.epoch) for user in owners}
-                self.public[path] = Public(creators, generation, self.epoch)
-                for user in owners:
-                    del self.private[user][path]
+                self.publish(path, owners, generation)
                 return True
         return False
+
+    def evidence(self, owners: dict[str, Private]) -> dict[str, int]:
+        oldest = self.epoch - self.config.promotion_epochs
+        return {
+            user: entry.evidence
+            for user, entry in owners.items()
+            if entry.evidence is not None and not entry.no_promote and entry.evidence >= oldest
+        }
+
+    def publish(self, path: Path, owners: dict[str, Private], generation: int) -> None:
+        evidence = self.evidence(owners)
+        creators = {user: evidence.get(user, self.epoch) for user in owners}
+        self.public[path] = Public(creators, generation, self.epoch)
+        for user in owners:
+            del self.private[user][path]
+
+    # --- comparison ---
+
+    def standing(self) -> dict[tuple[str | None, Path], tuple[object, ...]]:
+        found: dict[tuple[str | None, Path], tuple[object, ...]] = {}
+        for user, mine in self.private.items():
+            found.update(((user, path), (one.evidence, one.no_promote, one.generation)) for path, one in mine.items())
+        for path, public in self.public.items():
+            hits = public.hits if public.epoch == self.epoch else 0
+            found[None, path] = (set(public.creators), hits, public.generation, public.pinned)
+        return found
