@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import CacheEventKind, Insertion, Lease, LeaseId, NodeView
+from services.scheduler.cache.interface import (
+    CacheEventKind,
+    CacheUsage,
+    Insertion,
+    Lease,
+    LeaseId,
+    NodeView,
+    OwnerView,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +114,18 @@ class ChunkCache:
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
         """Do nothing: nothing was asked."""
+
+    def forget_verdicts(self) -> None:
+        """Do nothing: there are none."""
+
+    @property
+    def usage(self) -> CacheUsage:
+        """Nothing."""
+        return CacheUsage(0, 0, 0, 0)
+
+    def owners(self) -> Iterator[OwnerView]:
+        """Yield nobody."""
+        return iter(())
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield nothing."""

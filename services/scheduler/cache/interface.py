@@ -36,6 +36,8 @@ class Lease:
     principal: Principal
     matched_tokens: int
     pages: PageIds
+    # Of these, what everybody finds.
+    public_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,35 @@ class NodeView:
     priority: int = 0
     pinned: bool = False
     no_promote: bool = False
+    promoted_by: int | None = None
+    promoted_epoch: int | None = None
     host_pages: PageIds | None = None
     host_ref: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerView:
+    """What one principal has in the cache, or with None the public; pages as if nobody else held them."""
+
+    principal: Principal | None
+    device_pages: int
+    nodes: int
+    leases: int
+    last_epoch: int
+    is_active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """The cache's totals. A device page counts for each node that names it.
+
+    `public_pages` are those of LIVE PUBLIC nodes, `private_pages` all others, so the soft-free, too.
+    """
+
+    nodes: int
+    principals: int
+    public_pages: int
+    private_pages: int
 
 
 class CacheEventKind(Enum):
@@ -153,6 +182,9 @@ class EventSource(Protocol):
     @property
     def sequence(self) -> int:
         """Number of the latest event; a dump taken now reflects it."""
+
+    def count(self, kind: CacheEventKind) -> int:
+        """Return how many events of a kind there have been."""
 
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
         """Call `listener` with every event from now on, until the returned function is called."""
@@ -269,6 +301,16 @@ class PrefixCache(Protocol):
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
         """Take the verdict on a candidate: how many of its leading tokens may become public."""
+
+    def forget_verdicts(self) -> None:
+        """Forget the content check's verdicts, as its rules have changed; what is public stays so."""
+
+    @property
+    def usage(self) -> CacheUsage:
+        """Totals of the tree. O(1)."""
+
+    def owners(self) -> Iterator[OwnerView]:
+        """Yield the public and each principal that holds a node or a lease; to be consumed before the cache changes."""
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes: parents before children.

@@ -47,10 +47,12 @@ class Leases:
         self._next = 0
         self._holds: dict[LeaseId, Hold] = {}
 
-    def open(self, hold: Hold, principal: Principal, pages: PageIds) -> Lease:
-        """Return a new lease on `pages`."""
+    def open(self, hold: Hold, principal: Principal, pages: PageIds, public_pages: int = 0) -> Lease:
+        """Return a new lease on `pages`, of which the first `public_pages` are public."""
         pages.flags.writeable = False
-        lease = Lease(LeaseId(self._next), principal, len(pages) * self._page_size, pages)
+        lease = Lease(
+            LeaseId(self._next), principal, len(pages) * self._page_size, pages, public_pages * self._page_size
+        )
         self._next += 1
         self._holds[lease.lease_id] = hold
         return lease

@@ -29,7 +29,8 @@ class Node:
     the public account for PUBLIC nodes. `creators` of a PUBLIC node maps those who computed it themselves to the epoch
     in which they last did; a PRIVATE one has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if
     it did: generated tokens are no evidence. `quarantined` maps the fingerprints of principals that do not see this
-    PUBLIC node to the epoch in which that began.
+    PUBLIC node to the epoch in which that began. `promoted` says how many principals made it PUBLIC, and in which
+    epoch; a pin does without.
 
     `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the leases: neither copy of
     it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
@@ -61,6 +62,7 @@ class Node:
     pinned: bool = False
     no_promote: bool = False
     generation: int = 0
+    promoted: tuple[int, int] | None = None
     live_children: int = 0
     host_children: int = 0
     uses: int = 0
@@ -108,4 +110,4 @@ class Node:
         other.prompt_epoch = self.prompt_epoch
         other.lock_ref, other.host_ref, other.state = self.lock_ref, self.host_ref, self.state
         other.priority, other.pinned, other.no_promote = self.priority, self.pinned, self.no_promote
-        other.generation, other.joint = self.generation, self.joint
+        other.generation, other.joint, other.promoted = self.generation, self.joint, self.promoted

@@ -75,6 +75,7 @@ class Promoter:
                 self._revive(node)
             else:
                 node = self._publish(members, pages, generation=max(member.generation for member in members))
+                self._store.emit(CacheEventKind.PROMOTED, node)
             self.set_pinned(node, is_pinned=True)
             rest = rest[pages * tree.page_bytes :]
         self._settle()
@@ -106,7 +107,10 @@ class Promoter:
         required = config.promotion_principals * (config.repromotion_factor if generation else 1)
         if not pages or self._weight(creators) < required:
             return None
-        return self._publish(members, pages, generation)
+        published = self._publish(members, pages, generation)
+        published.promoted = self._weight(creators), self._store.epoch
+        self._store.emit(CacheEventKind.PROMOTED, published)
+        return published
 
     def _evidence(self, members: Iterable[Node]) -> dict[Scope, int]:
         """Return who has computed it from a prompt lately, with the epoch."""
@@ -156,7 +160,6 @@ class Promoter:
         limit = store.config.creators_limit
         canonical.creators = dict(list(creators.items())[:limit])
         canonical.prompt_epoch, canonical.no_promote, canonical.generation = None, False, generation
-        store.emit(CacheEventKind.PROMOTED, canonical)
         store.offer(canonical)
         return canonical
 

@@ -10,7 +10,7 @@ from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.demotion import Demoter
 from services.scheduler.cache.growth import Growth
-from services.scheduler.cache.interface import CacheEventKind, Insertion
+from services.scheduler.cache.interface import CacheEventKind, CacheUsage, Insertion
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.leases import NO_PAGES, Hold, Leases, orphan
 from services.scheduler.cache.merging import compress_chains, merge_private_subtree
@@ -19,7 +19,7 @@ from services.scheduler.cache.promotion import Promoter
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.views import view
+from services.scheduler.cache.views import owner_view, view
 from services.scheduler.cache.vigilance import Vigilance
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from common.types import Principal, TokenIds
     from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.events import CacheEvents
-    from services.scheduler.cache.interface import Lease, NodeView
+    from services.scheduler.cache.interface import Lease, NodeView, OwnerView
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
@@ -133,7 +133,7 @@ class RadixCache:
             hold.priority = priority
             self._growth.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.leases.open(hold, principal, pages)
+        return self.leases.open(hold, principal, pages, self.store.tree.public_pages(node))
 
     def commit_nothing(self, principal: Principal) -> Lease:
         """Return a lease on nothing, through which nothing is inserted."""
@@ -264,7 +264,7 @@ class RadixCache:
         fresh = self._promoter.take_fresh()
         if self._is_user_aware:
             self._promoter.promote(self._promoter.groups(fresh))
-            self._promoter.reviews.expire(epoch)
+            self._promoter.note(self._promoter.reviews.expire(epoch))
             missed = merge_private_subtree(self.store, self._promoter.groups(fresh))
             self._promoter.note(missed)
         else:
@@ -294,6 +294,20 @@ class RadixCache:
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
         """Take the verdict on a candidate; it counts from the next epoch on."""
         self._promoter.note(self._promoter.reviews.resolve(candidate_id, allowed_tokens))
+
+    def forget_verdicts(self) -> None:
+        """Forget the content check's verdicts; what is public stays so."""
+        self._promoter.reviews.forget_verdicts()
+
+    @property
+    def usage(self) -> CacheUsage:
+        """Totals of the tree."""
+        accounts, public = self.store.accounts, self.store.accounts.public.live_pages
+        return CacheUsage(self.store.tree.node_count, len(accounts), public, self.held_references - public)
+
+    def owners(self) -> Iterator[OwnerView]:
+        """Yield the public and every principal that holds a node or a lease."""
+        return map(owner_view, [self.store.accounts.public, *self.store.accounts.all()])
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes: parents before children."""

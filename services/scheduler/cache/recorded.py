@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.types import Principal, TokenIds
     from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import EventSource, Insertion, Lease, NodeView, PrefixCache
+    from services.scheduler.cache.interface import (
+        CacheUsage,
+        EventSource,
+        Insertion,
+        Lease,
+        NodeView,
+        OwnerView,
+        PrefixCache,
+    )
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
     from services.scheduler.cache.tiers.host_tier import HostTier
@@ -205,6 +213,20 @@ class RecordedCache:
         given = {"candidate": candidate_id, "allowed_tokens": allowed_tokens}
         with self._recorder.operation("resolve", given):
             self._cache.resolve(candidate_id, allowed_tokens)
+
+    def forget_verdicts(self) -> None:
+        """Record that the rules of the content check have changed."""
+        with self._recorder.operation("forget_verdicts", {}):
+            self._cache.forget_verdicts()
+
+    @property
+    def usage(self) -> CacheUsage:
+        """Totals of the tree; not recorded."""
+        return self._cache.usage
+
+    def owners(self) -> Iterator[OwnerView]:
+        """Yield the public and every principal that holds a node or a lease; not recorded."""
+        return self._cache.owners()
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes; not recorded."""

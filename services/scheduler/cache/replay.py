@@ -154,6 +154,7 @@ class _Run:
             "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
             "take_candidates": lambda given: self._cache.take_candidates(),
+            "forget_verdicts": lambda given: self._cache.forget_verdicts(),
             "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
         }
 

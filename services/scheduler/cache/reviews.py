@@ -96,12 +96,19 @@ class Reviews:
             self._remember(review.hashes[pages], is_allowed=False)
         return review.members
 
-    def expire(self, epoch: int) -> None:
-        """Stop waiting for verdicts that were asked for too long ago."""
+    def expire(self, epoch: int) -> list[Node]:
+        """Stop waiting for verdicts that were asked for too long ago; return the nodes to be looked at again."""
+        expired: list[Node] = []
         for candidate_id, review in list(self._pending.items()):
             if epoch - review.asked_epoch > self._config.verdict_epochs:
                 del self._pending[candidate_id]
                 del self._asked[review.hashes[-1]]
+                expired.extend(review.members)
+        return expired
+
+    def forget_verdicts(self) -> None:
+        """Forget all verdicts: they were given by rules that no longer hold."""
+        self._verdicts.clear()
 
     def _ask(self, hashes: Sequence[bytes], token_ids: TokenIds, members: list[Node], epoch: int) -> None:
         candidate_id = CandidateId(self._next)

@@ -227,6 +227,13 @@ class PageTree:
             at = at.parent
         return depth
 
+    def public_pages(self, node: Node) -> int:
+        """Return how many pages of the path to `node` are PUBLIC: they all come first."""
+        while not node.is_public:
+            assert node.parent is not None, "the root is public"
+            node = node.parent
+        return self.depth_pages(node)
+
     def is_below(self, node: Node, top: Node) -> bool:
         """Whether `node` is `top` or hangs somewhere below it."""
         at: Node | None = node

@@ -8,9 +8,10 @@ import numpy as np
 
 from common.types import Principal
 from services.scheduler.cache.counters import distinct
-from services.scheduler.cache.interface import NodeView
+from services.scheduler.cache.interface import NodeView, OwnerView
 
 if TYPE_CHECKING:
+    from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.tree import PageTree
 
@@ -41,6 +42,20 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
         priority=node.priority,
         pinned=node.pinned,
         no_promote=node.no_promote,
+        promoted_by=node.promoted[0] if node.promoted else None,
+        promoted_epoch=node.promoted[1] if node.promoted else None,
         host_pages=node.host_pages,
         host_ref=node.host_ref,
+    )
+
+
+def owner_view(account: Account) -> OwnerView:
+    """Describe what a principal, or the public, has."""
+    return OwnerView(
+        principal=None if account.is_public else Principal(*account.scope),
+        device_pages=account.live_pages,
+        nodes=account.nodes,
+        leases=account.leases,
+        last_epoch=account.last_epoch,
+        is_active=account.is_active,
     )
