@@ -3,6 +3,9 @@
 Its KV memory remembers which token at which position was written to each slot, and every pass verifies the whole
 history of each row that it reads. The next token is a hash of all tokens before, so a wrong page, a lost token or a
 repeated one changes everything that follows.
+
+Transfers go on until a test completes them, rank by rank and in any order; until the last rank is done, whoever touches
+what they write, or writes what they read, is found out.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
+from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import FinishReason, RowSlot
 
 VOCABULARY = 1000
@@ -43,13 +47,31 @@ class _Row:
     stopped: bool = False
 
 
+# What the slots of one page hold, in order; None where nothing was written.
+Content = list[tuple[int, int] | None]
+
+
+@dataclass
+class _Open:
+    transfer: Transfer
+    # What it reads, as it was when it began.
+    content: list[Content]
+    ranks: set[int]
+
+
 @dataclass
 class SimulatedWorker:
     pages: int
     page_size: int
+    host_pages: int = 0
+    ranks: int = 1
     rows: dict[int, _Row] = field(default_factory=dict)
     # slot -> (token, position)
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # host page -> content; pages that nothing was copied to are missing.
+    host: dict[int, Content] = field(default_factory=dict)
+    open: dict[TransferId, _Open] = field(default_factory=dict)
+    last_transfer: int = 0
     last_step: int = 0
 
     def run(self, plan: StepPlan) -> list[StepResult]:
@@ -57,6 +79,8 @@ class SimulatedWorker:
         assert plan.steps >= 1
         self.last_step = plan.step_id
         self._keep_books(plan)
+        for transfer in plan.transfers:
+            self._begin(transfer)
         results = []
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
@@ -76,6 +100,75 @@ class SimulatedWorker:
                 )
             )
         return results
+
+    def complete(self, transfer_id: TransferId, rank: int = 0) -> TransferAck:
+        """Let one rank be done with a transfer; with the last one, the pages get their new content."""
+        opened = self.open[transfer_id]
+        opened.ranks.remove(rank)
+        if not opened.ranks:
+            del self.open[transfer_id]
+            self._copy(opened)
+        return TransferAck(transfer_id, opened.transfer.pages, duration_us=1000)
+
+    def _begin(self, transfer: Transfer) -> None:
+        assert transfer.transfer_id > self.last_transfer, "transfer ids are never used twice"
+        self.last_transfer = transfer.transfer_id
+        device, host = transfer.device_pages.tolist(), transfer.host_pages.tolist()
+        assert len(device) == len(host) == len(set(device)) == len(set(host)) > 0
+        assert all(0 <= page < self.pages for page in device)
+        assert all(0 <= page < self.host_pages for page in host)
+        if transfer.direction is TransferDirection.DEVICE_TO_HOST:
+            content = [self._device_page(page) for page in device]
+            assert not any(page in self._written(True) for page in device), "reads what is being loaded"
+            targets, is_device = host, False
+        else:
+            assert transfer.direction is TransferDirection.HOST_TO_DEVICE
+            assert not any(page in self._written(False) for page in host), "reads what is being backed up"
+            content = [self.host[page] for page in host]
+            targets, is_device = device, True
+        assert not any(page in self._written(is_device) | self._read(is_device) for page in targets), "a race"
+        self.open[transfer.transfer_id] = _Open(transfer, content, set(range(self.ranks)))
+        for page in targets:
+            self._overwrite(page, [None] * self.page_size, is_device)
+
+    def _copy(self, opened: _Open) -> None:
+        transfer = opened.transfer
+        is_load = transfer.direction is TransferDirection.HOST_TO_DEVICE
+        sources = (transfer.host_pages if is_load else transfer.device_pages).tolist()
+        targets = (transfer.device_pages if is_load else transfer.host_pages).tolist()
+        now = [self.host[page] if is_load else self._device_page(page) for page in sources]
+        assert now == opened.content, "somebody wrote what was being copied"
+        for page, content in zip(targets, opened.content, strict=True):
+            self._overwrite(page, content, is_load)
+
+    def _overwrite(self, page: int, content: Content, is_device: bool) -> None:
+        if not is_device:
+            self.host[page] = content
+            return
+        for slot, value in enumerate(content, page * self.page_size):
+            self.kv.pop(slot, None)
+            if value is not None:
+                self.kv[slot] = value
+
+    def _device_page(self, page: int) -> Content:
+        return [self.kv.get(slot) for slot in range(page * self.page_size, (page + 1) * self.page_size)]
+
+    def _written(self, is_device: bool) -> set[int]:
+        """Pages of a tier that open transfers write."""
+        return self._touched(is_device, is_device)
+
+    def _read(self, is_device: bool) -> set[int]:
+        """Pages of a tier that open transfers read."""
+        return self._touched(is_device, not is_device)
+
+    def _touched(self, is_device: bool, is_load: bool) -> set[int]:
+        direction = TransferDirection.HOST_TO_DEVICE if is_load else TransferDirection.DEVICE_TO_HOST
+        pages: set[int] = set()
+        for opened in self.open.values():
+            if opened.transfer.direction is direction:
+                touched = opened.transfer.device_pages if is_device else opened.transfer.host_pages
+                pages.update(touched.tolist())
+        return pages
 
     def _keep_books(self, plan: StepPlan) -> None:
         for closed in plan.closes:
@@ -111,7 +204,11 @@ class SimulatedWorker:
     def _compute(self, row: _Row, start: int, end: int) -> int:
         """Write KV of [start, end), then read all of [0, end)."""
         assert end <= len(row.pages) * self.page_size, "row runs beyond its pages"
+        busy, loading = self._read(True), self._written(True)
         for position in range(start, end):
+            page = row.pages[position // self.page_size]
+            assert page not in busy, "writes what is being backed up"
+            assert page not in loading, "writes what is being loaded"
             self.kv[self._slot(row, position)] = (row.ids[position], position)
         for position in range(end):
             slot = self._slot(row, position)

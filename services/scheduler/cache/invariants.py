@@ -141,6 +141,7 @@ def _soft(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         yield "the soft-free list holds other nodes than the tree"
     seen: set[Node] = set()
     for node in cache.store.soft:
-        if not seen.issuperset(cache.store.tree.children(node)):
+        on_device = (child for child in cache.store.tree.children(node) if child.state is not NodeState.ON_HOST)
+        if not seen.issuperset(on_device):
             yield f"node {node.node_id} would be reclaimed before its children"
         seen.add(node)

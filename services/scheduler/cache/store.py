@@ -155,6 +155,8 @@ class NodeStore:
         node.owner.live_pages -= len(node.pages)
         self.soft[node] = None
         upper.live_children -= 1
+        if self.host is not None:
+            self.host.note(node)
         self.emit(CacheEventKind.SOFT_FREED, node)
         self.offer(upper)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import TransferLedger
 
-_LIVE = NodeState.LIVE
+_ON_HOST = NodeState.ON_HOST
 
 
 class Backups:
@@ -35,13 +35,13 @@ class Backups:
         self._ledger = ledger
         self._config = config
         self._reserve = int(store.allocator.capacity * config.reserve_share)
-        # Nodes without a copy that have been used since they were last looked at.
+        # Nodes without a copy to look at, those noted first in front.
         self._noted: dict[Node, None] = {}
         self._open_pages = 0
 
     def note(self, node: Node) -> None:
-        """Take note of a use of a node that has no copy."""
-        if self._config.policy is not WritePolicy.WRITE_BACK:
+        """Take note that a node without copy has been used or marked as free."""
+        if self._config.policy is not WritePolicy.WRITE_BACK or node.is_soft_free:
             self._noted[node] = None
 
     def forget_all(self) -> None:
@@ -61,6 +61,10 @@ class Backups:
             if transfer is not None:
                 self._open_pages += transfer.pages
                 started.append(transfer)
+            elif self._config.policy is WritePolicy.WRITE_BACK and node.queued:
+                # It goes as it is; else it would be the next to go again.
+                self._store.soften(node, node.size)
+                self._noted.pop(node, None)
         return started
 
     def _next(self) -> Node | None:
@@ -80,14 +84,21 @@ class Backups:
         Victims that have one, or that the host has no room for, are marked as free on the way.
         """
         store = self._store
+        if store.allocator.free_pages + self._open_pages >= self._reserve:
+            return None
+        while self._noted:
+            noted = next(iter(self._noted))
+            del self._noted[noted]
+            if noted.is_soft_free and self._is_missing(noted) and self._has_room(noted):
+                return noted
         while store.allocator.free_pages + store.use.soft_free + self._open_pages < self._reserve:
             node = store.queue.first()
             if node is None:
                 return None
-            room = self._host.allocator.free_pages + self._host.evictable
-            if node.host_pages is None and self._path_pages(node) <= room:
+            if node.host_pages is None and self._has_room(node):
                 return node
             store.soften(node, self._reserve)
+            self._noted.pop(node, None)
         return None
 
     def _begin(self, node: Node) -> Transfer | None:
@@ -115,9 +126,11 @@ class Backups:
             at = at.parent
         return path[::-1]
 
-    def _path_pages(self, node: Node) -> int:
-        return sum(part.size for part in self._path(node))
+    def _has_room(self, node: Node) -> bool:
+        room = self._host.allocator.free_pages + self._host.evictable
+        return sum(part.size for part in self._path(node)) <= room
 
     def _is_missing(self, node: Node) -> bool:
-        is_there = not node.is_dead and node.state is _LIVE
+        # A soft-free one is revived until its copy is made.
+        is_there = not node.is_dead and node.state is not _ON_HOST
         return is_there and node.host_pages is None and self._ledger.about(node) is None

@@ -146,7 +146,7 @@ class HostTier:
     # --- what the cache tells ---
 
     def note(self, node: Node) -> None:
-        """A node has been used, and nobody uses it now."""
+        """A node that nobody uses any more has been used, or was marked as free."""
         if node.host_pages is None:
             self._backups.note(node)
 

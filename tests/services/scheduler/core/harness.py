@@ -19,6 +19,7 @@ from common.types import (
     StopConditions,
     SubscriberId,
 )
+from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from common.steps import StepPlan, StepResult
+    from common.transfers import TransferId
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.core.sequence import Sequence
 
 STOP_ID = 7
@@ -88,6 +92,11 @@ class Harness:
         policy: PolicyName | None = None,
         max_waiting_per_user: int | None = None,
         slack_tokens: float = 0.0,
+        host: HostConfig | None = None,
+        ranks: int = 1,
+        rules: CacheConfig | None = None,
+        prefill_tokens_per_s: float = 0.0,
+        load_bytes_per_s: float = 0.0,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -103,12 +112,17 @@ class Harness:
             running_timeout_s=100.0,
             lease_s=lease_s,
             max_lease_steps=8,
+            kv_bytes_per_token=1,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            load_bytes_per_s=load_bytes_per_s,
         )
         allocator = PageAllocator(pages)
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
-        self.core = SchedulerCore(self.config, allocator, make_cache(cache, allocator, page_size), order, self.counters)
-        self.worker = SimulatedWorker(pages, page_size)
+        self.cache = make_cache(cache, allocator, page_size, rules, host)
+        self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
+        self.worker = SimulatedWorker(pages, page_size, host.pages if host else 0, ranks)
+        self.acks = GroupAcks(ranks)
         self.depth = depth
         self.now = 0.0
         self.plans: list[StepPlan] = []
@@ -135,6 +149,18 @@ class Harness:
         self.core.apply(self.results.popleft())
         self.collect()
         return True
+
+    def complete(self, transfer_id: TransferId, rank: int) -> None:
+        """Let one rank be done with a transfer, and tell the core if it was the last."""
+        ack = self.acks.add(rank, self.worker.complete(transfer_id, rank))
+        if ack is not None:
+            self.core.finish_transfer(ack, self.now)
+
+    def complete_all(self) -> None:
+        """Let all ranks be done with all transfers, in order."""
+        for transfer_id, opened in list(self.worker.open.items()):
+            for rank in sorted(opened.ranks):
+                self.complete(transfer_id, rank)
 
     def collect(self) -> None:
         output = self.core.take_output()
@@ -163,6 +189,7 @@ class Harness:
             self.check_accounts()
             if not self.result():
                 return
+            self.complete_all()
         raise AssertionError("the core does not come to rest")
 
     def check_accounts(self) -> None:
@@ -170,6 +197,8 @@ class Harness:
         assert accounts.is_exact, accounts
         total = accounts.free + accounts.soft_free + accounts.evictable + accounts.protected
         assert total == accounts.capacity
+        if self.core.memory.loads is not None:
+            assert self.core.memory.loads.host.account().is_exact
 
     def audit(self) -> None:
         assert self.core.memory.audit(self.core.rows).is_clean
@@ -177,4 +206,13 @@ class Harness:
     def lose_workers(self) -> None:
         self.results.clear()
         self.core.requeue_all()
-        self.worker = SimulatedWorker(self.config.device_pages, self.config.page_size, last_step=self.worker.last_step)
+        self.acks = GroupAcks(self.worker.ranks)
+        old = self.worker
+        self.worker = SimulatedWorker(
+            old.pages,
+            old.page_size,
+            old.host_pages,
+            old.ranks,
+            last_step=old.last_step,
+            last_transfer=old.last_transfer,
+        )

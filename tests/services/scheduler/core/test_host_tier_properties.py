@@ -1,0 +1,158 @@
+"""Random lives of many requests over two tiers: transfers end when they like, rank by rank, and every KV read is right.
+
+The simulated worker finds out whoever touches a page while it is being copied, and every row that reads a slot which
+does not hold its token at its position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.types import CacheMode, FinishReason, Principal, RequestId
+from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from tests.fakes.simulated_worker import expected_output
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.test_core_properties import PROMPTS
+
+USERS = ("ann", "bob", "cid")
+RULES = CacheConfig(promotion_principals=2, hit_min=2, diversity_min=1.0, headroom_share=0.0, demotion_quarantines=1)
+
+
+class HostTierMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, tuple[list[int], int, int]] = {}
+        self.aborted: set[str] = set()
+
+    @initialize(
+        pages=st.integers(14, 30),
+        host_pages=st.integers(1, 40),
+        policy=st.sampled_from(WritePolicy),
+        ranks=st.integers(1, 3),
+        depth=st.integers(1, 3),
+        lease=st.sampled_from([0.0, 0.004]),
+        cache=st.sampled_from(["user_aware", "user_aware", "isolated", "shared"]),
+        quota=st.sampled_from([0.25, 1.0]),
+        merges=st.booleans(),
+    )
+    def start(
+        self,
+        pages: int,
+        host_pages: int,
+        policy: WritePolicy,
+        ranks: int,
+        depth: int,
+        lease: float,
+        cache: str,
+        quota: float,
+        merges: bool,
+    ) -> None:
+        self.harness = Harness(
+            pages=pages,
+            host=HostConfig(pages=host_pages, policy=policy, window_pages=8),
+            ranks=ranks,
+            depth=depth,
+            lease_s=lease,
+            max_step_tokens=12,
+            max_context=56,
+            cache=cache,  # type: ignore[arg-type]  # drawn from its names
+            rules=replace(RULES, quota_share=quota, strict_numerics=not merges),
+        )
+
+    @rule(
+        prompt=PROMPTS,
+        user=st.sampled_from(USERS),
+        max_tokens=st.integers(1, 22),
+        n=st.sampled_from([1, 1, 1, 2]),
+        mode=st.sampled_from([CacheMode.DEFAULT, CacheMode.DEFAULT, CacheMode.PRIVATE, CacheMode.NONE]),
+    )
+    def submit(self, prompt: list[int], user: str, max_tokens: int, n: int, mode: CacheMode) -> None:
+        name = f"r{len(self.requests)}"
+        request = make_request(name, prompt, user=user, max_tokens=max_tokens, n=n, cache_mode=mode)
+        assert self.harness.core.submit(request, 0.0).rejected is None
+        self.requests[name] = (prompt, max_tokens, n)
+
+    @rule(count=st.integers(1, 12))
+    def work(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.plan()
+            self.harness.result()
+
+    @rule(count=st.integers(1, 12))
+    def work_with_fast_transfers(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.plan()
+            self.harness.result()
+            self.harness.complete_all()
+
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        waiting = [(key, rank) for key, opened in self.harness.worker.open.items() for rank in sorted(opened.ranks)]
+        if waiting:
+            self.harness.complete(*data.draw(st.sampled_from(waiting)))
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.requests:
+            name = data.draw(st.sampled_from(sorted(self.requests)))
+            if self.harness.core.abort(RequestId(name)):
+                self.aborted.add(name)
+            self.harness.collect()
+
+    @rule()
+    def lose_workers(self) -> None:
+        self.harness.lose_workers()
+
+    @rule()
+    def flush(self) -> None:
+        self.harness.cache.flush()
+
+    @rule(user=st.sampled_from(USERS))
+    def forget(self, user: str) -> None:
+        self.harness.cache.forget(Principal("tenant", user))
+
+    @rule(epochs=st.integers(1, 2))
+    def next_epoch(self, epochs: int) -> None:
+        self.harness.cache.advance(self.harness.cache.epoch + epochs)
+
+    @rule(pages=st.integers(1, 20))
+    def evict(self, pages: int) -> None:
+        self.harness.cache.evict(pages)
+
+    @invariant()
+    def both_tiers_are_sound(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.check_accounts()
+            self.harness.audit()
+            assert isinstance(self.harness.cache, RadixCache)
+            assert violations(self.harness.cache) == []
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        self.harness.run()
+        for name, (prompt, max_tokens, n) in self.requests.items():
+            limit = min(len(prompt) + max_tokens, 56, self.harness.config.capacity_tokens)
+            for index in range(n):
+                finish = self.harness.finishes[name, index]
+                if name in self.aborted:
+                    continue
+                assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+                assert self.harness.outputs[name, index] == expected_output(prompt, limit, (STOP_ID,))
+        assert not self.harness.worker.open
+        self.harness.cache.flush()
+        host = self.harness.cache.host
+        assert host is not None
+        assert self.harness.core.memory.allocator.free_pages == self.harness.config.device_pages
+        assert host.pages.allocator.free_pages == host.config.pages
+
+
+TestHostTier = HostTierMachine.TestCase
+TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
