@@ -39,3 +39,14 @@ def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.Captur
     expected = {"scheduler_step_cpu", "pipeline_output_per_core", "added_ttft", "abort", "memory_per_request"}
     assert expected <= values.keys()
     assert all(values[metric] > 0 for metric in expected)
+
+
+def test_tenants_measures_modes_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.json"
+    small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "0.5"]
+    assert main(["bench", "tenants", *FAKE, *small, "--json", str(path)]) == 0
+    assert "request_throughput / isolated" in capsys.readouterr().out
+    found = {(entry["label"], entry["metric"]): entry["value"] for entry in json.loads(path.read_text())}
+    # Eight users of two apps, each twice: alone, half of the prompts are new; with evidence, nobody's are.
+    assert found["isolated, warm", "cached_share"] == pytest.approx(0.46, abs=0.03)
+    assert found["user_aware, warm", "cached_share"] == pytest.approx(0.91, abs=0.03)
