@@ -1,0 +1,218 @@
+"""Random changes of a tree over two tiers while copies are under way: nothing is lost, mixed up or counted wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.transfers import Transfer, TransferAck, TransferDirection
+from common.types import Principal
+from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.demotion import Demoter
+from services.scheduler.cache.interface import Lease, NodeState
+from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from tests.services.scheduler.cache.driver import PLAIN
+
+if TYPE_CHECKING:
+    from common.steps import PageIds
+    from services.scheduler.cache.tiers.host_tier import HostTier
+
+PAGE_SIZE = 2
+CAPACITY = 24
+USERS = st.sampled_from(["ann", "bob", "cid"])
+PROMPTS = st.builds(
+    lambda stem, length, tail: [stem * 50 + i for i in range(length)] + tail,
+    st.integers(0, 1),
+    st.sampled_from([4, 8, 12]),
+    st.lists(st.integers(0, 1), max_size=2),
+)
+
+# How often something happens at once, and how often what destroys much happens at all.
+OFTEN = st.sampled_from([True, True, False])
+RARELY = st.sampled_from([False, False, False, False, True])
+
+Content = tuple[int, ...]
+
+
+class HostTierMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: RadixCache
+        # The tokens whose KV each page holds, all from the first on.
+        self.device: dict[int, Content] = {}
+        self.hosted: dict[int, Content] = {}
+        self.open: dict[int, Transfer] = {}
+        self.rows: list[tuple[Lease, list[int], PageIds]] = []
+
+    @initialize(host_pages=st.integers(1, 30), policy=st.sampled_from(WritePolicy), quota=st.sampled_from([0.2, 1.0]))
+    def start(self, host_pages: int, policy: WritePolicy, quota: float) -> None:
+        self.allocator = PageAllocator(CAPACITY)
+        rules = replace(PLAIN, promotion_principals=2, quota_share=quota)
+        host = HostConfig(pages=host_pages, policy=policy, window_pages=6, reserve_share=0.5)
+        self.cache = RadixCache(self.allocator, PAGE_SIZE, rules, host)
+
+    @property
+    def tier(self) -> HostTier:
+        assert self.cache.host is not None
+        return self.cache.host
+
+    def allocate(self, count: int) -> PageIds | None:
+        if count > self.allocator.free_pages:
+            self.cache.evict(count - self.allocator.free_pages)
+        pages = self.allocator.try_allocate(count)
+        for page in [] if pages is None else pages.tolist():
+            self.device.pop(page, None)
+        return pages
+
+    @rule(user=USERS, ids=PROMPTS, private=st.booleans(), stays=st.sampled_from([False, False, True]))
+    def serve(self, user: str, ids: list[int], private: bool, stays: bool) -> None:
+        array = np.array(ids, np.int32)
+        lease = self.cache.commit(Principal("tenant", user), array, may_promote=not private)
+        for index, page in enumerate(lease.pages.tolist()):
+            assert self.device[page] == tuple(ids[: (index + 1) * PAGE_SIZE])
+        fresh = self.allocate(-(-len(ids) // PAGE_SIZE) - len(lease.pages))
+        if fresh is None:
+            self.cache.release(lease)
+            self.allocator.release(lease.pages)
+            return
+        table = np.concatenate([lease.pages, fresh])
+        for index, page in enumerate(table.tolist()):
+            self.device[page] = tuple(ids[: (index + 1) * PAGE_SIZE])
+        lease = self.cache.insert(lease, array, table, len(ids)).lease
+        self.rows.append((lease, ids, table))
+        if not stays or len(self.rows) > 2:
+            self.end()
+
+    @rule(users=st.lists(USERS, min_size=1, max_size=3), ids=PROMPTS, evicted=st.integers(0, 24))
+    def serve_several(self, users: list[str], ids: list[int], evicted: int) -> None:
+        """Have users ask the same, and their pages copied before some have to go."""
+        for user in users:
+            self.serve(user, ids, private=False, stays=False)
+        self.back_up(at_once=True)
+        self.cache.evict(evicted)
+
+    @rule()
+    def end(self) -> None:
+        if self.rows:
+            lease, _, table = self.rows.pop()
+            self.cache.release(lease)
+            self.allocator.release(table)
+
+    @rule(user=USERS, ids=PROMPTS, at_once=OFTEN)
+    def load(self, user: str, ids: list[int], at_once: bool) -> None:
+        array = np.array([*ids, 99], np.int32)
+        match = self.tier.find(Principal("tenant", user), array)
+        assert match.device_tokens == self.cache.peek(Principal("tenant", user), array)
+        if match.host_tokens and match.loading is None:
+            transfer = self.tier.load(Principal("tenant", user), array, self.allocate)
+            if transfer is not None:
+                assert transfer.pages * PAGE_SIZE == match.host_tokens
+                for index, page in enumerate(transfer.host_pages.tolist(), match.device_tokens // PAGE_SIZE):
+                    assert self.hosted[page] == tuple(array.tolist()[: (index + 1) * PAGE_SIZE])
+                self.begin(transfer, at_once)
+
+    @rule(at_once=OFTEN)
+    def back_up(self, at_once: bool) -> None:
+        for transfer in self.tier.plan_backups():
+            self.begin(transfer, at_once)
+
+    def begin(self, transfer: Transfer, at_once: bool) -> None:
+        self.open[transfer.transfer_id] = transfer
+        if at_once:
+            self.finish(transfer.transfer_id)
+
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        if self.open:
+            self.finish(data.draw(st.sampled_from(sorted(self.open))))
+
+    def finish(self, transfer_id: int) -> None:
+        transfer = self.open.pop(transfer_id)
+        for device, host in zip(transfer.device_pages.tolist(), transfer.host_pages.tolist(), strict=True):
+            if transfer.direction is TransferDirection.DEVICE_TO_HOST:
+                self.hosted[host] = self.device[device]
+            else:
+                self.device[device] = self.hosted[host]
+        assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages)) is transfer
+
+    @rule(pages=st.integers(1, 12))
+    def evict(self, pages: int) -> None:
+        self.cache.evict(pages)
+
+    @rule()
+    def next_epoch(self) -> None:
+        self.cache.advance(self.cache.epoch + 1)
+
+    @rule(user=USERS, really=RARELY)
+    def forget(self, user: str, really: bool) -> None:
+        if really:
+            self.cache.forget(Principal("tenant", user))
+
+    @rule(really=RARELY)
+    def flush(self, really: bool) -> None:
+        if really:
+            self.cache.flush()
+
+    @rule(data=st.data(), really=RARELY)
+    def demote(self, data: st.DataObject, really: bool) -> None:
+        public = [node for node, _ in self.cache.store.tree.walk_public()]
+        if public and really:
+            node = data.draw(st.sampled_from(public))
+            Demoter(self.cache.store, self.cache.leases).demote(node)
+
+    @rule(really=RARELY)
+    def lose_workers(self, really: bool) -> None:
+        if really:
+            self.end_all()
+
+    def end_all(self) -> None:
+        while self.rows:
+            self.end()
+        self.tier.forget_all()
+        self.cache.flush()
+        self.open.clear()
+        self.device.clear()
+        self.hosted.clear()
+        assert self.allocator.free_pages == CAPACITY
+        assert self.tier.pages.allocator.free_pages == self.tier.config.pages
+
+    @invariant()
+    def both_tiers_are_sound(self) -> None:
+        if not hasattr(self, "allocator"):
+            return
+        assert violations(self.cache) == []
+        tables = {f"{index}": table for index, (_, _, table) in enumerate(self.rows)}
+        assert audit(self.allocator, self.cache, tables | self.tier.ledger.tables()).is_clean
+        references = sum(map(len, tables.values())) + self.tier.ledger.device_references
+        assert account(self.allocator, self.cache, references).is_exact
+
+    @invariant()
+    def every_page_holds_what_its_node_says(self) -> None:
+        if not hasattr(self, "allocator"):
+            return
+        above: dict[int, Content] = {}
+        for node in self.cache.dump():
+            before = above.get(node.parent_id, ()) if node.parent_id is not None else ()
+            tokens = before + tuple(node.token_ids.tolist())
+            above[node.node_id] = tokens
+            ends = range(len(before) + PAGE_SIZE, len(tokens) + 1, PAGE_SIZE)
+            if node.state is not NodeState.ON_HOST:
+                assert [self.device[page] for page in node.pages.tolist()] == [tokens[:end] for end in ends]
+            if node.host_pages is not None:
+                assert [self.hosted[page] for page in node.host_pages.tolist()] == [tokens[:end] for end in ends]
+
+    def teardown(self) -> None:
+        if hasattr(self, "allocator"):
+            self.end_all()
+
+
+TestHostTier = HostTierMachine.TestCase
+TestHostTier.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
