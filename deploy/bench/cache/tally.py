@@ -29,7 +29,7 @@ ONE_MORE = Segment("one more", 1)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of one kind of operation in microseconds; of the whole process, so that a busy machine shows."""
+    """Processor time of one kind of operation in microseconds."""
 
     count: int
     median_us: float
