@@ -29,7 +29,15 @@ class CacheSettings(Section):
     cache_repromotion_factor: int = Field(default=2, ge=1)
     """What was public by mistake needs so many times the users to be public again."""
     cache_content_check: bool = False
-    """Publish only what a content check has let pass; without one, nothing is then published."""
+    """Publish only what a content check has let pass. It runs in a process of its own; while that fails, nothing is
+    published."""
+    content_detectors: tuple[str, ...] = ("patterns",)
+    """Who checks: patterns (regular expressions), the name of an entry point in the group pando.content_detectors, or
+    package.module:factory. Each can only say no."""
+    content_rules: Path | None = None
+    """TOML file with the patterns, read again when it changes; absent: those that ship with Pando."""
+    content_deadline_s: float = Field(default=5.0, gt=0)
+    """A check that takes longer is ended, which means no."""
     cache_verdict_epochs: int = Field(default=30, ge=1)
     """A content check that has not answered by then is asked again."""
     cache_remembered_chains: int = Field(default=65_536, ge=1)

@@ -14,6 +14,8 @@ from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
+from services.scheduler.content.checker import ContentChecker
+from services.scheduler.content.desk import ContentDesk
 from services.scheduler.decision_log import DecisionLog
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
@@ -57,16 +59,17 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         on_disconnected=loop.on_outlet_broken,
     )
     loop.connect(group, outlet)
+    works = [group.run(), outlet.run(), loop.run()]
+    desk = make_desk(settings, loop)
+    if desk is not None:
+        works.append(desk.run())
     server = RpcServer(NAME, settings.scheduler.address)
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, SchedulerService(loop, settings.scheduler))
     await server.start()
     misconfigured: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(work)
-                for work in (group.run(), outlet.run(), loop.run(), report_health(server, lambda: loop.can_serve))
-            ]
+            running = [tasks.create_task(work) for work in (*works, report_health(server, lambda: loop.can_serve))]
             await stopping.wait()
             running.pop().cancel()
             await server.set_serving(False)
@@ -89,6 +92,20 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
         while True:
             await server.set_serving(can_serve())
             await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
+    """Return what checks content before it becomes public, if the settings ask for it."""
+    scheduler, model = settings.scheduler, settings.model
+    if not scheduler.cache_content_check:
+        return None
+    configuration = {
+        "model": model.model_dump(mode="json"),
+        "detectors": list(scheduler.content_detectors),
+        "rules": str(scheduler.content_rules) if scheduler.content_rules else None,
+    }
+    checker = ContentChecker(configuration, scheduler.content_deadline_s)
+    return ContentDesk(checker, lambda: loop.core.memory.cache if loop.core else None)
 
 
 def engine_spec(settings: Settings) -> EngineSpec:

@@ -27,4 +27,18 @@ QUEUE_SECONDS = Histogram("pando_scheduler_queue_seconds", "Time from arrival to
 RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their pages back, since start.")
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
+CONTENT_CHECK_SECONDS = Histogram(
+    "pando_scheduler_content_check_seconds", "Time in which the content check judged one prompt."
+)
+VERDICTS_TOTAL = Counter(
+    "pando_scheduler_content_verdicts_total",
+    "Verdicts of the content check: allowed, cut (public only up to a finding), refused, failed (no verdict).",
+    ["outcome"],
+)
+CONTENT_FINDINGS_TOTAL = Counter(
+    "pando_scheduler_content_findings_total", "Findings that kept a prompt from becoming public, by rule.", ["rule"]
+)
+CONTENT_RULES_REFUSED = Gauge(
+    "pando_scheduler_content_rules_refused", "1 while the rules that are there are not the ones in effect."
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

@@ -1,0 +1,82 @@
+"""The process in which detectors run: one JSON object per line in, one out. It ends when its input does.
+
+The first line configures it; each further one either asks about a prompt (`ids`) or only lets it look at its rules.
+Neither text nor token ids come out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from common.errors import ConfigurationError
+from common.settings import ModelSettings
+from common.tokenization import load_served_model
+from services.scheduler.content.examiner import Examiner, make_detectors
+from services.scheduler.content.interface import DetectorOptions, RulesError
+from services.scheduler.content.text import Transcriber
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What goes over the two pipes; both ends are this package's.
+Message = dict[str, Any]
+# Serving goes before examining.
+NICENESS = 10
+
+
+def main() -> None:
+    """Serve standard input until it ends."""
+    os.nice(NICENESS)
+    # A detector that prints must not be able to say "allowed".
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers, make_examiner)
+
+
+def serve(questions: TextIO, answers: TextIO, make: Callable[[Message], Examiner]) -> None:
+    """Configure an examiner from the first line, and answer each line."""
+    examiner: Examiner | None = None
+    for line in questions:
+        message: Message = json.loads(line)
+        try:
+            if examiner is None:
+                examiner = make(message)
+            answer = examine(examiner, message)
+        except (ConfigurationError, RulesError) as error:
+            answer = {"failure": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def make_examiner(message: Message) -> Examiner:
+    """Load what the first line names."""
+    model = load_served_model(ModelSettings.model_validate(message["model"]))
+    return Examiner(Transcriber(model), make_detectors(message["detectors"], DetectorOptions(message["rules"])))
+
+
+def examine(examiner: Examiner, message: Message) -> Message:
+    """Return which rules are in effect, what is wrong with newer ones, and the verdict if one was asked for."""
+    answer: Message = {}
+    try:
+        answer["rules"] = examiner.refresh()
+    except RulesError as error:
+        answer["complaint"] = str(error)
+    if "ids" not in message:
+        return answer
+    try:
+        verdict = examiner.examine(np.array(message["ids"], dtype=np.int32))
+    except RulesError as error:
+        return {**answer, "failure": str(error)}
+    except Exception as error:  # noqa: BLE001  (detectors are anybody's; whatever they raise means no)
+        # Its message may quote the text.
+        return {**answer, "failure": f"a detector raised {type(error).__name__}"}
+    return {**answer, "allowed": verdict.allowed_tokens, "rule": verdict.rule}
+
+
+if __name__ == "__main__":
+    main()

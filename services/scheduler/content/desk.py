@@ -1,0 +1,113 @@
+"""Takes what the cache wants to publish to the content check, and the verdicts back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NoReturn
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+from services.scheduler import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.reviews import PromotionCandidate
+    from services.scheduler.content.checker import Answer, ContentChecker
+
+POLL_S = 0.25
+# How long a change of the rules may go unnoticed.
+LOOK_S = 1.0
+# Candidates beyond it are dropped, and asked about again when the cache has waited for too long.
+MAX_WAITING = 1024
+
+
+class ContentDesk:
+    """One prompt after the other, on the event loop, while the work is done in another process.
+
+    A failure is no verdict: the candidate stays private, and the cache asks again after `cache_verdict_epochs`.
+    """
+
+    def __init__(self, checker: ContentChecker, cache: Callable[[], PrefixCache | None]) -> None:
+        """Serve whatever `cache` returns: caches come and go with the workers' capacity."""
+        self.verdicts: dict[str, int] = {}
+        self._checker = checker
+        self._cache = cache
+        self._waiting: deque[tuple[PrefixCache, PromotionCandidate]] = deque(maxlen=MAX_WAITING)
+        self._rules: str | None = None
+        self._complaint: str | None = None
+        self._log = get_logger("content")
+
+    async def run(self) -> NoReturn:
+        """Work until cancelled.
+
+        Raises:
+            ConfigurationError: the detectors refuse to start with the rules they have.
+        """
+        try:
+            first = await self._checker.look()
+            problem = first.failure or first.complaint
+            if problem is not None:
+                raise ConfigurationError(f"scheduler.cache_content_check: {problem}")
+            self._note_rules(first)
+            looked_at = time.monotonic()
+            while True:
+                self._take()
+                if self._waiting:
+                    await self._examine(*self._waiting.popleft())
+                elif time.monotonic() - looked_at >= LOOK_S:
+                    self._note_rules(await self._checker.look())
+                    looked_at = time.monotonic()
+                else:
+                    await asyncio.sleep(POLL_S)
+        finally:
+            await self._checker.close()
+
+    def _take(self) -> None:
+        cache = self._cache()
+        if cache is None:
+            return
+        for candidate in cache.take_candidates():
+            if len(self._waiting) == MAX_WAITING:
+                self._count("failed")
+            self._waiting.append((cache, candidate))
+
+    async def _examine(self, cache: PrefixCache, candidate: PromotionCandidate) -> None:
+        started = time.monotonic()
+        answer = await self._checker.examine(candidate.token_ids)
+        metrics.CONTENT_CHECK_SECONDS.observe(time.monotonic() - started)
+        self._note_rules(answer)
+        tokens = len(candidate.token_ids)
+        if answer.failure is not None or answer.allowed_tokens is None:
+            self._count("failed")
+            self._log.error("content.check_failed", reason=answer.failure, tokens=tokens)
+            return
+        outcome = "allowed" if answer.allowed_tokens >= tokens else "cut" if answer.allowed_tokens else "refused"
+        self._count(outcome)
+        if answer.rule is not None:
+            metrics.CONTENT_FINDINGS_TOTAL.labels(answer.rule).inc()
+            self._log.info("content.vetoed", rule=answer.rule, tokens=tokens, allowed_tokens=answer.allowed_tokens)
+        cache.resolve(candidate.candidate_id, answer.allowed_tokens)
+
+    def _count(self, outcome: str) -> None:
+        self.verdicts[outcome] = self.verdicts.get(outcome, 0) + 1
+        metrics.VERDICTS_TOTAL.labels(outcome).inc()
+
+    def _note_rules(self, answer: Answer) -> None:
+        """Take note of new rules, under which earlier verdicts no longer count, and of rules that were refused."""
+        if answer.complaint != self._complaint:
+            self._complaint = answer.complaint
+            if answer.complaint is not None:
+                self._log.error("content.rules_refused", reason=answer.complaint)
+        metrics.CONTENT_RULES_REFUSED.set(self._complaint is not None)
+        if answer.rules is None or answer.rules == self._rules:
+            return
+        if self._rules is not None:
+            cache = self._cache()
+            if cache is not None:
+                cache.forget_verdicts()
+        self._rules = answer.rules
+        self._log.info("content.rules_in_effect", rules=answer.rules)

@@ -1,0 +1,118 @@
+"""The rules of the pattern detector: read from a TOML file, checked as a whole."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import re2
+from pydantic import Field, ValidationError
+
+from common.section import Section
+from common.settings import explain
+from services.scheduler.content.checks import CheckError, find_check
+from services.scheduler.content.interface import RulesError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_FILE_BYTES = 1 << 20
+# A program of this size takes a machine milliseconds per prompt; larger ones are refused when they are compiled.
+MAX_PATTERN_BYTES = 8 << 20
+
+
+class RuleSource(Section):
+    """One `[[rules]]` table. Patterns are RE2's: no look-around, no back-references, time linear in the text."""
+
+    name: str = Field(min_length=1, max_length=64)
+    """Shown in logs and metrics."""
+    pattern: str = Field(min_length=1)
+    """What is looked for."""
+    tail: str | None = None
+    """What of it may stand at the end of the text: the text may end in the middle of a secret."""
+    check: str | None = None
+    """A test that a match must pass, by name (`checks.py`): sums of digits that only real numbers have."""
+    unless: str | None = None
+    """Matches in which this is found are none."""
+    alone: bool = False
+    """Matches beside another letter or digit are none."""
+
+
+class RuleFile(Section):
+    """The whole file."""
+
+    rules: tuple[RuleSource, ...] = Field(min_length=1, max_length=1000)
+
+
+class Rule:
+    """A compiled rule."""
+
+    def __init__(self, source: RuleSource) -> None:
+        """Compile the patterns of `source`.
+
+        Raises:
+            RulesError: one of them is wrong.
+        """
+        self.name = source.name
+        self._pattern = _compile(source.name, source.pattern)
+        self._tail = _compile(source.name, rf"(?:{source.tail})\z") if source.tail else None
+        self._unless = _compile(source.name, source.unless) if source.unless else None
+        self._alone = source.alone
+        self._check: Callable[[str], bool] | None = None
+        if source.check:
+            try:
+                self._check = find_check(source.check)
+            except CheckError as error:
+                raise RulesError(f"rule {source.name}: {error}") from error
+
+    def first(self, text: str) -> int | None:
+        """Return where the first finding starts, in characters."""
+        for match in self._pattern.finditer(text):
+            if self._holds(match.group(), text, match.start(), match.end()):
+                return int(match.start())
+        tail = self._tail.search(text) if self._tail else None
+        return int(tail.start()) if tail and not self._excepted(tail.group()) else None
+
+    def _holds(self, found: str, text: str, start: int, end: int) -> bool:
+        if self._alone and (text[:start][-1:].isalnum() or text[end : end + 1].isalnum()):
+            return False
+        return not self._excepted(found) and (self._check is None or self._check(found))
+
+    def _excepted(self, found: str) -> bool:
+        return self._unless is not None and self._unless.search(found) is not None
+
+
+def parse_rules(data: bytes) -> tuple[Rule, ...]:
+    """Return the rules in a TOML file's bytes.
+
+    Raises:
+        RulesError: it is no such file, or one of its rules is wrong; all rules or none are taken over.
+    """
+    if len(data) > MAX_FILE_BYTES:
+        raise RulesError(f"the file has more than {MAX_FILE_BYTES:,} bytes")
+    try:
+        file = RuleFile.model_validate(tomllib.loads(data.decode()))
+    except ValidationError as error:
+        raise RulesError(explain(error)) from error
+    except ValueError as error:  # neither TOML nor UTF-8
+        raise RulesError(str(error)) from error
+    names = [source.name for source in file.rules]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise RulesError(f"several rules are called {', '.join(sorted(repeated))}")
+    return tuple(Rule(source) for source in file.rules)
+
+
+def _compile(name: str, pattern: str) -> Any:  # re2 has no types
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_PATTERN_BYTES
+    try:
+        compiled = re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else error
+        text = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise RulesError(f"rule {name}: {pattern}: {text}") from error
+    if compiled.search("") is not None:
+        raise RulesError(f"rule {name}: {pattern}: matches nothing at all, and so everywhere")
+    return compiled

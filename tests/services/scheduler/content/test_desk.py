@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from common.errors import ConfigurationError
+from services.scheduler.content.checker import Answer
+from services.scheduler.content.desk import ContentDesk
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.types import TokenIds
+    from services.scheduler.content.checker import ContentChecker
+
+PROMPT = list(range(100, 116))
+
+
+class ScriptedChecker:
+    """Answers what it is told to."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked: list[TokenIds] = []
+        self.closed = False
+
+    async def examine(self, token_ids: TokenIds) -> Answer:
+        self.asked.append(token_ids)
+        return self.answer
+
+    async def look(self) -> Answer:
+        return Answer(rules=self.answer.rules, complaint=self.answer.complaint)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@asynccontextmanager
+async def working(checker: ScriptedChecker, driver: Driver) -> AsyncIterator[ContentDesk]:
+    desk = ContentDesk(cast("ContentChecker", checker), lambda: driver.cache)
+    task = asyncio.create_task(desk.run())
+    try:
+        yield desk
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def driver_with_candidate() -> Driver:
+    config = replace(PLAIN, content_check=True, verdict_epochs=2)
+    driver = Driver("user_aware", config=config, capacity=200)
+    for number, user in enumerate((ANN, BOB, CID)):
+        driver.serve(user, [*PROMPT, 50 + number, 0])
+    driver.next_epoch()
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("allowed", "outcome", "public"), [(16, "allowed", [PROMPT]), (9, "cut", [PROMPT[:8]]), (0, "refused", [])]
+)
+async def test_a_verdict_decides_how_much_becomes_public(allowed: int, outcome: str, public: list[list[int]]) -> None:
+    driver = driver_with_candidate()
+    checker = ScriptedChecker(Answer(allowed, rules="1"))
+    async with working(checker, driver) as desk:
+        await until(lambda: desk.verdicts == {outcome: 1})
+    assert [ids.tolist() for ids in checker.asked] == [PROMPT]
+    assert driver.public == []
+    driver.next_epoch()
+    assert driver.public == public
+    assert checker.closed
+
+
+@pytest.mark.parametrize("answer", [Answer(failure="no answer within 5 s"), Answer()])
+async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: Answer) -> None:
+    driver = driver_with_candidate()
+    checker = ScriptedChecker(answer)
+    async with working(checker, driver) as desk:
+        await until(lambda: desk.verdicts == {"failed": 1})
+        driver.next_epoch()
+        assert driver.public == []
+        # As soon as the cache has waited for long enough, without anybody asking for the prompt anew.
+        driver.next_epoch(3)
+        driver.next_epoch()
+        checker.answer = Answer(len(PROMPT))
+        await until(lambda: desk.verdicts == {"failed": 1, "allowed": 1})
+    driver.next_epoch()
+    assert driver.public == [PROMPT]
+
+
+async def test_verdicts_of_old_rules_do_not_count_under_new_ones() -> None:
+    driver = driver_with_candidate()
+    checker = ScriptedChecker(Answer(0, rules="strict"))
+    async with working(checker, driver) as desk:
+        await until(lambda: desk.verdicts == {"refused": 1})
+        checker.answer = Answer(len(PROMPT), rules="lax")
+        # Found out by looking, as nothing is asked.
+        await until(lambda: desk._rules == "lax")
+        driver.serve(DAN, PROMPT)
+        driver.next_epoch()
+        await until(lambda: desk.verdicts == {"refused": 1, "allowed": 1})
+    driver.next_epoch()
+    assert driver.public == [PROMPT]
+
+
+@pytest.mark.parametrize("answer", [Answer(failure="no content detector is named"), Answer(complaint="no rules")])
+async def test_detectors_that_cannot_start_end_the_service(answer: Answer) -> None:
+    class Refusing(ScriptedChecker):
+        async def look(self) -> Answer:
+            return answer
+
+    checker = Refusing(Answer())
+    desk = ContentDesk(cast("ContentChecker", checker), lambda: None)
+    with pytest.raises(ConfigurationError, match="no "):
+        await desk.run()
+    assert checker.closed
+
+
+async def test_while_workers_are_away_there_is_nothing_to_check() -> None:
+    checker = ScriptedChecker(Answer(rules="1"))
+    desk = ContentDesk(cast("ContentChecker", checker), lambda: None)
+    task = asyncio.create_task(desk.run())
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert checker.asked == []
