@@ -76,6 +76,8 @@ class Promoter:
             else:
                 node = self._publish(members, pages, generation=max(member.generation for member in members))
                 self._store.emit(CacheEventKind.PROMOTED, node)
+                # What hangs below may have had the evidence, and lacked only a public parent.
+                self.note(child for child in tree.children(node) if not child.is_public)
             self.set_pinned(node, is_pinned=True)
             rest = rest[pages * tree.page_bytes :]
         self._settle()

@@ -169,7 +169,6 @@ def live_through(seeds: Sequence[int], steps: int, machine: type[UserAwareMachin
         if error is not None:
             shortest = shrink(life, machine)
             text = "\n".join(f"  {step.rule}({step.arguments})" for step in shortest.steps)
-            raise AssertionError(f"seed {seed}, {shortest.config}, capacity {shortest.capacity}:\n{text}") from failure(
-                shortest, machine
-            )
+            message = f"seed {seed}, {shortest.config}, capacity {shortest.capacity}:\n{text}"
+            raise AssertionError(message) from failure(shortest, machine)
     return len(seeds) * steps

@@ -315,7 +315,12 @@ class UserAwareMachine(RuleBasedStateMachine):
         accounting = account(self.allocator, self.cache, sum(len(table) for table in tables.values()))
         assert accounting.is_exact
         in_use = {page for row in self.rows for page in row.table}
-        in_use.update(page for node in self.cache.dump() if node.lock_ref for page in node.pages.tolist())
+        nodes = list(self.cache.dump())
+        in_use.update(page for node in nodes if node.lock_ref for page in node.pages.tolist())
+        # A row whose path has left its view is taken to read that path's pages, also where it has its own.
+        named = {page for node in nodes for page in node.pages.tolist()}
+        held = (hold.held for hold in self.tree.leases.all() if hold.held is not None)
+        in_use.update(named.intersection(page for pages in held for page in pages.tolist()))
         assert accounting.protected == len(in_use)
         assert accounting.free + accounting.soft_free + accounting.evictable + len(in_use) == accounting.capacity
 
