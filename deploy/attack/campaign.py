@@ -11,6 +11,7 @@ from deploy.attack.oracles.evidence import probe_boundary, probe_sybils
 from deploy.attack.oracles.flood import probe_flood
 from deploy.attack.oracles.names import probe_names
 from deploy.attack.oracles.pairs import probe_pairs
+from deploy.attack.oracles.revocation import probe_revocation
 from deploy.attack.oracles.serving_order import probe_duplicates, probe_order
 from deploy.attack.prober import Prober
 from deploy.attack.scene import Scene
@@ -30,6 +31,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "duplicates": probe_duplicates,
     "sybils": probe_sybils,
     "boundary": probe_boundary,
+    "revocation": probe_revocation,
     "names": probe_names,
     "flood": probe_flood,
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
-ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "names", "flood")
+ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "revocation", "names", "flood")
 PROGRAM = "pando attack"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Few probes decide where observations are exact: what the server says, whom it serves first, who is who.
-EXACT_ORACLES = ("pairs", "order", "sybils", "boundary", "names")
+EXACT_ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")
 SWEPT_MODE = "user_aware"
 # A threshold of evidence is the same with and without a model.
 NO_MODEL = "model.load_format=fake"

@@ -33,6 +33,7 @@ def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_awa
     assert found["user_aware", "serving order (PromptPeek)"] in ("closed", "undecided")
     assert found["shared", "Sybil sweep"] == "leaks"
     assert found["user_aware", "Sybil sweep"] == "bounded"
+    assert found["user_aware", "revocation"] == "bounded"
 
 
 @pytest.mark.slow
