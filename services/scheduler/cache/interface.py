@@ -47,9 +47,9 @@ class Insertion:
     `lease` replaces the one passed in. `pages` is the row's page table prefix as the cache knows it: canonical pages
     where the cache had them already. `duplicates` are the caller's pages that `pages` does not use, each reported
     once, in the insert that finds it; the row's table differs from `pages` from index `first_duplicate` on. The cache
-    has changed no reference of the row's: either the row keeps its own pages, which is always right and costs memory
-    until it ends, or it is repointed and then `PageAllocator.exchange(duplicates, canonical)` passes its references
-    on; `canonical` are the pages that stand in for `duplicates`, in the same order.
+    has changed no reference of the row's. A row that goes on has to be repointed, and then
+    `PageAllocator.exchange(duplicates, canonical)` passes its references on; one that ends with this insert may keep
+    its own pages. `canonical` are the pages that stand in for `duplicates`, in the same order.
     """
 
     lease: Lease

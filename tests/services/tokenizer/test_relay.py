@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ContextLengthError, UnavailableError
 from common.requests import Prompt, TokenPrompt
-from common.types import Admission, ErrorCode, RequestId, ScheduleRequest
+from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest
 from services.tokenizer.relay import GatewaySession, Relay
 from tests.services.tokenizer.generate_requests import LIMITS, submission
 
@@ -106,13 +106,20 @@ async def test_a_batch_is_encoded_in_one_call_and_sent_in_one_message(bench: Ben
 
 async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) -> None:
     asked = submission(
-        "a", temperature=0.5, stop_strings=("x",), n=3, priority=7, skip_special_tokens=False, timeout_ms=9
+        "a",
+        temperature=0.5,
+        stop_strings=("x",),
+        n=3,
+        priority=7,
+        skip_special_tokens=False,
+        timeout_ms=9,
+        cache_mode=CacheMode.PRIVATE,
     )
     bench.relay.submit(bench.session, [asked])
     await settle()
     (sent,) = bench.scheduler.batches[0]
     assert sent.reply_to == asked.reply_to
-    for field in ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms"):
+    for field in ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms", "cache_mode"):
         assert getattr(sent, field) == getattr(asked.request, field)
 
 

@@ -102,11 +102,11 @@ class UserAwareMachine(RuleBasedStateMachine):
         if len(self.rows) > before:
             row = self.rows[-1]
             self.compute(row, len(ids))
-            self.insert(row, repoint=True)
+            self.insert(row, goes_on=True)
             row.ids = ids + generated
             if self.grow(row):
                 self.compute(row, len(row.ids))
-            self.insert(row, repoint=False)
+            self.insert(row, goes_on=False)
             self.end(row)
 
     @rule(ids=prompts, times=st.integers(1, 4))
@@ -129,11 +129,11 @@ class UserAwareMachine(RuleBasedStateMachine):
         self.admit(row.user, row.ids[: row.prompt_tokens], mode, repeated=True)
 
     @precondition(lambda self: self.rows)
-    @rule(pick=picks, tokens=st.integers(1, 6), repoint=st.booleans())
-    def prefill(self, pick: int, tokens: int, repoint: bool) -> None:
+    @rule(pick=picks, tokens=st.integers(1, 6))
+    def prefill(self, pick: int, tokens: int) -> None:
         row = self.rows[pick % len(self.rows)]
         self.compute(row, min(len(row.ids), row.computed + tokens))
-        self.insert(row, repoint=repoint)
+        self.insert(row, goes_on=True)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks, generated=st.lists(st.integers(0, 1), min_size=1, max_size=3))
@@ -149,14 +149,14 @@ class UserAwareMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def finish(self, pick: int) -> None:
         row = self.rows[pick % len(self.rows)]
-        self.insert(row, repoint=False)
+        self.insert(row, goes_on=False)
         self.end(row)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks)
     def preempt(self, pick: int) -> None:
         row = self.rows[pick % len(self.rows)]
-        self.insert(row, repoint=False)
+        self.insert(row, goes_on=False)
         self.end(row)
         self.admit(row.user, row.ids, "none" if row.held is None else "use", repeated=True)
 
@@ -219,7 +219,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             self.content[row.table[position // PAGE_SIZE]] = tuple(row.ids[: position + 1])
         row.computed = max(row.computed, end)
 
-    def insert(self, row: Row, *, repoint: bool) -> None:
+    def insert(self, row: Row, *, goes_on: bool) -> None:
         ids = row.ids[: row.computed]
         insertion = self.cache.insert(row.lease, int32(ids), int32(row.table), row.prompt_tokens)
         row.lease = insertion.lease
@@ -227,7 +227,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             assert not len(insertion.duplicates)
             return
         self.oracle.insert(row.held, ids, row.prompt_tokens, may_promote=row.may_promote)
-        if repoint and insertion.first_duplicate is not None:
+        if goes_on and insertion.first_duplicate is not None:
             first = insertion.first_duplicate
             before = list(row.table)
             row.table[first : len(insertion.pages)] = insertion.pages[first:].tolist()
@@ -315,12 +315,7 @@ class UserAwareMachine(RuleBasedStateMachine):
         accounting = account(self.allocator, self.cache, sum(len(table) for table in tables.values()))
         assert accounting.is_exact
         in_use = {page for row in self.rows for page in row.table}
-        nodes = list(self.cache.dump())
-        in_use.update(page for node in nodes if node.lock_ref for page in node.pages.tolist())
-        # A row whose path has left its view is taken to read that path's pages, also where it has its own.
-        named = {page for node in nodes for page in node.pages.tolist()}
-        held = (hold.held for hold in self.tree.leases.all() if hold.held is not None)
-        in_use.update(named.intersection(page for pages in held for page in pages.tolist()))
+        in_use.update(page for node in self.cache.dump() if node.lock_ref for page in node.pages.tolist())
         assert accounting.protected == len(in_use)
         assert accounting.free + accounting.soft_free + accounting.evictable + len(in_use) == accounting.capacity
 
