@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from deploy.bench.cache.arrivals import by_time
 from deploy.bench.cache.report import cache_table, cost_table, sheet_of
@@ -57,11 +59,14 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cache(arguments: argparse.Namespace) -> int:
     """Simulate all modes; return the exit code."""
-    console = output_console()
+    console, progress = output_console(), Console(stderr=True)
     try:
         # Forked children would inherit whatever threads this process has.
         with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
             tasks = {mode: pool.submit(simulate, arguments, mode) for mode in arguments.modes}
+            for task in as_completed(tasks.values()):
+                mode = next(mode for mode, each in tasks.items() if each is task)
+                progress.print(f"{mode} is done", style="dim", highlight=False)
             figures = {mode: task.result() for mode, task in tasks.items()}
     except (ValueError, OSError) as error:
         print_failure("pando bench cache", error)

@@ -33,7 +33,7 @@ def cache_table(figures: Mapping[str, CacheFigures], title: str) -> Table:
 
 def cost_table(figures: Mapping[str, CacheFigures]) -> Table:
     """Return what the operations cost in each mode."""
-    table = Table(title="µs of processor time per operation: median (mean)", title_justify="left")
+    table = Table(title="µs per operation: median (mean)", title_justify="left")
     table.add_column("")
     for mode in figures:
         table.add_column(mode, justify="right")

@@ -29,7 +29,7 @@ ONE_MORE = Segment("one more", 1)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Processor time of one kind of operation in microseconds."""
+    """Time of one kind of operation in microseconds; a busy machine shows in the mean, hardly in the median."""
 
     count: int
     median_us: float
