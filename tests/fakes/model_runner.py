@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.host_pool import HostPool
+    from services.worker.engine.transfers import Transfers
 
 PAGE_SIZE = 4
 CONTEXT = 64
@@ -36,6 +38,8 @@ class CheckingRunner:
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
     batches: list[ForwardBatch] = field(default_factory=list)
     closed: bool = False
+    host_pool: HostPool | None = None
+    transfers: Transfers | None = None
     # Called before every pass; a test may raise from it.
     before_forward: Callable[[], None] = lambda: None
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
+from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.plan import PlanLimits
 from services.worker.engine.plan_runner import PlanRunner, Sampled
 from services.worker.engine.rows import RowTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -33,13 +35,15 @@ _GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 class FakeOptions:
     """How the fake behaves.
 
-    `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence.
+    `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence;
+    `transfer_passes` after how many passes a transfer is done.
     """
 
     vocabulary_size: int = 49_152
     eos_token_id: int = 2
     eos_probability: float = 0.0
     step_s: float = 0.0
+    transfer_passes: int = 2
 
 
 class FakeEngine:
@@ -61,9 +65,10 @@ class FakeEngine:
         report(0.0, "nothing to load")
         capacity = self._capacity(spec)
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
-        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
         stepper = FakeStepper(self._options, spec.max_rows, self._sleep)
-        self._plans = PlanRunner(rows, limits, stepper, reports_tokens=spec.rank == 0)
+        transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
+        self._plans = PlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=spec.rank == 0)
         report(1.0, "ready")
         return capacity
 
@@ -75,7 +80,7 @@ class FakeEngine:
     def reset(self) -> None:
         """Free all rows."""
         if self._plans is not None:
-            self._plans.rows.reset()
+            self._plans.reset()
 
     def close(self) -> None:
         """Forget the rows."""
@@ -94,6 +99,7 @@ class FakeEngine:
             fingerprint=f"fake-{spec.page_size}",
             device="fake",
             layers=1,
+            host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
         )
 
 
@@ -116,6 +122,57 @@ class FakeStepper:
             self._sleep(self._options.step_s)
         slots = forward.sampled_rows
         return Sampled(fake_tokens(self._seeds[slots], rows.lengths[slots], self._options))
+
+
+class FakeTransfers:
+    """Copies nothing, but takes its time and refuses what would be a race; see `Transfers`."""
+
+    def __init__(self, passes: int) -> None:
+        """Be done with each transfer after `passes` passes."""
+        self._passes = passes
+        self._open: dict[TransferId, tuple[Transfer, int]] = {}
+
+    def begin(self, transfers: Iterable[Transfer]) -> None:
+        """Take in a plan's transfers.
+
+        Raises:
+            InvalidPlanError: one writes what another reads or writes, or has the id of one that is open.
+        """
+        for transfer in transfers:
+            reads, writes = _accesses(transfer)
+            for other, _ in self._open.values():
+                other_reads, other_writes = _accesses(other)
+                if transfer.transfer_id == other.transfer_id or writes & (other_reads | other_writes):
+                    raise InvalidPlanError(f"transfer {transfer.transfer_id} races with {other.transfer_id}")
+                if reads & other_writes:
+                    raise InvalidPlanError(f"transfer {transfer.transfer_id} reads what {other.transfer_id} writes")
+            self._open[transfer.transfer_id] = transfer, self._passes
+
+    def poll(self) -> tuple[TransferAck, ...]:
+        """Let a pass go by."""
+        self._open = {key: (transfer, passes - 1) for key, (transfer, passes) in self._open.items()}
+        done = [transfer for transfer, passes in self._open.values() if passes <= 0]
+        for transfer in done:
+            del self._open[transfer.transfer_id]
+        return tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in done)
+
+    def wait(self) -> tuple[TransferAck, ...]:
+        """Let a pass go by."""
+        return self.poll()
+
+    def reset(self) -> None:
+        """Forget what is open."""
+        self._open.clear()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _accesses(transfer: Transfer) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+    """Return the pages that a transfer reads and those that it writes, by tier."""
+    device = {("device", page) for page in transfer.device_pages.tolist()}
+    host = {("host", page) for page in transfer.host_pages.tolist()}
+    return (device, host) if transfer.direction is TransferDirection.DEVICE_TO_HOST else (host, device)
 
 
 def fake_tokens(seeds: NDArray[np.uint64], positions: NDArray[np.int64], options: FakeOptions) -> TokenIds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +22,13 @@ from services.worker.engine.backends import (
     select_dtype,
     select_kv_dtype,
 )
+from services.worker.engine.calibration import calibrate
 from services.worker.engine.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
+from services.worker.engine.host_pool import HostPool, allocate_host_pool, count_host_pages
+from services.worker.engine.host_tier import make_transfers
 from services.worker.engine.kernels.interface import AttentionShape
 from services.worker.engine.kv_pool import KvPool, allocate_pool, bytes_per_token
 from services.worker.engine.parallel.group import RankGroup, join_group
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.batch import ForwardBatch
     from services.worker.engine.checkpoints.interface import Checkpoint
+    from services.worker.engine.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,20 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._group = group
+        self.host_pool: HostPool | None = None
+        self.transfers: Transfers | None = None
+
+    def add_host_tier(self, host_pool: HostPool, max_step_tokens: int) -> None:
+        """Keep pages in `host_pool`, too, and measure what that is worth; all ranks at the same time."""
+        self.host_pool = host_pool
+        self.transfers = make_transfers(self._pool, host_pool, self.device)
+        self.capacity = replace(self.capacity, host_pages=host_pool.pages)
+        measured = calibrate(self, host_pool, self.transfers, max_step_tokens)
+        self.capacity = replace(
+            self.capacity,
+            prefill_tokens_per_s=measured.prefill_tokens_per_s,
+            load_bytes_per_s=measured.load_bytes_per_s,
+        )
 
     @classmethod
     def load(
@@ -90,7 +108,10 @@ class ModelRunner:
         return self._group.broadcast(token_ids)
 
     def close(self) -> None:
-        """Leave the group and drop weights and pool."""
+        """Leave the group and drop weights and pools."""
+        if self.transfers is not None:
+            self.transfers.close()
+        self.transfers = self.host_pool = None
         self._group.close()
         del self._model, self._pool
 
@@ -150,8 +171,13 @@ class _Loader:
             spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
             torch.get_num_threads(),
         )  # fmt: skip
+        runner = ModelRunner(model, pool, capacity, group, self._device)
+        host_pages = group.minimum(self._count_host_pages(pool))
+        if host_pages:
+            self._report(0.99, "measuring what the host tier is worth")
+            runner.add_host_tier(allocate_host_pool(pool, host_pages), spec.max_step_tokens)
         self._report(1.0, "ready")
-        return ModelRunner(model, pool, capacity, group, self._device)
+        return runner
 
     def _free_memory(self) -> int:
         if self._device.type == "cuda":
@@ -172,6 +198,14 @@ class _Loader:
             activation_reserve(self._spec, self._config, element_bytes),
             memory,
         )
+
+    def _count_host_pages(self, pool: KvPool) -> int:
+        page_bytes = pool.bytes_per_token * pool.page_size
+        free = available_memory() // ranks_on_host(self._spec)
+        if self._device.type == "cpu":
+            # The pool is there too, but has hardly been touched yet.
+            free -= pool.pages * page_bytes
+        return count_host_pages(self._spec, page_bytes, free)
 
     def _capacity(self, pool: KvPool, context: int, layout: str) -> EngineCapacity:
         spec, shard = self._spec, self._shard

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+    from common.transfers import Transfer
     from common.types import RowSlot
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a plan may name: ids in [0, vocabulary_size), pages in [0, device_pages), tokens per pass."""
+    """What a plan may name: ids in [0, vocabulary_size), pages of each tier from 0 on, tokens per pass."""
 
     vocabulary_size: int
     device_pages: int
     max_step_tokens: int
+    host_pages: int = 0
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
@@ -50,6 +52,8 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
     chunks = _take_chunks(plan.prefills, rows)
     _check_size(chunks, rows, limits)
     _check_coverage(chunks, rows, plan.steps)
+    for transfer in plan.transfers:
+        _check_transfer(transfer, limits)
     return chunks
 
 
@@ -94,6 +98,20 @@ def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: Pla
 def _check_grant(grant: PageGrant, rows: RowTable, limits: PlanLimits) -> None:
     _require_open(rows, grant.row, "page grant")
     _check_pages(grant.pages, limits, f"page grant of row {grant.row}")
+
+
+def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:
+    what = f"transfer {transfer.transfer_id}"
+    if transfer.direction.uses_storage:
+        raise InvalidPlanError(f"{what}: there is no storage tier")
+    device, host = transfer.device_pages, transfer.host_pages
+    if not 0 < device.size == host.size:
+        raise InvalidPlanError(f"{what}: {device.size} device pages and {host.size} host pages")
+    _check_pages(device, limits, what)
+    if host.min() < 0 or host.max() >= limits.host_pages:
+        raise InvalidPlanError(f"{what}: a host page outside [0, {limits.host_pages})")
+    if np.unique(device).size != device.size or np.unique(host).size != host.size:
+        raise InvalidPlanError(f"{what}: a page twice")
 
 
 def _check_pages(pages: NDArray[np.int32], limits: PlanLimits, what: str) -> None:

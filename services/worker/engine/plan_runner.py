@@ -14,9 +14,11 @@ from services.worker.engine.passes import NO_CHUNKS, ForwardPass
 from services.worker.engine.plan import PlanLimits, apply_bookkeeping
 
 if TYPE_CHECKING:
+    from common.transfers import TransferAck
     from common.types import RowSlot, TokenIds, TokenLogprob
     from services.worker.engine.engine import Emit
     from services.worker.engine.rows import RowTable
+    from services.worker.engine.transfers import Transfers
 
 Clock = Callable[[], float]
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
@@ -49,13 +51,18 @@ class PlanRunner:
         limits: PlanLimits,
         stepper: Stepper,
         *,
+        transfers: Transfers | None = None,
         reports_tokens: bool = True,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds."""
+        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
+
+        `transfers` is there if `limits` allow any.
+        """
         self.rows = rows
         self._limits = limits
         self._stepper = stepper
+        self._transfers = transfers
         self._reports_tokens = reports_tokens
         self._clock = clock
 
@@ -65,6 +72,8 @@ class PlanRunner:
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         for opened in plan.opens:
             self._stepper.open(opened)
+        if self._transfers is not None:
+            self._transfers.begin(plan.transfers)
         decoding = self.rows.decoding()
         for substep in range(plan.steps):
             forward = ForwardPass(decoding, chunks if substep == 0 else NO_CHUNKS)
@@ -74,6 +83,7 @@ class PlanRunner:
             stops = self._advance(forward, sampled.token_ids)
             decoding = self.rows.decoding()
             last = substep == plan.steps - 1 or decoding.size == 0
+            acks = self._take_acks(forward)
             ended = self._clock()
             result = StepResult(
                 plan.step_id,
@@ -81,11 +91,23 @@ class PlanRunner:
                 last,
                 compute_us=round((computed - computing) * 1e6),
                 host_us=round((computing - started + ended - computed) * 1e6),
+                acks=acks,
             )
             emit(self._with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
             if last:
                 return
             started = ended
+
+    def reset(self) -> None:
+        """Free all rows and void all transfers."""
+        self.rows.reset()
+        if self._transfers is not None:
+            self._transfers.reset()
+
+    def _take_acks(self, forward: ForwardPass) -> tuple[TransferAck, ...]:
+        if self._transfers is None:
+            return ()
+        return self._transfers.wait() if forward.is_empty else self._transfers.poll()
 
     def _advance(self, forward: ForwardPass, token_ids: TokenIds) -> tuple[RowStop, ...]:
         if forward.chunks.rows.size:

@@ -22,12 +22,17 @@ from services.worker.engine.sampling.table import SamplingTable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from services.worker.engine.host_pool import HostPool
+    from services.worker.engine.transfers import Transfers
+
 
 class Runner(Protocol):
     """One rank's model, as `ModelRunner` implements it."""
 
     capacity: EngineCapacity
     device: torch.device
+    host_pool: HostPool | None
+    transfers: Transfers | None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
@@ -57,6 +62,11 @@ class TorchEngine:
         """How many row slots are taken."""
         return self._plans.rows.open_count if self._plans else 0
 
+    @property
+    def host_pages(self) -> HostPool | None:
+        """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
+        return self._runner.host_pool if self._runner else None
+
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load the model, unless the very same one is loaded; see `Engine.configure`."""
         if self._runner is None or not self._is_loaded(spec):
@@ -65,9 +75,10 @@ class TorchEngine:
             self._spec = spec
         capacity = self._runner.capacity
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
-        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
         stepper = TorchStepper(self._runner, SamplingTable(spec.max_rows, capacity.vocabulary_size), rank=spec.rank)
-        self._plans = PlanRunner(rows, limits, stepper, reports_tokens=spec.rank == 0)
+        transfers = self._runner.transfers
+        self._plans = PlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=spec.rank == 0)
         return capacity
 
     def execute(self, plan: StepPlan, emit: Emit) -> None:
@@ -79,7 +90,7 @@ class TorchEngine:
     def reset(self) -> None:
         """Free all rows."""
         if self._plans is not None:
-            self._plans.rows.reset()
+            self._plans.reset()
 
     def close(self) -> None:
         """Give back the model's memory and its group."""
@@ -93,8 +104,13 @@ class TorchEngine:
             # Whether the other ranks still belong to our group cannot be known from here: all of them meet anew.
             return False
         # A scheduler that lost its worker asks for as many pages as it was once given.
-        pages = self._runner.capacity.device_pages
-        return spec == self._spec or spec == replace(self._spec, device_pages=pages)
+        capacity = self._runner.capacity
+        return (
+            spec.device_pages in (self._spec.device_pages, capacity.device_pages)
+            and spec.host_pages in (self._spec.host_pages, capacity.host_pages)
+            and replace(spec, device_pages=None, host_pages=None)
+            == replace(self._spec, device_pages=None, host_pages=None)
+        )
 
 
 class TorchStepper:

@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from common.steps import PageReplacement, StepPlan
+from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.rows import RowTable
 from tests.services.worker.engine.scenario import chunk, grant, ids, open_row
 
-LIMITS = PlanLimits(vocabulary_size=100, device_pages=50, max_step_tokens=16)
+LIMITS = PlanLimits(vocabulary_size=100, device_pages=50, max_step_tokens=16, host_pages=20)
+BACKUP = TransferDirection.DEVICE_TO_HOST
 OPEN = StepPlan(StepId(1), opens=(open_row(0, range(6), [1, 2], computed=4, total=40),))
 
 
@@ -22,6 +24,10 @@ def rows(*plans: StepPlan) -> RowTable:
 
 def replacement(row: int, first: int, pages: list[int]) -> PageReplacement:
     return PageReplacement(RowSlot(row), first, ids(pages))
+
+
+def transfer(device: list[int], host: list[int], direction: TransferDirection = BACKUP) -> Transfer:
+    return Transfer(TransferId(8), direction, ids(device), ids(host))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,18 @@ def replacement(row: int, first: int, pages: list[int]) -> PageReplacement:
         (StepPlan(StepId(2), prefills=(chunk(0, 4, 3),)), "with 6 ids there"),
         (StepPlan(StepId(2), prefills=(chunk(0, 4, 0),)), "0 tokens"),
         (StepPlan(StepId(2), prefills=(chunk(0, 4, 1), chunk(0, 4, 1))), "two chunks"),
+        (StepPlan(StepId(2), transfers=(transfer([], []),)), "transfer 8: 0 device pages"),
+        (StepPlan(StepId(2), transfers=(transfer([1, 2], [3]),)), "2 device pages and 1 host pages"),
+        (StepPlan(StepId(2), transfers=(transfer([50], [3]),)), "a page outside"),
+        (StepPlan(StepId(2), transfers=(transfer([-1], [3]),)), "a page outside"),
+        (StepPlan(StepId(2), transfers=(transfer([1], [20]),)), "a host page outside"),
+        (StepPlan(StepId(2), transfers=(transfer([1], [-1]),)), "a host page outside"),
+        (StepPlan(StepId(2), transfers=(transfer([1, 1], [3, 4]),)), "a page twice"),
+        (StepPlan(StepId(2), transfers=(transfer([1, 2], [3, 3]),)), "a page twice"),
+        (
+            StepPlan(StepId(2), transfers=(transfer([], [3], TransferDirection.STORAGE_TO_HOST),)),
+            "there is no storage tier",
+        ),
         # Two pages hold 8 tokens: the 6 known ones and the next two.
         (StepPlan(StepId(2), prefills=(chunk(0, 4, 2),), steps=4), "needs room for 9 tokens"),
         (

@@ -1,0 +1,57 @@
+"""What prefill and copies from the host cost on this machine, measured once at start-up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.transfers import Transfer, TransferDirection, TransferId
+from services.worker.engine.random_batches import random_batch
+
+if TYPE_CHECKING:
+    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.host_pool import HostPool
+    from services.worker.engine.model_runner import ModelRunner
+    from services.worker.engine.transfers import Transfers
+
+PREFILL_TOKENS = 256
+LOAD_PAGES = 32
+# The first pass and the first copy also pay for what is done only once.
+REPETITIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Tokens of a prompt per second, and bytes from the host per second, both on this rank."""
+
+    prefill_tokens_per_s: float
+    load_bytes_per_s: float
+
+
+def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_step_tokens: int) -> Calibration:
+    """Measure, with made-up content in pages that nobody uses yet; all ranks do so at the same time."""
+    capacity = runner.capacity
+    tokens = min(PREFILL_TOKENS, max_step_tokens, capacity.max_context, capacity.device_pages * capacity.page_size)
+    batch = random_batch(runner, [(0, tokens)])
+    prefill_s = min(_prefill_s(runner, batch) for _ in range(REPETITIONS))
+    pages = min(LOAD_PAGES, host.pages, capacity.device_pages)
+    load_s = min(_load_s(transfers, pages) for _ in range(REPETITIONS))
+    return Calibration(tokens / prefill_s, pages * host.page_bytes / load_s)
+
+
+def _prefill_s(runner: ModelRunner, batch: ForwardBatch) -> float:
+    started = time.perf_counter()
+    runner.forward(batch).argmax(dim=-1).tolist()  # waits for the device
+    return time.perf_counter() - started
+
+
+def _load_s(transfers: Transfers, pages: int) -> float:
+    ids = np.arange(pages, dtype=np.int32)
+    started = time.perf_counter()
+    transfers.begin([Transfer(TransferId(0), TransferDirection.HOST_TO_DEVICE, ids, ids)])
+    while not transfers.wait():
+        pass
+    return time.perf_counter() - started

@@ -1,0 +1,29 @@
+"""Who copies pages between the tiers beside the forward passes; `common/transfers.py` has the contract of a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.transfers import Transfer, TransferAck
+
+
+class Transfers(Protocol):
+    """Carries transfers out. All methods belong to the engine's thread."""
+
+    def begin(self, transfers: Iterable[Transfer]) -> None:
+        """Take in a plan's transfers, before its first pass; they see what earlier passes wrote."""
+
+    def poll(self) -> tuple[TransferAck, ...]:
+        """Return what is done, after a pass; takes no more time than is bearable between passes."""
+
+    def wait(self) -> tuple[TransferAck, ...]:
+        """Return what is done while there is nothing to compute; stays a little if nothing is."""
+
+    def reset(self) -> None:
+        """Void what is open: when this returns, no page is touched any more."""
+
+    def close(self) -> None:
+        """Give everything back."""
