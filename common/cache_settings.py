@@ -72,6 +72,18 @@ class CacheSettings(Section):
     """Never let users share pages unknowingly: KV computed in another batch may differ in the last bits."""
     cache_merge_group_limit: int = Field(default=64, ge=2)
     """Users of one prefix whose pages are merged in one epoch; bounds the work at its boundary."""
+    cache_host_gigabytes: float = Field(default=0.0, ge=0)
+    """GiB of host memory, on each rank, for copies of KV pages that have left the device; 0: no host tier."""
+    cache_host_pages: int | None = Field(default=None, ge=0)
+    """The same in pages; goes before the former."""
+    cache_host_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    """What is copied to the host: all that is cached, what is used again, or what is about to leave the device."""
+    cache_host_uses: int = Field(default=2, ge=1)
+    """With write_through_selective: so many uses, the first of which computes it."""
+    cache_host_window_pages: int = Field(default=256, ge=1)
+    """Pages that may be on their way to the host at the same time; they cannot leave the device meanwhile."""
+    cache_host_reserve_share: float = Field(default=1 / 16, gt=0, le=1)
+    """With write_back: so much of the device is kept free or copied ahead of need."""
     cache_decision_log: Path | None = None
     """File to which every decision of the cache is appended, for `pando cache replay`. It holds all prompts as token
     ids, and who sent them: it is made readable for its owner alone, and grows without bound. Absent: none."""

@@ -123,6 +123,8 @@ def engine_spec(settings: Settings) -> EngineSpec:
         max_step_tokens=scheduler.max_step_tokens,
         device_pages=scheduler.device_pages,
         memory_fraction=scheduler.memory_fraction,
+        host_pages=scheduler.cache_host_pages,
+        host_bytes=int(scheduler.cache_host_gigabytes * 1024**3),
     )
 
 

@@ -14,12 +14,14 @@ from common.errors import ConfigurationError
 from common.logs import get_logger
 from common.rpc.channel import open_channel
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+    from common.transfers import TransferAck
 
 RECONNECT_S = 0.2
 CONFIGURE_TIMEOUT_S = 3600.0
@@ -48,6 +50,9 @@ class GroupListener(Protocol):
     def on_result(self, result: StepResult) -> None:
         """Rank 0 reports a forward pass."""
 
+    def on_transfer(self, ack: TransferAck) -> None:
+        """All ranks are done with a transfer."""
+
     def on_lost(self) -> None:
         """The group is gone, with all rows and all KV."""
 
@@ -63,6 +68,7 @@ class WorkerGroup:
         self._listener = listener
         self._timeout_s = timeout_s
         self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
+        self._acks = GroupAcks(len(addresses))
         self._plans_in_flight = 0
         self._last_sign = time.monotonic()
         self._log = get_logger("group")
@@ -113,6 +119,7 @@ class WorkerGroup:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
         self._queues = [asyncio.Queue() for _ in ranks]
+        self._acks = GroupAcks(len(ranks))
         self._plans_in_flight = 0
         calls = [rank.Execute(_drain(queue)) for rank, queue in zip(ranks, self._queues, strict=True)]
         try:
@@ -141,7 +148,9 @@ class WorkerGroup:
             for task in tasks:
                 task.cancel()
         # Pages must be as many again after a restart: what waits was admitted by this capacity.
-        self._spec = replace(self._spec, device_pages=capacities[0].device_pages)
+        self._spec = replace(
+            self._spec, device_pages=capacities[0].device_pages, host_pages=capacities[0].host_pages
+        )
         return capacities[0]
 
     async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:
@@ -175,6 +184,10 @@ class WorkerGroup:
             result = result_from_wire(message)
             if result.error is not None:
                 raise GroupLostError(f"rank {rank}: {result.error}")
+            for ack in result.acks:
+                together = self._acks.add(rank, ack)
+                if together is not None:
+                    self._listener.on_transfer(together)
             if rank == 0:
                 self._last_sign = time.monotonic()
                 self._plans_in_flight -= result.last

@@ -11,7 +11,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.types import Admission, RequestId
 from services.scheduler import metrics
-from services.scheduler.cache.factory import make_cache
+from services.scheduler.cache.factory import make_cache, resolve_host
 from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from common.rpc.stream import StreamLink
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
+    from common.transfers import TransferAck
     from common.types import ScheduleRequest
     from protos.gen.pando.v1 import detokenizer_pb2
     from services.scheduler.decision_log import DecisionLog
@@ -137,7 +138,8 @@ class SchedulerLoop:
             config = resolve(self._settings, capacity)
             allocator = PageAllocator(config.device_pages)
             rules = resolve_cache(self._settings)
-            cache = make_cache(self._settings.cache, allocator, config.page_size, rules)
+            host = resolve_host(self._settings, capacity.host_pages)
+            cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
             if self._decisions is not None:
                 self._decisions.begin(encode_header(self._settings.cache, config.page_size, config.device_pages, rules))
                 cache = RecordedCache(cache, allocator, self._decisions.note)
@@ -160,6 +162,12 @@ class SchedulerLoop:
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
         if result.last:
             metrics.STEPS_TOTAL.inc()
+        self._turn()
+
+    def on_transfer(self, ack: TransferAck) -> None:
+        """Let those go on who wait for the pages, or have them copied."""
+        assert self.core is not None, "transfers are the core's"
+        self.core.finish_transfer(ack, self.now)
         self._turn()
 
     def on_lost(self) -> None:

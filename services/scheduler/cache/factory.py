@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from services.scheduler.cache.chunk import ChunkCache
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 
 if TYPE_CHECKING:
     from common.cache_settings import CacheSettings
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.tiers.config import HostConfig
 
 CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
 
@@ -43,3 +43,18 @@ def resolve(settings: CacheSettings) -> CacheConfig:
         if field.name not in ("mode", "eviction")
     }
     return CacheConfig(eviction=EvictionPolicy(settings.cache_eviction), **values)
+
+
+def resolve_host(settings: CacheSettings, pages: int) -> HostConfig:
+    """Return the rules of a host tier for which the workers have `pages` pages.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+    return HostConfig(
+        pages=pages,
+        policy=WritePolicy(settings.cache_host_policy),
+        uses=settings.cache_host_uses,
+        window_pages=settings.cache_host_window_pages,
+        reserve_share=settings.cache_host_reserve_share,
+    )
