@@ -160,7 +160,10 @@ class SchedulerSettings(QueueSettings):
     drain_s: float = Field(default=10.0, ge=0)
     """After SIGTERM, open requests get this long to finish."""
     admin_token: SecretStr | None = None
-    """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps; absent: nobody does."""
+    """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps, and may forget users and
+    pin prompts; absent: nobody does. When it is set, flush, pause and resume need it, too."""
+    admin_token_file: Path | None = None
+    """File that holds the admin token instead."""
 
 
 class WorkerSettings(Section):

@@ -16,6 +16,7 @@ from common.steps import EngineSpec
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
 from services.scheduler.content.checker import ContentChecker
 from services.scheduler.content.desk import ContentDesk
+from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
@@ -63,8 +64,11 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     desk = make_desk(settings, loop)
     if desk is not None:
         works.append(desk.run())
+    service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
+    if desk is not None:
+        service.verdicts = desk.verdicts
     server = RpcServer(NAME, settings.scheduler.address)
-    server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, SchedulerService(loop, settings.scheduler))
+    server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
     await server.start()
     misconfigured: Exception | None = None
     try:

@@ -14,45 +14,17 @@ from common.wire import (
     finish_to_wire,
     logprob_from_wire,
     logprob_to_wire,
-    principal_to_wire,
     resume_to_wire,
     sampling_to_wire,
 )
-from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2, worker_pb2
-from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
+from protos.gen.pando.v1 import detokenizer_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen, StepPlan
     from common.transfers import Transfer
     from common.types import StopConditions
-    from services.scheduler.cache.interface import CacheEvent, NodeView
     from services.scheduler.core.output import Output
     from services.scheduler.core.sequence import Sequence
-
-_VISIBILITIES = {
-    Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
-    Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
-}
-_STATES = {
-    NodeState.LIVE: scheduler_pb2.NODE_STATE_LIVE,
-    NodeState.SOFT_FREE: scheduler_pb2.NODE_STATE_SOFT_FREE,
-    NodeState.ON_HOST: scheduler_pb2.NODE_STATE_ON_HOST,
-}
-_EVENT_KINDS = {
-    CacheEventKind.INSERTED: scheduler_pb2.CACHE_EVENT_KIND_INSERTED,
-    CacheEventKind.SPLIT: scheduler_pb2.CACHE_EVENT_KIND_SPLIT,
-    CacheEventKind.EVICTED: scheduler_pb2.CACHE_EVENT_KIND_EVICTED,
-    CacheEventKind.FLUSHED: scheduler_pb2.CACHE_EVENT_KIND_FLUSHED,
-    CacheEventKind.PROMOTED: scheduler_pb2.CACHE_EVENT_KIND_PROMOTED,
-    CacheEventKind.DEMOTED: scheduler_pb2.CACHE_EVENT_KIND_DEMOTED,
-    CacheEventKind.QUARANTINED: scheduler_pb2.CACHE_EVENT_KIND_QUARANTINED,
-    CacheEventKind.SOFT_FREED: scheduler_pb2.CACHE_EVENT_KIND_SOFT_FREED,
-    CacheEventKind.REVIVED: scheduler_pb2.CACHE_EVENT_KIND_REVIVED,
-    CacheEventKind.RECLAIMED: scheduler_pb2.CACHE_EVENT_KIND_RECLAIMED,
-    CacheEventKind.MERGED: scheduler_pb2.CACHE_EVENT_KIND_MERGED,
-    CacheEventKind.BACKED_UP: scheduler_pb2.CACHE_EVENT_KIND_BACKED_UP,
-    CacheEventKind.LOADED: scheduler_pb2.CACHE_EVENT_KIND_LOADED,
-}
 
 _DIRECTIONS = {
     TransferDirection.DEVICE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST,
@@ -196,60 +168,4 @@ def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
         min_tokens=stop.min_tokens,
         prompt_tokens=sequence.prompt_tokens,
         resume=resume_to_wire(request.resume),
-    )
-
-
-def node_to_wire(node: NodeView, *, is_admin: bool, with_ids: bool) -> scheduler_pb2.TreeNode:
-    """Encode a node; owner and ids only for an admin."""
-    message = scheduler_pb2.TreeNode(
-        node_id=node.node_id,
-        parent_id=node.parent_id,
-        edge_tokens=node.edge_tokens,
-        depth_tokens=node.depth_tokens,
-        visibility=_VISIBILITIES[node.visibility],
-        lock_ref=node.lock_ref,
-        last_access=node.last_access,
-        device_pages=node.pages.tolist(),
-        state=_STATES[node.state],
-        hits=node.hits,
-        users=node.users,
-        previous_hits=node.previous_hits,
-        previous_users=node.previous_users,
-        epoch=node.epoch,
-        creators=node.creators,
-        quarantined=node.quarantined,
-        generation=node.generation,
-        priority=node.priority,
-        pinned=node.pinned,
-        no_promote=node.no_promote,
-        host_pages=[] if node.host_pages is None else node.host_pages.tolist(),
-        host_ref=node.host_ref,
-    )
-    if is_admin and node.owner is not None:
-        message.owner.CopyFrom(principal_to_wire(node.owner))
-    if is_admin and with_ids:
-        message.token_ids.extend(node.token_ids.tolist())
-    return message
-
-
-def event_to_wire(event: CacheEvent, *, is_admin: bool) -> scheduler_pb2.WatchCacheEventsResponse:
-    """Encode a change of the tree."""
-    node = node_to_wire(event.node, is_admin=is_admin, with_ids=False) if event.node else None
-    return scheduler_pb2.WatchCacheEventsResponse(sequence=event.sequence, kind=_EVENT_KINDS[event.kind], node=node)
-
-
-def sequence_to_wire(
-    sequence: Sequence, computed_tokens: int, generated_tokens: int, pages: int, age_s: float
-) -> scheduler_pb2.RequestState:
-    """Encode an open choice, without its principal."""
-    return scheduler_pb2.RequestState(
-        request_id=sequence.request.request_id,
-        choice_index=sequence.choice_index,
-        phase=sequence.phase.value,
-        prompt_tokens=sequence.prompt_tokens,
-        cached_tokens=sequence.cached_tokens or 0,
-        computed_tokens=computed_tokens,
-        generated_tokens=generated_tokens,
-        pages=pages,
-        age_ms=int(age_s * 1000),
     )

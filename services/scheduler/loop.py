@@ -16,9 +16,11 @@ from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode_header
+from services.scheduler.cache_meter import STATES, CacheMeter
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
 from services.scheduler.policy.factory import make_counters, make_policy
 
@@ -48,6 +50,8 @@ class SchedulerLoop:
     ) -> None:
         """Start without a core: it is made when the workers have told their capacity."""
         self.core: SchedulerCore | None = None
+        self.meter: CacheMeter | None = None
+        self._advance: Callable[[int], None] = lambda _epoch: None
         self._settings = settings
         self._clock = clock
         self._decisions = decisions
@@ -146,7 +150,11 @@ class SchedulerLoop:
             cache.advance(self.epoch)
             counters = make_counters(self._settings)
             policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)
-            self.core = SchedulerCore(config, allocator, cache, policy, counters)
+            times = OperationTimes(time.thread_time)
+            self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
+            self.meter = CacheMeter(times)
+            # Rare and long, so that each is measured.
+            self._advance = times.timed("advance", cache.advance, one_in=1)
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
         self._wake.set()
@@ -228,6 +236,8 @@ class SchedulerLoop:
         metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
         metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
         metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at)
+        if self.meter is not None and sequence.lease is not None:
+            self.meter.note_start(sequence, sequence.lease)
 
     def _push(self) -> None:
         """Hand what has gathered to the detokenizer; while it is away, nothing of it is owed to anybody."""
@@ -243,19 +253,21 @@ class SchedulerLoop:
             if self.core is None:
                 continue
             self.core.expire(self.now)
-            self.core.memory.cache.advance(self.epoch)
+            self._advance(self.epoch)
             self._push()
             self._check_accounts(self.core)
             self._wake.set()
 
     def _check_accounts(self, core: SchedulerCore) -> None:
         accounts = core.memory.account(core.rows)
-        for state in ("free", "soft_free", "evictable", "protected"):
+        for state in STATES:
             metrics.PAGES.labels("device", state).set(getattr(accounts, state))
         metrics.WAITING_REQUESTS.set(len(core.queue))
         metrics.RUNNING_ROWS.set(core.rows.running)
         metrics.RETRACTIONS.set(core.memory.retractions)
         metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
+        if self.meter is not None:
+            self.meter.export(core.memory.cache)
         if accounts.is_exact:
             return
         report = core.memory.audit(core.rows)

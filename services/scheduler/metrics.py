@@ -27,6 +27,38 @@ QUEUE_SECONDS = Histogram("pando_scheduler_queue_seconds", "Time from arrival to
 RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their pages back, since start.")
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
+CACHE_EVENTS_TOTAL = Counter(
+    "pando_scheduler_cache_events_total",
+    "Changes of the prefix cache's tree by kind: inserted, split, promoted, demoted, quarantined, evicted, …",
+    ["kind"],
+)
+CACHE_HIT_TOKENS_TOTAL = Counter(
+    "pando_scheduler_cache_hit_tokens_total",
+    "Prompt tokens that started requests found, by the tier they came from and whether all users see them.",
+    ["tier", "visibility"],
+)
+CACHE_PAGES = Gauge(
+    "pando_scheduler_cache_pages",
+    "Pages that nodes of the cache name, by visibility; one that several nodes name counts for each.",
+    ["visibility"],
+)
+CACHE_MERGED_PAGES = Gauge(
+    "pando_scheduler_cache_merged_pages", "Pages that would be needed in addition if no two nodes named the same one."
+)
+CACHE_NODES = Gauge("pando_scheduler_cache_nodes", "Nodes of the prefix cache's tree.")
+CACHE_PRINCIPALS = Gauge("pando_scheduler_cache_principals", "Users that own nodes or have open requests.")
+CACHE_EPOCH = Gauge("pando_scheduler_cache_epoch", "The cache's epoch.")
+CACHE_OPERATIONS_TOTAL = Counter(
+    "pando_scheduler_cache_operations_total", "Calls of the prefix cache by operation.", ["operation"]
+)
+CACHE_OPERATION_CPU_SECONDS_TOTAL = Counter(
+    "pando_scheduler_cache_operation_cpu_seconds_total",
+    "CPU time of the cache's operations, estimated from one call in 16.",
+    ["operation"],
+)
+CACHE_EVENTS_LOST_TOTAL = Counter(
+    "pando_scheduler_cache_events_lost_total", "Events that watchers were not sent because they did not keep up."
+)
 CONTENT_CHECK_SECONDS = Histogram(
     "pando_scheduler_content_check_seconds", "Time in which the content check judged one prompt."
 )

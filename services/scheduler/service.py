@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
+import heapq
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from common.errors import PandoError, UnavailableError
+import numpy as np
+
+from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.types import Admission, RequestId
 from common.wire import admission_to_wire, principal_from_wire, principal_to_wire, schedule_request_from_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler.convert import event_to_wire, node_to_wire, sequence_to_wire
+from services.scheduler import metrics
+from services.scheduler.convert_cache import (
+    Disclosure,
+    cache_to_wire,
+    event_to_wire,
+    node_to_wire,
+    owner_to_wire,
+    sequence_to_wire,
+    tier_to_wire,
+)
+from services.scheduler.watching import EventBacklog
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 
     import grpc
 
     from common.settings import SchedulerSettings
-    from services.scheduler.cache.interface import CacheEvent
+    from common.types import Principal, TokenIds
+    from services.scheduler.cache.interface import CacheEvent, PrefixCache
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.credentials import Credentials
     from services.scheduler.loop import SchedulerLoop
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Filtered: TypeAlias = "scheduler_pb2.DumpTreeRequest | scheduler_pb2.WatchCacheEventsRequest"
 
-# Events that may wait for a slow watcher before it is cut off.
-MAX_QUEUED_EVENTS = 65_536
-AUTHORIZATION_KEY = "authorization"
+# How soon a watcher of a cache that was replaced is told so.
+WATCH_INTERVAL_S = 1.0
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """Decode, call the loop, encode."""
 
-    def __init__(self, loop: SchedulerLoop, settings: SchedulerSettings) -> None:
-        """Serve `loop`."""
+    def __init__(self, loop: SchedulerLoop, settings: SchedulerSettings, credentials: Credentials) -> None:
+        """Serve `loop`; show and let change what `credentials` allow."""
+        # Verdicts of the content check by outcome; whoever runs one puts its own here.
+        self.verdicts: dict[str, int] = {}
         self._loop = loop
         self._settings = settings
+        self._credentials = credentials
 
     async def Submit(  # noqa: N802  (names of rpcs are the contract's)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
@@ -72,12 +88,17 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         core = self._loop.core
         if core is not None:
             _describe_core(core, state)
+            state.cache_accounting.CopyFrom(cache_to_wire(core.memory.cache, self._loop.meter, self.verdicts))
+            shown = self._disclosure(context)
             if request.include_requests:
-                is_admin = self._is_admin(context)
-                state.requests.extend(self._describe(core, sequence, is_admin) for sequence in core.open_sequences)
+                state.requests.extend(self._describe(core, sequence, shown) for sequence in core.open_sequences)
+            if request.max_owners:
+                owners = core.memory.cache.owners()
+                largest = heapq.nlargest(request.max_owners, owners, key=lambda owner: owner.device_pages)
+                state.owners.extend(owner_to_wire(owner, shown) for owner in largest)
         return state
 
-    def _describe(self, core: SchedulerCore, sequence: Sequence, is_admin: bool) -> scheduler_pb2.RequestState:
+    def _describe(self, core: SchedulerCore, sequence: Sequence, shown: Disclosure) -> scheduler_pb2.RequestState:
         row, rows = sequence.row, core.rows
         running = row is not None
         message = sequence_to_wire(
@@ -87,7 +108,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             pages=int(rows.page_count[row]) if running else 0,
             age_s=self._loop.now - sequence.arrived_at,
         )
-        if is_admin:
+        message.fingerprint = shown.fingerprint(sequence.request.principal)
+        if shown.is_admin:
             message.principal.CopyFrom(principal_to_wire(sequence.request.principal))
         return message
 
@@ -95,23 +117,46 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.DumpTreeRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.DumpTreeResponse]:
         """Stream the cache's nodes as they are now, parents before children."""
-        is_admin = self._is_admin(context)
-        principal = principal_from_wire(request.principal) if request.HasField("principal") else None
-        nodes = list(self._core().memory.cache.dump(principal))  # the tree may change between two writes
+        shown = self._disclosure(context, with_ids=request.include_token_ids)
+        cache = self._core().memory.cache
+        nodes = list(cache.dump(self._viewer(request, context, cache)))  # the tree may change between two writes
         for node in nodes[: request.max_nodes or None]:
-            encoded = node_to_wire(node, is_admin=is_admin, with_ids=request.include_token_ids)
-            yield scheduler_pb2.DumpTreeResponse(node=encoded)
+            yield scheduler_pb2.DumpTreeResponse(node=node_to_wire(node, shown))
 
     async def FlushCache(  # noqa: N802
         self, request: scheduler_pb2.FlushCacheRequest, context: Context
     ) -> scheduler_pb2.FlushCacheResponse:
         """Drop every cache entry that no running request needs."""
+        self._credentials.require_admin_if_set(_metadata(context), "flush the cache")
         return scheduler_pb2.FlushCacheResponse(freed_pages=self._core().memory.cache.flush())
+
+    async def ForgetPrincipal(  # noqa: N802
+        self, request: scheduler_pb2.ForgetPrincipalRequest, context: Context
+    ) -> scheduler_pb2.ForgetPrincipalResponse:
+        """Drop everything that is private to one principal."""
+        self._credentials.require_admin(_metadata(context), "forget a user")
+        principal = principal_from_wire(request.principal)
+        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=self._core().memory.cache.forget(principal))
+
+    async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
+        """Declare a prompt public."""
+        self._credentials.require_admin(_metadata(context), "pin a prompt")
+        core = self._core()
+        return scheduler_pb2.PinResponse(pinned_tokens=core.memory.cache.pin(_prompt(core, request.token_ids)))
+
+    async def Unpin(  # noqa: N802
+        self, request: scheduler_pb2.UnpinRequest, context: Context
+    ) -> scheduler_pb2.UnpinResponse:
+        """Undo `Pin`."""
+        self._credentials.require_admin(_metadata(context), "unpin a prompt")
+        core = self._core()
+        return scheduler_pb2.UnpinResponse(was_pinned=core.memory.cache.unpin(_prompt(core, request.token_ids)))
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context
     ) -> scheduler_pb2.PauseResponse:
         """Stop admitting rows."""
+        self._credentials.require_admin_if_set(_metadata(context), "pause")
         self._core().pause(paused=True)
         return scheduler_pb2.PauseResponse()
 
@@ -119,6 +164,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.ResumeRequest, context: Context
     ) -> scheduler_pb2.ResumeResponse:
         """Go on admitting rows."""
+        self._credentials.require_admin_if_set(_metadata(context), "resume")
         self._core().pause(paused=False)
         self._loop.wake()
         return scheduler_pb2.ResumeResponse()
@@ -126,24 +172,33 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def WatchCacheEvents(  # noqa: N802
         self, request: scheduler_pb2.WatchCacheEventsRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchCacheEventsResponse]:
-        """Stream a snapshot, then every change; a watcher that cannot keep up is cut off."""
-        is_admin = self._is_admin(context)
-        principal = principal_from_wire(request.principal) if request.HasField("principal") else None
+        """Stream a snapshot, then every change; after losses, how many there were and a new snapshot."""
+        shown = self._disclosure(context)
         cache = self._core().memory.cache
+        viewer = self._viewer(request, context, cache)
+        is_filtered = request.HasField("principal") or request.HasField("fingerprint")
         backlog = EventBacklog()
         unsubscribe = cache.events.subscribe(backlog.add)
         try:
-            sequence, nodes = cache.events.sequence, list(cache.dump(principal))
-            for node in nodes:
-                encoded = node_to_wire(node, is_admin=is_admin, with_ids=False)
-                kind = scheduler_pb2.CACHE_EVENT_KIND_INSERTED
-                yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=kind, node=encoded)
-            end = scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END
-            yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=end)
+            # In lists: the tree may change between two writes.
+            for message in list(_snapshot(cache, viewer, shown)):
+                yield message
             while True:
-                event = await backlog.next()
-                if principal is None or event.node is None or event.node.owner in (None, principal):
-                    yield event_to_wire(event, is_admin=is_admin)
+                event = await backlog.next(WATCH_INTERVAL_S)
+                if event is not None:
+                    if not is_filtered or _is_in_view(event, viewer):
+                        yield event_to_wire(event, shown)
+                elif lost := backlog.take_lost():
+                    metrics.CACHE_EVENTS_LOST_TOTAL.inc(lost)
+                    snapshot = list(_snapshot(cache, viewer, shown))
+                    kind = scheduler_pb2.CACHE_EVENT_KIND_LOST
+                    yield scheduler_pb2.WatchCacheEventsResponse(
+                        sequence=cache.events.sequence, kind=kind, lost_events=lost
+                    )
+                    for message in snapshot:
+                        yield message
+                elif self._core().memory.cache is not cache:
+                    raise UnavailableError("the cache was replaced with the workers; watch again")
         finally:
             unsubscribe()
 
@@ -152,44 +207,63 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
         return self._loop.core
 
-    def _is_admin(self, context: Context) -> bool:
-        """Whether the caller shows the admin token; without a configured token nobody is admin."""
-        token = self._settings.admin_token
-        if token is None:
-            return False
-        shown = dict(context.invocation_metadata() or ()).get(AUTHORIZATION_KEY, "")
-        return hmac.compare_digest(str(shown).encode(), f"Bearer {token.get_secret_value()}".encode())
+    def _disclosure(self, context: Context, *, with_ids: bool = False) -> Disclosure:
+        is_admin = self._credentials.is_admin(_metadata(context))
+        return Disclosure(is_admin, self._credentials.fingerprint, with_ids)
 
-
-class EventBacklog:
-    """Events that wait for one watcher; bounded, as a watcher may stop reading and keep its stream open."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._events: asyncio.Queue[CacheEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
-        self._has_overflown = False
-
-    def add(self, event: CacheEvent) -> None:
-        """Keep an event, or note that it is lost."""
-        try:
-            self._events.put_nowait(event)
-        except asyncio.QueueFull:
-            self._has_overflown = True
-
-    async def next(self) -> CacheEvent:
-        """Wait for the oldest event.
+    def _viewer(self, request: Filtered, context: Context, cache: PrefixCache) -> Principal | None:
+        """Return whose view is asked for, None for everybody's.
 
         Raises:
-            UnavailableError: events were lost, so that the watcher's picture of the tree would be wrong.
+            PermissionDeniedError: a principal is named without the admin token, which would tell its fingerprint.
+            InvalidRequestError: nobody has the fingerprint.
         """
-        if self._has_overflown:
-            raise UnavailableError("the watcher does not keep up with the cache's events")
-        return await self._events.get()
+        if request.HasField("principal"):
+            self._credentials.require_admin(_metadata(context), "name a user; a fingerprint needs none")
+            return principal_from_wire(request.principal)
+        if not request.HasField("fingerprint"):
+            return None
+        for owner in cache.owners():
+            if owner.principal and self._credentials.fingerprint(owner.principal) == request.fingerprint:
+                return owner.principal
+        raise InvalidRequestError("nobody with this fingerprint has anything in the cache", param="fingerprint")
+
+
+def _metadata(context: Context) -> Mapping[str, str | bytes]:
+    return dict(context.invocation_metadata() or ())
+
+
+def _prompt(core: SchedulerCore, token_ids: Iterable[int]) -> TokenIds:
+    """Return the ids of a prompt.
+
+    Raises:
+        InvalidRequestError: there are none, or some that the model does not have.
+    """
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    if not len(ids):
+        raise InvalidRequestError("token_ids must not be empty", param="token_ids")
+    if int(ids.max()) >= core.config.vocabulary_size:
+        raise InvalidRequestError(f"token ids must be in [0, {core.config.vocabulary_size})", param="token_ids")
+    return ids.astype(np.int32)
+
+
+def _snapshot(
+    cache: PrefixCache, viewer: Principal | None, shown: Disclosure
+) -> Iterator[scheduler_pb2.WatchCacheEventsResponse]:
+    """Yield the tree as INSERTED events, and the end of that."""
+    sequence = cache.events.sequence
+    for node in cache.dump(viewer):
+        kind = scheduler_pb2.CACHE_EVENT_KIND_INSERTED
+        yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=kind, node=node_to_wire(node, shown))
+    yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END)
+
+
+def _is_in_view(event: CacheEvent, viewer: Principal | None) -> bool:
+    return event.node is None or event.node.owner in (None, viewer)
 
 
 def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -> None:
     """Fill in what only a scheduler with workers has."""
-    accounts = core.memory.account(core.rows)
     state.waiting_requests = len(core.queue)
     state.running_rows = core.rows.running
     state.paused = core.is_paused
@@ -197,11 +271,6 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.finished_steps = core.finished_steps
     state.retractions = core.memory.retractions
     state.leaked_pages = core.memory.leaked_pages
-    state.tiers.add(
-        tier="device",
-        capacity_pages=accounts.capacity,
-        free_pages=accounts.free,
-        soft_free_pages=accounts.soft_free,
-        evictable_pages=accounts.evictable,
-        protected_pages=accounts.protected,
-    )
+    state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
+    if core.memory.cache.host is not None:
+        state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))

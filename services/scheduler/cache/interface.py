@@ -120,6 +120,7 @@ class OwnerView:
 
     principal: Principal | None
     device_pages: int
+    host_pages: int
     nodes: int
     leases: int
     last_epoch: int
@@ -137,6 +138,8 @@ class CacheUsage:
     principals: int
     public_pages: int
     private_pages: int
+    # How many more pages were needed if no two nodes named the same one.
+    merged_pages: int
 
 
 class CacheEventKind(Enum):

@@ -303,11 +303,19 @@ class RadixCache:
     def usage(self) -> CacheUsage:
         """Totals of the tree."""
         accounts, public = self.store.accounts, self.store.accounts.public.live_pages
-        return CacheUsage(self.store.tree.node_count, len(accounts), public, self.held_references - public)
+        use = self.store.use
+        return CacheUsage(
+            nodes=self.store.tree.node_count,
+            principals=len(accounts),
+            public_pages=public,
+            private_pages=use.references - public,
+            merged_pages=max(use.references - use.evictable - use.protected - use.soft_free, 0),
+        )
 
     def owners(self) -> Iterator[OwnerView]:
         """Yield the public and every principal that holds a node or a lease."""
-        return map(owner_view, [self.store.accounts.public, *self.store.accounts.all()])
+        for account in (self.store.accounts.public, *self.store.accounts.all()):
+            yield owner_view(account, 0 if self.host is None else self.host.pages.pages_of(account))
 
     def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
         """Yield the nodes of one principal's view, or all nodes: parents before children."""

@@ -49,11 +49,12 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
     )
 
 
-def owner_view(account: Account) -> OwnerView:
-    """Describe what a principal, or the public, has."""
+def owner_view(account: Account, host_pages: int) -> OwnerView:
+    """Describe what a principal, or the public, has; of what is on the host the caller knows."""
     return OwnerView(
         principal=None if account.is_public else Principal(*account.scope),
         device_pages=account.live_pages,
+        host_pages=host_pages,
         nodes=account.nodes,
         leases=account.leases,
         last_epoch=account.last_epoch,

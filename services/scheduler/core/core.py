@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.shares import VirtualCounters
+    from services.scheduler.core.times import OperationTimes
 
 # A hint for refused clients: about the time in which a full queue makes room.
 RETRY_AFTER_MS = 1000
@@ -47,13 +48,17 @@ class SchedulerCore:
         cache: PrefixCache,
         policy: Policy,
         counters: VirtualCounters | None = None,
+        times: OperationTimes | None = None,
     ) -> None:
-        """Start empty, over an allocator and a cache that nobody else changes; `counters` are what `policy` reads."""
+        """Start empty, over an allocator and a cache that nobody else changes.
+
+        `counters` are what `policy` reads, `times` measure what the cache's operations cost.
+        """
         self.config = config
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
         self.queue = WaitingQueue(policy, counters)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
-        self.memory = KvMemory(allocator, cache, costs)
+        self.memory = KvMemory(allocator, cache, costs, times)
         self.in_flight = 0
         self.finished_steps = 0
         self._tenancy = Tenancy(self.rows, self.memory)

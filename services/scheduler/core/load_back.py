@@ -68,7 +68,7 @@ class LoadBack:
         if not match.host_tokens:
             return False
         if match.loading is not None:
-            self._await(sequence, match.loading)
+            self._await(sequence, match.loading, match.host_tokens)
             return True
         if not self.costs.pays(match.host_tokens, self.loading_tokens):
             self.skipped_tokens += match.host_tokens
@@ -79,7 +79,7 @@ class LoadBack:
         transfer = self.host.load(sequence.request.principal, sequence.token_ids, allocate)
         if transfer is None:
             return False
-        self._await(sequence, transfer.transfer_id)
+        self._await(sequence, transfer.transfer_id, transfer.pages * self._page_size)
         self.loading_tokens += transfer.pages * self._page_size
         self._start(transfer, now)
         return True
@@ -113,6 +113,7 @@ class LoadBack:
         self._started.append(transfer)
         self._started_at[transfer.transfer_id] = now
 
-    def _await(self, sequence: Sequence, transfer_id: TransferId) -> None:
+    def _await(self, sequence: Sequence, transfer_id: TransferId, tokens: int) -> None:
+        sequence.host_tokens = max(sequence.host_tokens, tokens)
         sequence.awaited_load = transfer_id
         sequence.loads += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -12,21 +12,38 @@ from services.scheduler.cache.accounting import Accounting, AuditReport, account
 from services.scheduler.core.load_back import LoadBack
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import PageIds
     from services.scheduler.cache.interface import Lease, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.times import OperationTimes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class KvMemory:
     """Hands pages to rows, evicting from the cache as needed, and moves rows' pages into the cache."""
 
-    def __init__(self, allocator: PageAllocator, cache: PrefixCache, costs: LoadCosts) -> None:
-        """Work on an allocator and a cache over the same pages; `costs` say what loads from its host tier pay."""
+    def __init__(
+        self, allocator: PageAllocator, cache: PrefixCache, costs: LoadCosts, times: OperationTimes | None = None
+    ) -> None:
+        """Work on an allocator and a cache over the same pages; `costs` say what loads from its host tier pay.
+
+        `times`, if given, measure what the cache's operations cost.
+        """
         self.allocator = allocator
         self.cache = cache
+        timed = times.timed if times is not None else _untimed
+        self._peek = timed("peek", cache.peek)
+        self._commit_prefix = timed("commit", cache.commit)
+        self._insert = timed("insert", cache.insert)
+        self._release = timed("release", cache.release)
+        self._evict = timed("evict", cache.evict)
         self.loads = LoadBack(cache.host, costs, cache.page_size) if cache.host is not None else None
         self.retractions = 0
         self.leaked_pages = 0
@@ -44,7 +61,7 @@ class KvMemory:
         """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
         if sequence.request.cache_mode is CacheMode.NONE:
             return 0
-        return self.cache.peek(sequence.request.principal, sequence.token_ids)
+        return self._peek(sequence.request.principal, sequence.token_ids)
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
         """Return whether a waiting sequence has to wait for pages from the host; start to load them where it pays."""
@@ -62,7 +79,7 @@ class KvMemory:
         lease = self._commit(sequence)
         # Only now is it known how much of the prefix was counted as evictable before.
         if pages - len(lease.pages) + spare_pages > self.available_pages:
-            self.cache.release(lease)
+            self._release(lease)
             self.allocator.release(lease.pages)
             return None
         sequence.lease = lease
@@ -74,7 +91,7 @@ class KvMemory:
             return self.cache.commit_nothing(request.principal)
         repeated = sequence.was_committed
         sequence.was_committed = True
-        return self.cache.commit(
+        return self._commit_prefix(
             request.principal,
             sequence.token_ids,
             repeated=repeated,
@@ -85,7 +102,7 @@ class KvMemory:
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:
         """Take `count` pages, evicting what the cache can spare; None if even that is not enough."""
         if count > self.allocator.free_pages:
-            self.cache.evict(count - self.allocator.free_pages)
+            self._evict(count - self.allocator.free_pages)
         return self.allocator.try_allocate(count, owner)
 
     def keep(self, sequence: Sequence, rows: RowTable) -> list[PageReplacement]:
@@ -99,7 +116,7 @@ class KvMemory:
         assert lease is not None
         computed = int(rows.computed[row])
         table = rows.page_table(row)
-        insertion = self.cache.insert(lease, rows.tokens(row, computed), table, sequence.prompt_tokens)
+        insertion = self._insert(lease, rows.tokens(row, computed), table, sequence.prompt_tokens)
         sequence.lease = insertion.lease
         if insertion.first_duplicate is None:
             return []
@@ -114,7 +131,7 @@ class KvMemory:
         row, lease = sequence.row, sequence.lease
         assert row is not None
         assert lease is not None
-        self.cache.release(lease)
+        self._release(lease)
         self.allocator.release(rows.page_table(row))
         rows.page_count[row] = 0
         sequence.lease = None
@@ -147,3 +164,7 @@ class KvMemory:
             self.loads.forget_all()
         self.cache.flush()
         assert not np.any(self.allocator.counts), "the cache holds pages after a flush"
+
+
+def _untimed(_name: str, function: Callable[P, R]) -> Callable[P, R]:
+    return function

@@ -58,6 +58,8 @@ class Sequence:
     # The load from the host that it waits for, and how many it has waited for since it last had a row.
     awaited_load: TransferId | None = None
     loads: int = 0
+    # Tokens of its prefix that were loaded for it, or for another while it waited.
+    host_tokens: int = 0
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
 

@@ -3,142 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
 from common.errors import ConfigurationError
-from common.rpc.channel import is_serving, open_channel
-from common.rpc.server import RpcServer
-from common.settings import Settings
-from common.types import Principal
-from common.wire import principal_to_wire, schedule_request_to_wire
+from common.wire import schedule_request_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
-    detokenizer_pb2_grpc,
     scheduler_pb2,
-    scheduler_pb2_grpc,
-    worker_pb2_grpc,
 )
-from services.scheduler.__main__ import NAME, serve
-from tests.fakes.detokenizer_service import RecordingDetokenizer
 from tests.fakes.simulated_worker import expected_output
-from tests.fakes.worker_service import FakeWorkerService
 from tests.services.scheduler.core.harness import STOP_ID, make_request
+from tests.services.scheduler.ring import ADMIN, PROMPT, Ring, until_state
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-
-PROMPT = [(17 * position) % 900 + 10 for position in range(30)]
-
-
-async def until_state(ring: Ring, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition(await ring.state()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-class Ring:
-    """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
-
-    def __init__(self, folder: Path, **scheduler: Any) -> None:
-        self.workers = [FakeWorkerService(), FakeWorkerService()]
-        self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
-        self.admissions: dict[str, common_pb2.Admission] = {}
-        self._folder = folder
-        self._stack = AsyncExitStack()
-        self._stopping = asyncio.Event()
-        self._worker_servers: list[RpcServer] = []
-        section = {
-            "address": self.address("scheduler"),
-            "workers": (self.address("worker0"), self.address("worker1")),
-            "detokenizer": self.address("detokenizer"),
-            "page_size": 4,
-            "max_rows": 4,
-            "max_step_tokens": 16,
-            "drain_s": 0.5,
-            "admin_token": "let me in",
-            **scheduler,
-        }
-        self.settings = Settings.model_validate({"scheduler": section})
-
-    def address(self, name: str) -> str:
-        return f"unix:{self._folder}/{name}.sock"
-
-    async def start(self) -> None:
-        await self.start_workers()
-        await self.start_detokenizer()
-        self.running = asyncio.create_task(serve(self.settings, self._stopping))
-        self.channel = await self._stack.enter_async_context(open_channel(self.address("scheduler")))
-        self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
-        self._call = self.stub.Submit(wait_for_ready=True)
-        self._reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for message in self._call:
-            self.admissions.update({admission.request_id: admission for admission in message.admissions})
-
-    async def start_workers(self) -> None:
-        for number, worker in enumerate(self.workers):
-            server = RpcServer("pando.v1.Worker", self.address(f"worker{number}"))
-            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, worker)
-            await server.start()
-            self._worker_servers.append(server)
-
-    async def stop_workers(self) -> None:
-        for server in self._worker_servers:
-            await server.stop(0)
-        self._worker_servers = []
-
-    async def start_detokenizer(self) -> None:
-        self._detokenizer_server = RpcServer("pando.v1.Detokenizer", self.address("detokenizer"))
-        self._detokenizer_server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, self.detokenizer)
-        await self._detokenizer_server.start()
-
-    async def stop_detokenizer(self) -> None:
-        await self._detokenizer_server.stop(0)
-
-    async def ready(self, *, serving: bool = True) -> None:
-        async with asyncio.timeout(15):
-            while await is_serving(self.channel, NAME) is not serving:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-    async def submit(self, name: str, prompt: list[int] | None = None, **changes: Any) -> common_pb2.Admission:
-        request = schedule_request_to_wire(make_request(name, prompt or PROMPT, **changes))
-        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[request]))
-        await until(lambda: name in self.admissions)
-        return self.admissions[name]
-
-    async def abort(self, name: str) -> None:
-        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
-
-    async def finished(self, *names: str) -> None:
-        await until(lambda: all(name in self.detokenizer.finishes for name in names))
-
-    async def state(self) -> scheduler_pb2.GetStateResponse:
-        return await self.stub.GetState(scheduler_pb2.GetStateRequest(include_requests=True), timeout=5)
-
-    async def stop(self) -> None:
-        self._stopping.set()
-        self._reader.cancel()
-        self._call.cancel()
-        await asyncio.gather(self.running, self._reader, return_exceptions=True)
-        await self._stack.aclose()
-        await self.stop_workers()
-        await self.stop_detokenizer()
-
-
-@pytest.fixture
-async def ring(tmp_path: Path) -> AsyncIterator[Ring]:
-    ring = Ring(tmp_path)
-    await ring.start()
-    await ring.ready()
-    yield ring
-    await ring.stop()
 
 
 def output(max_tokens: int = 8, prompt: list[int] = PROMPT) -> list[int]:
@@ -256,59 +138,23 @@ async def test_without_its_detokenizer_it_serves_nobody_and_forgets_what_that_kn
 
 
 async def test_a_request_is_known_to_the_detokenizer_while_it_waits(ring: Ring) -> None:
-    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5)
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5, metadata=ADMIN)
     await ring.submit("waiting")
     await until(lambda: "waiting" in ring.detokenizer.opened)
     assert "waiting" not in ring.detokenizer.cached
 
 
-async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring) -> None:
-    await ring.submit("alice's", user="alice")
-    await ring.submit("bob's", user="bob")
-    await ring.finished("alice's", "bob's")
-    request = scheduler_pb2.DumpTreeRequest(include_token_ids=True)
-    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5)]
-    assert len(nodes) >= 2
-    assert not any(node.HasField("owner") or node.token_ids for node in nodes)
-    wrong = (("authorization", "Bearer let me out"),)
-    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5, metadata=wrong)]
-    assert not any(node.HasField("owner") or node.token_ids for node in nodes)
-    admin = (("authorization", "Bearer let me in"),)
-    nodes = [response.node async for response in ring.stub.DumpTree(request, timeout=5, metadata=admin)]
-    assert {node.owner.user for node in nodes} == {"alice", "bob"}
-    assert list(nodes[0].token_ids[:4]) == PROMPT[:4]
-    own = scheduler_pb2.DumpTreeRequest(principal=principal_to_wire(Principal("tenant", "alice")))
-    nodes = [response.node async for response in ring.stub.DumpTree(own, timeout=5, metadata=admin)]
-    assert {node.owner.user for node in nodes} == {"alice"}
-
-
-async def test_a_watcher_sees_the_tree_first_and_then_each_change(ring: Ring) -> None:
-    await ring.submit("before")
-    await ring.finished("before")
-    call = ring.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=10)
-    events = aiter(call)
-    snapshot = []
-    while (event := await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
-        snapshot.append(event)
-    assert snapshot
-    await ring.submit("after", user="bob")
-    event = await anext(events)
-    assert event.kind == scheduler_pb2.CACHE_EVENT_KIND_INSERTED
-    assert event.sequence > snapshot[-1].sequence
-    call.cancel()
-
-
 async def test_flush_pause_and_resume_do_what_they_say(ring: Ring) -> None:
     await ring.submit("first")
     await ring.finished("first")
-    freed = await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5)
+    freed = await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5, metadata=ADMIN)
     assert freed.freed_pages > 0
-    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5)
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5, metadata=ADMIN)
     await ring.submit("second")
     state = await ring.state()
     assert state.paused
     assert [request.phase for request in state.requests] == ["WAITING"]
-    await ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=5)
+    await ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=5, metadata=ADMIN)
     await ring.finished("second")
     assert ring.detokenizer.cached["second"] == 0
 
@@ -320,7 +166,7 @@ async def test_before_the_workers_are_there_it_says_so(tmp_path: Path) -> None:
     rejected = (await ring.submit("early")).rejected
     assert rejected.code == common_pb2.ERROR_CODE_UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5)
+        await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5, metadata=ADMIN)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await ring.state()).worker_group == "CONNECTING"
     await ring.stop()

@@ -430,6 +430,7 @@ class CacheAccounting(_message.Message):
     PRINCIPALS_FIELD_NUMBER: _builtins.int
     PUBLIC_PAGES_FIELD_NUMBER: _builtins.int
     PRIVATE_PAGES_FIELD_NUMBER: _builtins.int
+    MERGED_PAGES_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
@@ -443,6 +444,8 @@ class CacheAccounting(_message.Message):
     public_pages: _builtins.int
     """Pages that nodes name, by visibility; a page that several nodes name counts for each of them."""
     private_pages: _builtins.int
+    merged_pages: _builtins.int
+    """Pages that would be needed in addition if no two nodes named the same one."""
     @_builtins.property
     def events(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Events by kind (inserted, promoted, …), kinds that have not occurred left out."""
@@ -468,6 +471,7 @@ class CacheAccounting(_message.Message):
         principals: _builtins.int = ...,
         public_pages: _builtins.int = ...,
         private_pages: _builtins.int = ...,
+        merged_pages: _builtins.int = ...,
         events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         hit_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         verdicts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -475,7 +479,7 @@ class CacheAccounting(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "nodes", b"nodes", "operations", b"operations", "principals", b"principals", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "merged_pages", b"merged_pages", "nodes", b"nodes", "operations", b"operations", "principals", b"principals", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

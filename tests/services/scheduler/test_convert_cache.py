@@ -7,7 +7,7 @@ from common.types import CacheMode, Principal
 from common.wire import cache_mode_from_wire, cache_mode_to_wire
 from protos.gen.pando.v1 import scheduler_pb2
 from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeState, NodeView, Visibility
-from services.scheduler.convert import event_to_wire, node_to_wire
+from services.scheduler.convert_cache import Disclosure, event_to_wire, node_to_wire
 
 NODE = NodeView(
     node_id=NodeId(7),
@@ -34,11 +34,15 @@ NODE = NodeView(
     no_promote=True,
     host_pages=np.array([4], np.int32),
     host_ref=1,
+    promoted_by=3,
+    promoted_epoch=12,
 )
+ADMIN = Disclosure(is_admin=True, fingerprint=lambda _: "f" * 16, with_ids=True)
+STRANGER = Disclosure(is_admin=False, fingerprint=lambda _: "f" * 16, with_ids=True)
 
 
 def test_every_field_of_a_node_is_told() -> None:
-    message = node_to_wire(NODE, is_admin=True, with_ids=True)
+    message = node_to_wire(NODE, ADMIN)
     assert [field.name for field, _ in message.ListFields()] == [
         field.name for field in scheduler_pb2.TreeNode.DESCRIPTOR.fields
     ]
@@ -48,14 +52,15 @@ def test_every_field_of_a_node_is_told() -> None:
 
 
 def test_neither_owner_nor_tokens_without_credential() -> None:
-    message = node_to_wire(NODE, is_admin=False, with_ids=True)
+    message = node_to_wire(NODE, STRANGER)
     assert not message.HasField("owner")
     assert not message.token_ids
+    assert message.owner_fingerprint == "f" * 16
 
 
 @pytest.mark.parametrize("kind", CacheEventKind)
 def test_every_kind_of_event_has_its_name_on_the_wire(kind: CacheEventKind) -> None:
-    message = event_to_wire(CacheEvent(3, kind, NODE), is_admin=False)
+    message = event_to_wire(CacheEvent(3, kind, NODE), STRANGER)
     assert scheduler_pb2.CacheEventKind.Name(message.kind) == f"CACHE_EVENT_KIND_{kind.name}"
 
 

@@ -1,0 +1,67 @@
+"""What the cache does and costs, counted for the state dump and for Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.scheduler import metrics
+from services.scheduler.cache.interface import CacheEventKind
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.interface import Lease, PrefixCache
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.times import OperationTimes
+
+STATES = ("free", "soft_free", "evictable", "protected")
+
+
+class CacheMeter:
+    """Owns the counts of one cache that the cache itself does not keep, and what of all counts has been exported."""
+
+    def __init__(self, times: OperationTimes) -> None:
+        """Start with nothing exported; `times` are the cache's operations."""
+        self.times = times
+        # Prompt tokens found, by tier and whether all see them.
+        self.hit_tokens: dict[tuple[str, str], int] = {}
+        self._events = dict.fromkeys(CacheEventKind, 0)
+        self._calls: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+
+    def note_start(self, sequence: Sequence, lease: Lease) -> None:
+        """Count what a sequence found when it got its first row. What came from the host lies behind all the rest."""
+        from_host = min(sequence.host_tokens, lease.matched_tokens)
+        on_device = lease.matched_tokens - from_host
+        public_on_device = min(lease.public_tokens, on_device)
+        found = {
+            ("device", "public"): public_on_device,
+            ("device", "private"): on_device - public_on_device,
+            ("host", "public"): lease.public_tokens - public_on_device,
+            ("host", "private"): from_host - (lease.public_tokens - public_on_device),
+        }
+        for (tier, visibility), tokens in found.items():
+            if tokens:
+                self.hit_tokens[tier, visibility] = self.hit_tokens.get((tier, visibility), 0) + tokens
+                metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, visibility).inc(tokens)
+
+    def export(self, cache: PrefixCache) -> None:
+        """Bring Prometheus up to date. O(1) in the size of the cache."""
+        usage = cache.usage
+        metrics.CACHE_NODES.set(usage.nodes)
+        metrics.CACHE_PRINCIPALS.set(usage.principals)
+        metrics.CACHE_EPOCH.set(cache.epoch)
+        metrics.CACHE_PAGES.labels("public").set(usage.public_pages)
+        metrics.CACHE_PAGES.labels("private").set(usage.private_pages)
+        metrics.CACHE_MERGED_PAGES.set(usage.merged_pages)
+        for kind, exported in self._events.items():
+            number = cache.events.count(kind)
+            metrics.CACHE_EVENTS_TOTAL.labels(kind.value).inc(number - exported)
+            self._events[kind] = number
+        for name, cost in self.times:
+            calls, seconds = cost.calls, max(cost.seconds, self._seconds.get(name, 0.0))
+            metrics.CACHE_OPERATIONS_TOTAL.labels(name).inc(calls - self._calls.get(name, 0))
+            metrics.CACHE_OPERATION_CPU_SECONDS_TOTAL.labels(name).inc(seconds - self._seconds.get(name, 0.0))
+            self._calls[name], self._seconds[name] = calls, seconds
+        if cache.host is not None:
+            accounts = cache.host.account()
+            for state in STATES:
+                metrics.PAGES.labels("host", state).set(getattr(accounts, state))

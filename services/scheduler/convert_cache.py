@@ -1,0 +1,153 @@
+"""Wire messages about the cache, for people and tools: nodes, events, accounts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.wire import principal_to_wire
+from protos.gen.pando.v1 import scheduler_pb2
+from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.types import Principal
+    from services.scheduler.cache.accounting import Accounting
+    from services.scheduler.cache.interface import CacheEvent, NodeView, OwnerView, PrefixCache
+    from services.scheduler.cache_meter import CacheMeter
+    from services.scheduler.core.sequence import Sequence
+
+_VISIBILITIES = {
+    Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
+    Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
+}
+_STATES = {
+    NodeState.LIVE: scheduler_pb2.NODE_STATE_LIVE,
+    NodeState.SOFT_FREE: scheduler_pb2.NODE_STATE_SOFT_FREE,
+    NodeState.ON_HOST: scheduler_pb2.NODE_STATE_ON_HOST,
+}
+_EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kind.name}") for kind in CacheEventKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Disclosure:
+    """What a caller is shown of principals and prompts: names and ids only to the operator, else fingerprints."""
+
+    is_admin: bool
+    fingerprint: Callable[[Principal], str]
+    with_ids: bool = False
+
+
+def node_to_wire(node: NodeView, shown: Disclosure) -> scheduler_pb2.TreeNode:
+    """Encode a node."""
+    message = scheduler_pb2.TreeNode(
+        node_id=node.node_id,
+        parent_id=node.parent_id,
+        edge_tokens=node.edge_tokens,
+        depth_tokens=node.depth_tokens,
+        visibility=_VISIBILITIES[node.visibility],
+        lock_ref=node.lock_ref,
+        last_access=node.last_access,
+        device_pages=node.pages.tolist(),
+        host_pages=node.host_pages.tolist() if node.host_pages is not None else (),
+        host_ref=node.host_ref,
+        state=_STATES[node.state],
+        hits=node.hits,
+        users=node.users,
+        previous_hits=node.previous_hits,
+        previous_users=node.previous_users,
+        epoch=node.epoch,
+        creators=node.creators,
+        quarantined=node.quarantined,
+        generation=node.generation,
+        priority=node.priority,
+        pinned=node.pinned,
+        no_promote=node.no_promote,
+        promoted_by=node.promoted_by,
+        promoted_epoch=node.promoted_epoch,
+    )
+    if node.owner is not None:
+        message.owner_fingerprint = shown.fingerprint(node.owner)
+        if shown.is_admin:
+            message.owner.CopyFrom(principal_to_wire(node.owner))
+    if shown.is_admin and shown.with_ids:
+        message.token_ids.extend(node.token_ids.tolist())
+    return message
+
+
+def event_to_wire(event: CacheEvent, shown: Disclosure) -> scheduler_pb2.WatchCacheEventsResponse:
+    """Encode a change of the tree."""
+    node = node_to_wire(event.node, shown) if event.node else None
+    return scheduler_pb2.WatchCacheEventsResponse(sequence=event.sequence, kind=_EVENT_KINDS[event.kind], node=node)
+
+
+def cache_to_wire(
+    cache: PrefixCache, meter: CacheMeter | None, verdicts: dict[str, int]
+) -> scheduler_pb2.CacheAccounting:
+    """Encode what the cache holds and what has happened in it."""
+    usage = cache.usage
+    message = scheduler_pb2.CacheAccounting(
+        epoch=cache.epoch,
+        sequence=cache.events.sequence,
+        nodes=usage.nodes,
+        principals=usage.principals,
+        public_pages=usage.public_pages,
+        private_pages=usage.private_pages,
+        merged_pages=usage.merged_pages,
+        events={kind.value: number for kind in CacheEventKind if (number := cache.events.count(kind))},
+        verdicts=verdicts,
+    )
+    if meter is not None:
+        for (tier, visibility), tokens in meter.hit_tokens.items():
+            message.hit_tokens[f"{tier}/{visibility}"] = tokens
+        for name, cost in meter.times:
+            message.operations[name].calls = cost.calls
+            message.operations[name].cpu_seconds = cost.seconds
+    return message
+
+
+def owner_to_wire(owner: OwnerView, shown: Disclosure) -> scheduler_pb2.OwnerAccounting:
+    """Encode what one principal, or the public, has."""
+    message = scheduler_pb2.OwnerAccounting(
+        device_pages=owner.device_pages,
+        host_pages=owner.host_pages,
+        nodes=owner.nodes,
+        leases=owner.leases,
+        last_epoch=owner.last_epoch,
+        active=owner.is_active,
+    )
+    if owner.principal is not None:
+        message.fingerprint = shown.fingerprint(owner.principal)
+        if shown.is_admin:
+            message.principal.CopyFrom(principal_to_wire(owner.principal))
+    return message
+
+
+def tier_to_wire(tier: str, accounts: Accounting) -> scheduler_pb2.TierAccounting:
+    """Encode one tier's pages."""
+    return scheduler_pb2.TierAccounting(
+        tier=tier,
+        capacity_pages=accounts.capacity,
+        free_pages=accounts.free,
+        soft_free_pages=accounts.soft_free,
+        evictable_pages=accounts.evictable,
+        protected_pages=accounts.protected,
+    )
+
+
+def sequence_to_wire(
+    sequence: Sequence, computed_tokens: int, generated_tokens: int, pages: int, age_s: float
+) -> scheduler_pb2.RequestState:
+    """Encode an open choice, without whose it is."""
+    return scheduler_pb2.RequestState(
+        request_id=sequence.request.request_id,
+        choice_index=sequence.choice_index,
+        phase=sequence.phase.value,
+        prompt_tokens=sequence.prompt_tokens,
+        cached_tokens=sequence.cached_tokens or 0,
+        computed_tokens=computed_tokens,
+        generated_tokens=generated_tokens,
+        pages=pages,
+        age_ms=int(age_s * 1000),
+    )

@@ -1,0 +1,83 @@
+"""Who may see and change what: the operator's token, and what stands for principals where it is not shown."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError, PermissionDeniedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from common.settings import SchedulerSettings
+    from common.types import Principal
+
+AUTHORIZATION_KEY = "authorization"
+FINGERPRINT_DIGITS = 16
+
+
+class Credentials:
+    """Compares what callers show with the admin token, in constant time; without a token nobody is admin."""
+
+    def __init__(self, token: str | None) -> None:
+        """Know the token."""
+        self._token = token
+        # With a token, fingerprints outlive a restart. Nobody without it can compute the one of a guessed name.
+        self._key = hashlib.sha256(f"fingerprints:{token}".encode()).digest() if token else secrets.token_bytes(32)
+
+    def is_admin(self, metadata: Mapping[str, str | bytes]) -> bool:
+        """Whether a call with such metadata is the operator's."""
+        if self._token is None:
+            return False
+        shown = metadata.get(AUTHORIZATION_KEY, "")
+        data = shown if isinstance(shown, bytes) else shown.encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(data, f"Bearer {self._token}".encode())
+
+    def require_admin(self, metadata: Mapping[str, str | bytes], what: str) -> None:
+        """Let only the operator do `what`.
+
+        Raises:
+            PermissionDeniedError: the caller does not show the token, or there is none.
+        """
+        if self._token is None:
+            raise PermissionDeniedError(f"to {what}, the scheduler needs an admin token (scheduler.admin_token)")
+        if not self.is_admin(metadata):
+            raise PermissionDeniedError(f"to {what}, show the scheduler's admin token")
+
+    def require_admin_if_set(self, metadata: Mapping[str, str | bytes], what: str) -> None:
+        """Let anybody who reaches the port do `what` as long as there is no token.
+
+        Raises:
+            PermissionDeniedError: there is a token, and the caller does not show it.
+        """
+        if self._token is not None:
+            self.require_admin(metadata, what)
+
+    def fingerprint(self, principal: Principal) -> str:
+        """Return what stands for a principal: equal for equal ones, and telling nothing of the name."""
+        text = f"{len(principal.tenant)}:{principal.tenant}{principal.user}".encode("utf-8", "surrogatepass")
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def read_token(settings: SchedulerSettings) -> str | None:
+    """Return the admin token that the settings name, directly or by a file.
+
+    Raises:
+        ConfigurationError: both are named, or the file is not readable or empty.
+    """
+    token, path = settings.admin_token, settings.admin_token_file
+    if path is None:
+        return token.get_secret_value() if token is not None else None
+    if token is not None:
+        raise ConfigurationError("name scheduler.admin_token or scheduler.admin_token_file, not both")
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"scheduler.admin_token_file: {error}") from error
+    if not text:
+        raise ConfigurationError(f"scheduler.admin_token_file: {path} is empty")
+    return text

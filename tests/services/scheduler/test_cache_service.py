@@ -1,0 +1,274 @@
+"""What the scheduler shows of its cache, and to whom; what the operator can change in it. Over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from prometheus_client import REGISTRY
+
+from common.errors import ConfigurationError
+from common.settings import SchedulerSettings
+from common.types import Principal
+from common.wire import principal_to_wire
+from protos.gen.pando.v1 import scheduler_pb2
+from services.scheduler import service as service_module
+from services.scheduler.credentials import Credentials, read_token
+from services.scheduler.watching import EventBacklog
+from tests.services.scheduler.ring import ADMIN, PROMPT, Ring, until_state
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+WRONG = (("authorization", "Bearer let me out"),)
+USERS = ("alice", "bob", "cid")
+
+
+@pytest.fixture
+async def aware(tmp_path: Path) -> AsyncIterator[Ring]:
+    """A user-aware cache whose epochs are short."""
+    ring = Ring(tmp_path, cache="user_aware", epoch_seconds=0.3, cache_quota_share=1.0)
+    await ring.start()
+    await ring.ready()
+    yield ring
+    await ring.stop()
+
+
+async def nodes_of(ring: Ring, metadata: Any = (), **request: Any) -> list[scheduler_pb2.TreeNode]:
+    call = ring.stub.DumpTree(scheduler_pb2.DumpTreeRequest(**request), timeout=5, metadata=metadata)
+    return [response.node async for response in call]
+
+
+async def serve_all(ring: Ring, *users: str) -> None:
+    for user in users:
+        await ring.submit(f"{user}'s", user=user)
+    await ring.finished(*(f"{user}'s" for user in users))
+
+
+async def until_public(ring: Ring) -> scheduler_pb2.TreeNode:
+    async with asyncio.timeout(5):
+        while True:
+            for node in await nodes_of(ring):
+                if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC:
+                    return node
+            await asyncio.sleep(0.02)
+
+
+async def status_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code()
+
+
+async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring) -> None:
+    await serve_all(ring, "alice", "bob")
+    for metadata in ((), WRONG):
+        nodes = await nodes_of(ring, metadata, include_token_ids=True)
+        assert len(nodes) >= 2
+        assert not any(node.HasField("owner") or node.token_ids for node in nodes)
+        assert len({node.owner_fingerprint for node in nodes}) == 2
+        assert not any("alice" in str(node) or "tenant" in str(node) for node in nodes)
+    nodes = await nodes_of(ring, ADMIN, include_token_ids=True)
+    assert {node.owner.user for node in nodes} == {"alice", "bob"}
+    assert list(nodes[0].token_ids[:4]) == PROMPT[:4]
+
+
+async def test_a_view_is_named_by_its_fingerprint_or_with_the_token(ring: Ring) -> None:
+    await serve_all(ring, "alice", "bob")
+    alice = principal_to_wire(Principal("tenant", "alice"))
+    own = await nodes_of(ring, ADMIN, principal=alice)
+    assert {node.owner.user for node in own} == {"alice"}
+    fingerprint = own[0].owner_fingerprint
+    assert [node.node_id for node in await nodes_of(ring, fingerprint=fingerprint)] == [node.node_id for node in own]
+    # Otherwise a guessed name could be matched with its fingerprint.
+    for metadata in ((), WRONG):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await nodes_of(ring, metadata, principal=alice)
+        assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await nodes_of(ring, fingerprint="0" * 16)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware: Ring) -> None:
+    await serve_all(aware, "alice")
+    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=20))
+    snapshot = []
+    while (event := await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
+        snapshot.append(event)
+    assert {entry.kind for entry in snapshot} == {scheduler_pb2.CACHE_EVENT_KIND_INSERTED}
+    await serve_all(aware, "bob", "cid")
+    seen = []
+    async with asyncio.timeout(10):
+        while scheduler_pb2.CACHE_EVENT_KIND_PROMOTED not in [entry.kind for entry in seen]:
+            seen.append(await anext(events))
+    sequences = [event.sequence, *(entry.sequence for entry in seen)]
+    assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+    promoted = seen[-1].node
+    assert promoted.promoted_by == 3
+    assert promoted.promoted_epoch == (await aware.state()).cache_accounting.epoch or promoted.promoted_epoch > 0
+    assert not any(entry.node.HasField("owner") for entry in seen)
+
+
+async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_anew(
+    aware: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "EventBacklog", lambda: EventBacklog(limit=2))
+    prompts = [[100 * number + position for position in range(1, 10)] for number in range(1, 6)]
+    for number, prompt in enumerate(prompts):
+        await aware.submit(f"r{number}", prompt, user=f"user{number}", max_tokens=1)
+    await aware.finished(*(f"r{number}" for number in range(5)))
+    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=20))
+    while (await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
+        pass
+    before = (await aware.state()).cache_accounting.sequence
+    lost_before = REGISTRY.get_sample_value("pando_scheduler_cache_events_lost_total") or 0
+    # A flush is one operation with many changes, between which nobody has a turn.
+    await aware.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5, metadata=ADMIN)
+    after = (await aware.state()).cache_accounting.sequence
+    event = await asyncio.wait_for(anext(events), 5)
+    assert event.kind == scheduler_pb2.CACHE_EVENT_KIND_LOST
+    assert event.lost_events == after - before > 5
+    assert event.sequence == after
+    assert REGISTRY.get_sample_value("pando_scheduler_cache_events_lost_total") == lost_before + event.lost_events
+    # The new snapshot: nothing is left.
+    assert (await anext(events)).kind == scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END
+    await aware.submit("next", PROMPT, user="alice")
+    assert (await asyncio.wait_for(anext(events), 5)).kind == scheduler_pb2.CACHE_EVENT_KIND_INSERTED
+
+
+async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Ring) -> None:
+    await serve_all(aware, *USERS)
+    node = await until_public(aware)
+    assert (node.promoted_by, node.creators) == (3, 3)
+    await aware.submit("dan's", user="dan")
+    await aware.finished("dan's")
+    request = scheduler_pb2.GetStateRequest(max_owners=10)
+    state = await aware.stub.GetState(request, timeout=5, metadata=ADMIN)
+    accounting = state.cache_accounting
+    assert accounting.nodes == len(await nodes_of(aware))
+    assert accounting.events["inserted"] >= 3
+    assert accounting.events["promoted"] == 1
+    assert accounting.hit_tokens == {"device/public": 28}
+    assert accounting.operations["commit"].calls == 4
+    assert accounting.operations["commit"].cpu_seconds > 0
+    assert {"peek", "insert", "release", "advance"} <= set(accounting.operations)
+    owners = {owner.principal.user or "public": owner for owner in state.owners}
+    assert set(owners) == {"public", "alice", "bob", "cid", "dan"}
+    assert owners["public"].device_pages == accounting.public_pages == 7
+    assert owners["public"].fingerprint == ""
+    private = sum(owner.device_pages for name, owner in owners.items() if name != "public")
+    assert private == accounting.private_pages
+    for tier in state.tiers:
+        parts = tier.free_pages + tier.soft_free_pages + tier.evictable_pages + tier.protected_pages
+        assert parts == tier.capacity_pages
+    state = await aware.stub.GetState(scheduler_pb2.GetStateRequest(max_owners=2), timeout=5)
+    assert len(state.owners) == 2
+    assert not any(owner.HasField("principal") for owner in state.owners)
+
+
+async def test_every_count_is_a_metric(aware: Ring) -> None:
+    def sample(name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(f"pando_scheduler_{name}", labels) or 0.0
+
+    before = sample("cache_events_total", kind="promoted"), sample("cache_operations_total", operation="commit")
+    hits = sample("cache_hit_tokens_total", tier="device", visibility="public")
+    await serve_all(aware, *USERS)
+    await until_public(aware)
+    await aware.submit("dan's", user="dan")
+    await aware.finished("dan's")
+    async with asyncio.timeout(5):
+        while sample("cache_events_total", kind="promoted") == before[0]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    assert sample("cache_hit_tokens_total", tier="device", visibility="public") == hits + 28
+    assert sample("cache_operations_total", operation="commit") == before[1] + 4
+    assert sample("cache_operation_cpu_seconds_total", operation="insert") > 0
+    assert sample("cache_pages", visibility="public") == 7
+    assert sample("cache_nodes") == len(await nodes_of(aware))
+    for kind in ("split", "demoted", "quarantined", "evicted", "merged", "soft_freed", "revived", "reclaimed"):
+        assert REGISTRY.get_sample_value("pando_scheduler_cache_events_total", {"kind": kind}) is not None
+
+
+async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(ring: Ring) -> None:
+    await serve_all(ring, "alice", "bob")
+    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal_to_wire(Principal("tenant", "alice")))
+    for metadata in ((), WRONG):
+        call = ring.stub.ForgetPrincipal(request, timeout=5, metadata=metadata)
+        assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
+    freed = (await ring.stub.ForgetPrincipal(request, timeout=5, metadata=ADMIN)).freed_pages
+    assert freed > 0
+    assert {node.owner.user for node in await nodes_of(ring, ADMIN)} == {"bob"}
+    assert (await ring.stub.ForgetPrincipal(request, timeout=5, metadata=ADMIN)).freed_pages == 0
+    nobody = ring.stub.ForgetPrincipal(scheduler_pb2.ForgetPrincipalRequest(), timeout=5, metadata=ADMIN)
+    assert await status_of(nobody) is grpc.StatusCode.INVALID_ARGUMENT
+    await until_state(ring, lambda state: state.tiers[0].protected_pages == 0)
+
+
+async def test_a_pinned_prompt_is_public_after_the_first_who_computes_it(aware: Ring) -> None:
+    pin = scheduler_pb2.PinRequest(token_ids=PROMPT[:21])
+    assert await status_of(aware.stub.Pin(pin, timeout=5)) is grpc.StatusCode.PERMISSION_DENIED
+    assert (await aware.stub.Pin(pin, timeout=5, metadata=ADMIN)).pinned_tokens == 20
+    await asyncio.sleep(0.7)
+    await serve_all(aware, "alice")
+    await serve_all(aware, "bob")
+    assert aware.detokenizer.cached["bob's"] == 20
+    (node,) = [node for node in await nodes_of(aware) if node.pinned]
+    assert node.visibility == scheduler_pb2.VISIBILITY_PUBLIC
+    assert not node.HasField("promoted_by")
+    unpin = scheduler_pb2.UnpinRequest(token_ids=PROMPT[:21])
+    assert await status_of(aware.stub.Unpin(unpin, timeout=5)) is grpc.StatusCode.PERMISSION_DENIED
+    assert (await aware.stub.Unpin(unpin, timeout=5, metadata=ADMIN)).was_pinned
+    assert not (await aware.stub.Unpin(unpin, timeout=5, metadata=ADMIN)).was_pinned
+
+
+@pytest.mark.parametrize("ids", [[], [5, 1000], [4_000_000_000]], ids=["none", "beyond the vocabulary", "far beyond"])
+async def test_a_pin_of_ids_that_no_prompt_has_is_refused(ring: Ring, ids: list[int]) -> None:
+    call = ring.stub.Pin(scheduler_pb2.PinRequest(token_ids=ids), timeout=5, metadata=ADMIN)
+    assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_with_a_token_set_nobody_else_flushes_pauses_or_resumes(ring: Ring) -> None:
+    calls = (
+        ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5),
+        ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5, metadata=WRONG),
+        ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=5),
+    )
+    for call in calls:
+        assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_without_a_token_the_port_is_enough_to_flush_and_never_to_pin_or_forget(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, admin_token=None)
+    await ring.start()
+    await ring.ready()
+    await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5)
+    pin = ring.stub.Pin(scheduler_pb2.PinRequest(token_ids=PROMPT), timeout=5, metadata=(("authorization", "Bearer "),))
+    assert await status_of(pin) is grpc.StatusCode.PERMISSION_DENIED
+    await ring.stop()
+
+
+def test_fingerprints_are_stable_opaque_and_different_for_neighbours() -> None:
+    ann, nna = Principal("acme", "ann"), Principal("acmea", "nn")
+    one, again, other, unset = Credentials("a"), Credentials("a"), Credentials("b"), Credentials(None)
+    assert one.fingerprint(ann) == again.fingerprint(ann)
+    assert len({c.fingerprint(p) for c in (one, other, unset) for p in (ann, nna)}) == 6
+    assert one.fingerprint(Principal("acme", "\ud800")) != one.fingerprint(ann)
+
+
+def test_the_token_comes_from_a_file_or_from_the_setting_but_not_from_both(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from a file\n")
+    assert read_token(SchedulerSettings(admin_token_file=file)) == "from a file"
+    assert read_token(SchedulerSettings(admin_token="direct")) == "direct"  # type: ignore[arg-type]  # as read from a flag
+    assert read_token(SchedulerSettings()) is None
+    with pytest.raises(ConfigurationError, match="not both"):
+        read_token(SchedulerSettings(admin_token="direct", admin_token_file=file))  # type: ignore[arg-type]  # likewise
+    file.write_text(" \n")
+    with pytest.raises(ConfigurationError, match="empty"):
+        read_token(SchedulerSettings(admin_token_file=file))
+    with pytest.raises(ConfigurationError, match="nowhere"):
+        read_token(SchedulerSettings(admin_token_file=tmp_path / "nowhere"))
