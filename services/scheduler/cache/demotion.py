@@ -83,6 +83,8 @@ class Demoter:
         tree = self._store.tree
         hashes = chain_hashes(tree.path_key(top), tree.page_bytes)
         self.demoted.add(hashes[-top.size], top.generation + 1)
+        if self._store.host is not None and self._store.host.storage is not None:
+            self._store.host.storage.demote()
 
     def _let_go(self, top: Node, above: Node) -> list[tuple[Hold, PageIds]]:
         """Unlock the subtree; return its holds with their pages in it."""

@@ -63,6 +63,11 @@ class Prefetch:
         self._next = []
         self._end = self.position
 
+    def abandon(self) -> None:
+        """Be done: nothing that is under way will arrive."""
+        self.stop()
+        self._open = 0
+
     def arrive(self, run: Run, done: int) -> int:
         """Take note that the first `done` pages of a run came; return how many of them, its last, are new."""
         self._open -= 1

@@ -207,6 +207,8 @@ class RadixCache:
         account = self.store.accounts.view(self._scope(principal))
         if account.is_public:
             return 0
+        if self.host is not None and self.host.storage is not None:
+            self.host.storage.forget(account)
         for hold in self.leases.all():
             if hold.account is account and hold.node is not None:
                 self._close(hold, hold.node)

@@ -68,6 +68,20 @@ class NodeStore:
         self.use.enter(node)
         return node
 
+    def attach_on_host(self, parent: Node, owner: Account, key: bytes, host_pages: PageIds) -> Node:
+        """Hang a new leaf below `parent` that is on the host alone, with a reference on each of its pages."""
+        assert self.host is not None
+        node = self.tree.attach(parent, owner, key, host_pages[:0])
+        node.state = _ON_HOST
+        parent.live_children -= 1
+        node.epoch = self.epoch
+        owner.nodes += 1
+        self.host.pages.keep(node, host_pages)
+        self.use.enter(node)
+        self.touch(node)
+        self.loose[parent] = None
+        return node
+
     def extend(self, leaf: Node, key: bytes, pages: PageIds) -> None:
         """Lengthen a locked leaf that is not joint."""
         assert leaf.lock_ref
@@ -259,6 +273,7 @@ class NodeStore:
         self.tree.hand_over(node, owner)
         if self.host is not None:
             self.host.pages.hand_over(node)
+            self.host.copied(node)
         self.accounts.forget_if_empty(former)
 
     def set_pages(self, node: Node, pages: PageIds) -> int:

@@ -109,6 +109,8 @@ class Vigilance:
         quarantined = {**(node.quarantined or {}), **dict.fromkeys(sorted(fingerprints), epoch)}
         node.quarantined = quarantined
         self._store.emit(CacheEventKind.QUARANTINED, node)
+        if self._store.host is not None and self._store.host.storage is not None:
+            self._store.host.storage.distrust(sorted(fingerprints))
         oldest = epoch - self._store.config.quarantine_epochs
         recent = sum(since >= oldest for since in quarantined.values())
         if recent >= self._store.config.demotion_quarantines:

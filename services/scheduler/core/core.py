@@ -108,6 +108,8 @@ class SchedulerCore:
         for sequence in sequences[:1]:
             if len(sequence.token_ids) >= sequence.max_total_tokens:  # resumed where nothing was left to generate
                 self._finish(sequence, Finish(FinishReason.LENGTH))
+            else:
+                self.memory.prefetch(sequence)
         return Admission(request.request_id, len(request.token_ids))
 
     def _check(self, request: ScheduleRequest) -> None:
@@ -225,6 +227,8 @@ class SchedulerCore:
         self._tenancy.forget_all()
         self._results.forget_all()
         self.memory.forget_all()
+        for sequence in self.queue:
+            self.memory.prefetch(sequence)
         self.in_flight = 0
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
@@ -235,6 +239,7 @@ class SchedulerCore:
         """Take a sequence out of wherever it is; its computed pages stay in the cache."""
         if sequence.phase is Phase.WAITING:
             self.queue.remove(sequence)
+            self.memory.end_prefetch(sequence)
         else:
             self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)

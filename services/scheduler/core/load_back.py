@@ -41,12 +41,25 @@ class LoadBack:
     @property
     def is_loading(self) -> bool:
         """Whether somebody may be waiting for a load."""
-        return self.loading_tokens > 0
+        storage = self.host.storage
+        return self.loading_tokens > 0 or (storage is not None and storage.is_reading)
 
     @property
     def is_busy(self) -> bool:
         """Whether a plan is needed, if only to hear of transfers that are open."""
-        return len(self.host.ledger) > 0
+        storage = self.host.storage
+        return len(self.host.ledger) > 0 or (storage is not None and storage.has_work)
+
+    def prefetch(self, sequence: Sequence) -> None:
+        """Begin to look for the prefix of a sequence that has just come in storage."""
+        if sequence.request.cache_mode is not CacheMode.NONE:
+            sequence.fetch = self.host.prefetch(sequence.request.principal, sequence.token_ids)
+
+    def end_prefetch(self, sequence: Sequence) -> None:
+        """Look for no more of a sequence that has started, or ended."""
+        if sequence.fetch is not None and self.host.storage is not None:
+            self.host.storage.give_up(sequence.fetch)
+            sequence.fetch = None
 
     def holds_back(
         self, sequence: Sequence, now: float, fits: Callable[[int], bool], allocate: Callable[[int], PageIds | None]
@@ -62,6 +75,9 @@ class LoadBack:
         if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
             return True
         sequence.awaited_load = None
+        storage, fetch = self.host.storage, sequence.fetch
+        if storage is not None and fetch is not None and storage.is_awaited(fetch, now):
+            return True
         if sequence.loads >= MAX_LOADS or sequence.request.cache_mode is CacheMode.NONE:
             return False
         match = self.host.find(sequence.request.principal, sequence.token_ids)
@@ -85,9 +101,12 @@ class LoadBack:
         return True
 
     def take_transfers(self, now: float) -> tuple[Transfer, ...]:
-        """Return what the next plan is to carry: loads that have been started, then the backups that are due."""
+        """Return what the next plan is to carry: loads that have been started, then what else is due."""
         for transfer in self.host.plan_backups():
             self._start(transfer, now)
+        if self.host.storage is not None:
+            for transfer in self.host.storage.plan(now):
+                self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started
 

@@ -71,6 +71,16 @@ class KvMemory:
             sequence, now, lambda pages: pages + spare_pages <= self.available_pages, self.try_allocate
         )
 
+    def prefetch(self, sequence: Sequence) -> None:
+        """Begin to look for a new sequence's prefix in storage, if there is one."""
+        if self.loads is not None:
+            self.loads.prefetch(sequence)
+
+    def end_prefetch(self, sequence: Sequence) -> None:
+        """Look for no more of a sequence in storage."""
+        if self.loads is not None:
+            self.loads.end_prefetch(sequence)
+
     def try_admit(self, sequence: Sequence, spare_pages: int) -> Lease | None:
         """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
         pages = -(-len(sequence.token_ids) // self.cache.page_size)
@@ -83,6 +93,7 @@ class KvMemory:
             self.allocator.release(lease.pages)
             return None
         sequence.lease = lease
+        self.end_prefetch(sequence)
         return lease
 
     def _commit(self, sequence: Sequence) -> Lease:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from common.transfers import TransferId
     from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
     from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.tiers.storage_reads import Fetch
 
 
 class Phase(Enum):
@@ -60,6 +61,8 @@ class Sequence:
     loads: int = 0
     # Tokens of its prefix that were loaded for it, or for another while it waited.
     host_tokens: int = 0
+    # Its look into storage, until it starts.
+    fetch: Fetch | None = None
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
 

@@ -11,6 +11,7 @@ from services.scheduler.cache.tiers.backups import Backups
 from services.scheduler.cache.tiers.host_pages import HostPages
 from services.scheduler.cache.tiers.ledger import TransferLedger
 from services.scheduler.cache.tiers.loads import Loads
+from services.scheduler.cache.tiers.storage_tier import StorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tiers.ledger import OpenTransfer
     from services.scheduler.cache.tiers.loads import HostMatch
+    from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
+    from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST
 
@@ -45,6 +48,7 @@ class HostTier:
         self.loaded_pages = 0
         # Backups that all ranks are done with, while older ones are not.
         self._done: set[TransferId] = set()
+        self.storage: StorageTier | None = None
         self._store = store
         self._view_of = view_of
         self._backups = Backups(store, self.pages, self.ledger, config)
@@ -57,6 +61,14 @@ class HostTier:
         return self._backups.skipped_pages
 
     # --- what the scheduler asks for ---
+
+    def add_storage(self, config: StorageConfig, names: PageNames) -> None:
+        """Have copies stored, and look for what is missing in storage."""
+        self.storage = StorageTier(self._store, self.pages, self.ledger, config, names)
+
+    def prefetch(self, principal: Principal, token_ids: TokenIds) -> Fetch | None:
+        """Begin to look for what a principal's view lacks of a request's tokens in storage, if there is one."""
+        return self.storage.prefetch(self._view_of(principal), token_ids) if self.storage is not None else None
 
     def find(self, principal: Principal, token_ids: TokenIds) -> HostMatch:
         """Return how much of a request its view has on the device and further on the host; pure."""
@@ -80,6 +92,11 @@ class HostTier:
         opened = self.ledger.get(ack.transfer_id)
         if opened is None:
             return None
+        if opened.transfer.direction.uses_storage:
+            assert self.storage is not None, "nobody else begins such transfers"
+            self.storage.finish(opened, ack)
+            self.ledger.close(opened)
+            return opened.transfer
         assert ack.done_pages == opened.transfer.pages, "copies between device and host never end early"
         if opened.transfer.direction is TransferDirection.DEVICE_TO_HOST:
             self._done.add(ack.transfer_id)
@@ -104,6 +121,8 @@ class HostTier:
             self.ledger.close(opened)
         self._done.clear()
         self._backups.forget_all()
+        if self.storage is not None:
+            self.storage.forget_all()
         self.flush()
 
     def account(self) -> Accounting:
@@ -140,6 +159,7 @@ class HostTier:
             if node.host_pages is None and (above.parent is None or above.host_pages is not None):
                 self.pages.keep(node, host_pages)
                 self._store.emit(CacheEventKind.BACKED_UP, node)
+                self.copied(node)
                 kept += len(host_pages)
         return kept
 
@@ -149,6 +169,11 @@ class HostTier:
         """A node that nobody uses any more has been used, or was marked as free."""
         if node.host_pages is None:
             self._backups.note(node)
+
+    def copied(self, node: Node) -> None:
+        """A node has got a copy, or with its copy another owner."""
+        if self.storage is not None and node.host_pages is not None:
+            self.storage.note(node)
 
     def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
         """A row has computed the pages [first, key.pages) of its key; see `Loads.restore`."""

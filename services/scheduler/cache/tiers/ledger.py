@@ -106,14 +106,29 @@ class TransferLedger:
             parts[node] = Part(first, node.size)
             first += node.size
         assert first == len(device_pages) == len(host_pages)
-        opened = OpenTransfer(transfer, nodes[-1], parts)
-        self._open[transfer.transfer_id] = opened
-        self._by_node.update(dict.fromkeys(parts, opened))
+        self._register(OpenTransfer(transfer, nodes[-1], parts))
+        return transfer
+
+    def open_stored(
+        self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: tuple[bytes, ...]
+    ) -> Transfer:
+        """Begin a transfer with storage; it takes over one reference on each page.
+
+        It brings nothing to the path that ends in `end`, but needs it: as what is stored, or as what pages that come
+        from storage are to hang below.
+        """
+        transfer = Transfer(TransferId(self._next), direction, host_pages=host_pages, object_keys=keys)
+        self._next += 1
+        self._register(OpenTransfer(transfer, end, {}))
+        return transfer
+
+    def _register(self, opened: OpenTransfer) -> None:
+        self._open[opened.transfer.transfer_id] = opened
+        self._by_node.update(dict.fromkeys(opened.parts, opened))
         self._by_end.setdefault(opened.end, {})[opened] = None
         self.need(opened.end, 1)
-        self.device_references += first
-        self.host_references += first
-        return transfer
+        self.device_references += len(opened.transfer.device_pages)
+        self.host_references += len(opened.transfer.host_pages)
 
     def close(self, opened: OpenTransfer) -> None:
         """End a transfer and give its references back."""

@@ -1,0 +1,195 @@
+"""What is loaded from storage to the host, for requests that wait."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.transfers import TransferDirection
+from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.keys import PagedKey, chain_hashes
+from services.scheduler.cache.prefetch import Prefetch, RateLimit
+from services.scheduler.cache.tree import Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.steps import PageIds
+    from common.transfers import Transfer, TransferAck
+    from common.types import TokenIds
+    from services.scheduler.cache.accounts import Account, Scope
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.prefetch import Run
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.host_pages import HostPages
+    from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
+
+# Principals whose probing is remembered.
+REMEMBERED_SUSPECTS = 65_536
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Fetch:
+    """One request's look into storage. `hashes` are the chained ones of all pages that may be found."""
+
+    scope: Scope
+    key: PagedKey
+    hashes: list[bytes]
+    prefetch: Prefetch
+    # Since when its request could have started.
+    awaited_since: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.prefetch.is_done
+
+
+class StorageReads:
+    """Loads pages into new nodes on the host, in the requester's view.
+
+    They are looked up in the requester's own name and the public's, never in others'. What was stored as public is
+    public here as well, unless users have the same tokens privately already: then it is one more private copy, and
+    promotion by evidence goes on as if it had not been found.
+    """
+
+    def __init__(
+        self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
+    ) -> None:
+        """Start with no request."""
+        self._store = store
+        self._host = host
+        self._ledger = ledger
+        self._min_pages = config.min_pages
+        self._names = names
+        self._has_public = store.config.mode.allows_pins
+        self._rate = RateLimit(config.pages_per_s)
+        self._fetches: dict[Fetch, None] = {}
+        self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
+        self._suspects: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is more to ask for."""
+        return any(fetch.prefetch.peek_run() for fetch in self._fetches)
+
+    def distrust(self, fingerprints: Iterable[int]) -> None:
+        """Look nothing public up for principals that seem to have probed: what is hidden from them stays hidden."""
+        for fingerprint in fingerprints:
+            self._suspects[fingerprint] = None
+            self._suspects.move_to_end(fingerprint)
+        while len(self._suspects) > REMEMBERED_SUSPECTS:
+            self._suspects.popitem(last=False)
+
+    def begin(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
+        """Look for what a view lacks of a request's tokens; None if that is too little, or cannot be kept."""
+        tree = self._store.tree
+        key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
+        match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
+        if end - match.pages < self._min_pages or not _can_grow(match.partial or match.node):
+            return None
+        scopes = [viewer.scope]
+        if self._has_public and viewer.fingerprint not in self._suspects:
+            scopes.append(PUBLIC_SCOPE)
+        hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
+        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end))
+        self._fetches[fetch] = None
+        return fetch
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Ask for nothing more; what is under way is kept when it comes."""
+        fetch.prefetch.stop()
+        if fetch.is_done:
+            self._fetches.pop(fetch, None)
+
+    def plan(self, room: int, now: float) -> Iterable[Transfer]:
+        """Begin what `room` pages and the rate allow, oldest request first."""
+        for fetch in list(self._fetches):
+            while (run := fetch.prefetch.peek_run()) is not None:
+                pages = int(min(run.pages, room, self._rate.available(now)))
+                if pages < 1:
+                    return
+                transfer = self._ask(fetch, pages)
+                if transfer is None:
+                    self.give_up(fetch)
+                    break
+                room -= pages
+                self._rate.take(pages)
+                yield transfer
+
+    def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
+        """Take in what came; return how many pages are new on the host."""
+        fetch, run = self._runs.pop(opened)
+        position = fetch.prefetch.position
+        new = fetch.prefetch.arrive(run, ack.done_pages)
+        kept = 0
+        if new:
+            pages = opened.transfer.host_pages[ack.done_pages - new : ack.done_pages]
+            kept = self._attach(fetch, position, pages, run.scope)
+        if fetch.is_done or (new and not kept):
+            self.give_up(fetch)
+        return kept
+
+    def forget_all(self) -> None:
+        """Start over: the transfers are void."""
+        for fetch in self._fetches:
+            fetch.prefetch.abandon()
+        self._fetches.clear()
+        self._runs.clear()
+
+    def _ask(self, fetch: Fetch, pages: int) -> Transfer | None:
+        """Order the first pages of what a fetch asks for next; None if there is no place for them on the host."""
+        above = self._end_of(fetch, fetch.prefetch.position)
+        if above is None:
+            return None
+        # So that making room does not drop the path that they will hang below.
+        self._ledger.need(above, 1)
+        host_pages = self._host.try_allocate(pages)
+        transfer = None
+        if host_pages is not None:
+            run = fetch.prefetch.take_run(pages)
+            keys = self._names.keys(run.scope, fetch.hashes[run.first : run.first + pages])
+            transfer = self._ledger.open_stored(TransferDirection.STORAGE_TO_HOST, above, host_pages, keys)
+            opened = self._ledger.get(transfer.transfer_id)
+            assert opened is not None, "it was opened just now"
+            self._runs[opened] = fetch, run
+        self._ledger.need(above, -1)
+        return transfer
+
+    def _end_of(self, fetch: Fetch, position: int) -> Node | None:
+        """Return the node in the requester's view that ends at a depth of `position` pages and may get children."""
+        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
+        match = tree.match(tree.root, viewer, fetch.key, 0, position, Reach.HOST)
+        if match.pages < position or not _can_grow(match.partial or match.node):
+            return None
+        return match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
+
+    def _attach(self, fetch: Fetch, first: int, pages: PageIds, scope: Scope) -> int:
+        """Hang pages [first, first + len(pages)) into the requester's view, as far as they are still missing there."""
+        store, end = self._store, first + len(pages)
+        viewer = store.accounts.view(fetch.scope)
+        match = store.tree.match(store.tree.root, viewer, fetch.key, 0, end, Reach.HOST)
+        if match.pages < first:
+            return 0
+        if match.pages == end:
+            return len(pages)
+        above = self._end_of(fetch, match.pages)
+        if above is None:
+            return 0
+        is_public = (
+            scope == PUBLIC_SCOPE and above.is_public and not store.tree.group(above, fetch.key.page(match.pages))
+        )
+        owner = store.accounts.public if is_public else store.accounts.owner(fetch.scope)
+        node = store.attach_on_host(above, owner, fetch.key.slice(match.pages, end), pages[match.pages - first :])
+        if is_public and owner is not viewer:
+            node.creators, node.generation = {}, above.generation
+        store.emit(CacheEventKind.INSERTED, node)
+        return len(pages)
+
+
+def _can_grow(node: Node) -> bool:
+    """Whether a node may have children that are only on the host."""
+    return node.parent is None or node.host_pages is not None

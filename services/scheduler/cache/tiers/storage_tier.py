@@ -1,0 +1,131 @@
+"""The storage tier as the cache and the scheduler see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.transfers import TransferDirection
+from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy
+from services.scheduler.cache.tiers.storage_reads import StorageReads
+from services.scheduler.cache.tiers.storage_writes import StorageWrites
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.transfers import Transfer, TransferAck
+    from common.types import TokenIds
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.host_pages import HostPages
+    from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
+    from services.scheduler.cache.tiers.storage_reads import Fetch
+
+
+class StorageTier:
+    """Pages that outlive the host tier, and may be shared with other schedulers.
+
+    Nothing is known here of what is there: everything is asked for, and not to get it is always right.
+    """
+
+    def __init__(
+        self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
+    ) -> None:
+        """Work on the host's pages, with transfers in `ledger`; `names` says what pages are called in storage."""
+        self.config = config
+        self.stored_pages = 0
+        self.fetched_pages = 0
+        # Asked for and not had, be they missing, damaged or too late.
+        self.missed_pages = 0
+        self._store = store
+        self._names = names
+        self._writes = StorageWrites(store, ledger, names)
+        self._reads = StorageReads(store, host, ledger, config, names)
+        # Transfers keep pages where they are: leave most of a small tier alone.
+        self._window = max(1, min(config.window_pages, host.allocator.capacity // 4))
+        self._reading_pages = 0
+        self._writing_pages = 0
+
+    # --- what the scheduler asks for ---
+
+    def prefetch(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
+        """Begin to look for what a view lacks of a request's tokens."""
+        if self.config.policy is PrefetchPolicy.OFF:
+            return None
+        return self._reads.begin(viewer, token_ids)
+
+    def is_awaited(self, fetch: Fetch, now: float) -> bool:
+        """Whether a request that could start now waits for its pages nevertheless."""
+        if fetch.is_done or self.config.policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        if fetch.awaited_since is None:
+            fetch.awaited_since = now
+        return self.config.policy is PrefetchPolicy.WAIT_COMPLETE or now < fetch.awaited_since + self.config.wait_s
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Ask for nothing more: the request has started, or ended. What is under way is kept when it comes."""
+        self._reads.give_up(fetch)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether pages are under way that somebody may be waiting for."""
+        return self._reading_pages > 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` has something to begin, be it now or when there is room."""
+        return self._reads.has_work or self._writes.has_work
+
+    def plan(self, now: float) -> Iterable[Transfer]:
+        """Begin what there is room for: reads, then writes."""
+        for transfer in self._reads.plan(self._window - self._reading_pages, now):
+            self._reading_pages += transfer.pages
+            yield transfer
+        for transfer in self._writes.plan(max(self._window // 2, 1) - self._writing_pages):
+            self._writing_pages += len(transfer.host_pages)
+            yield transfer
+
+    def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
+        """Take in that all ranks are done with a transfer; the caller closes it."""
+        transfer = opened.transfer
+        if transfer.direction is TransferDirection.STORAGE_TO_HOST:
+            self._reading_pages -= transfer.pages
+            self.missed_pages += ack.done_pages < transfer.pages
+            self.fetched_pages += self._reads.finish(opened, ack)
+        elif transfer.direction is TransferDirection.HOST_TO_STORAGE:
+            self._writing_pages -= transfer.pages
+            self.stored_pages += ack.done_pages
+
+    def forget_all(self) -> None:
+        """Start over: the workers are gone, and the host tier with them; storage is not."""
+        self._reading_pages = self._writing_pages = 0
+        self._reads.forget_all()
+        self._writes.forget_all()
+
+    # --- what the cache tells ---
+
+    def note(self, node: Node) -> None:
+        """A node has got a copy on the host, or another owner."""
+        if self.config.writes:
+            self._writes.note(node)
+
+    def distrust(self, fingerprints: Iterable[int]) -> None:
+        """Some principals seem to have probed public prompts."""
+        self._reads.distrust(fingerprints)
+
+    def demote(self) -> None:
+        """Something public has turned out to be private: nothing that was stored as public is found any more.
+
+        What still is public is stored anew, under its new name.
+        """
+        self._names.revoke(PUBLIC_SCOPE)
+        for node, _ in self._store.tree.walk_public():
+            if node.host_pages is not None:
+                self.note(node)
+
+    def forget(self, account: Account) -> None:
+        """A principal is to be forgotten: what is stored of it is not found any more, and dropped where it is known."""
+        self._writes.drop(account)
+        self._names.revoke(account.scope)

@@ -1,0 +1,81 @@
+"""What is copied from the host to storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.transfers import TransferDirection
+from services.scheduler.cache.keys import chain_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.transfers import Transfer
+    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.ledger import TransferLedger
+    from services.scheduler.cache.tiers.storage_config import PageNames
+
+# Names in one transfer that drops objects: 32 kB.
+DROPPED_AT_ONCE = 1024
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class StorageWrites:
+    """Stores nodes that have a copy on the host, each once under each owner, and drops what was stored."""
+
+    def __init__(self, store: NodeStore, ledger: TransferLedger, names: PageNames) -> None:
+        """Start with nothing to write."""
+        self._store = store
+        self._ledger = ledger
+        self._names = names
+        self._noted: dict[Node, None] = {}
+        self._dropped: list[bytes] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is to be written or dropped."""
+        return bool(self._noted or self._dropped)
+
+    def note(self, node: Node) -> None:
+        """Take note of a node that has got a copy on the host, or another owner."""
+        self._noted[node] = None
+
+    def drop(self, account: Account) -> None:
+        """Have everything dropped that is known to be stored as an account's own."""
+        for top in account.tops:
+            self._drop(top)
+            for node, _ in self._store.tree.walk(top):
+                self._drop(node)
+
+    def plan(self, room: int) -> Iterable[Transfer]:
+        """Begin what fits into `room` pages, but at least one node."""
+        while self._dropped:
+            keys, self._dropped = tuple(self._dropped[:DROPPED_AT_ONCE]), self._dropped[DROPPED_AT_ONCE:]
+            root = self._store.tree.root
+            yield self._ledger.open_stored(TransferDirection.DROP_FROM_STORAGE, root, _NO_PAGES, keys)
+        while self._noted and room > 0:
+            node = next(iter(self._noted))
+            del self._noted[node]
+            if node.is_dead or node.host_pages is None:
+                continue
+            room -= node.size
+            self._ledger.retain_host(node.host_pages)
+            direction = TransferDirection.HOST_TO_STORAGE
+            yield self._ledger.open_stored(direction, node, node.host_pages, self._keys(node))
+
+    def forget_all(self) -> None:
+        """Start over: no copy is left. What was to be dropped still is."""
+        self._noted.clear()
+
+    def _drop(self, node: Node) -> None:
+        self._noted.pop(node, None)
+        self._dropped += self._keys(node)
+
+    def _keys(self, node: Node) -> tuple[bytes, ...]:
+        tree = self._store.tree
+        hashes = chain_hashes(tree.path_key(node), tree.page_bytes)
+        return self._names.keys(node.owner_id, hashes[-node.size :])

@@ -1,0 +1,372 @@
+"""Requests whose prefix is in storage: who finds it, who waits for it, and that all KV they read is right."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.types import CacheMode, RequestId
+from services.scheduler.cache.config import CacheConfig, Mode
+from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.keyring import Keyring
+from tests.fakes.simulated_worker import expected_output
+from tests.fakes.storing_worker import DROP, FETCH, Objects, StoringWorker
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.transfers import TransferDirection
+
+PROMPT = list(range(100, 148))  # twelve pages, of which eleven can be found
+WAIT = StorageConfig(PrefetchPolicy.WAIT_COMPLETE, min_pages=2)
+
+
+class Server:
+    """A scheduler with workers, beside others with the same storage and keyring file."""
+
+    def __init__(
+        self, keyring: Path, objects: Objects, config: StorageConfig = WAIT, host_pages: int = 64, **options: object
+    ) -> None:
+        self.harness = Harness(host=HostConfig(pages=host_pages), **options)  # type: ignore[arg-type]
+        old = self.harness.worker
+        self.worker = StoringWorker(old.pages, old.page_size, old.host_pages, old.ranks, objects=objects)
+        self.harness.worker = self.worker
+        cache = self.harness.cache
+        assert isinstance(cache, RadixCache)
+        assert cache.host is not None
+        self.cache, self.keyring = cache, Keyring(keyring)
+        cache.host.add_storage(config, self.keyring)
+        assert cache.host.storage is not None
+        self.storage = cache.host.storage
+
+    def serve(
+        self,
+        name: str,
+        prompt: list[int] | None = None,
+        user: str = "alice",
+        mode: CacheMode = CacheMode.DEFAULT,
+        max_tokens: int = 2,
+    ) -> int:
+        """Serve one request to its end and return how many of its tokens were cached."""
+        prompt = PROMPT if prompt is None else prompt
+        request = make_request(name, prompt, user=user, max_tokens=max_tokens, cache_mode=mode)
+        assert self.harness.core.submit(request, self.harness.now).rejected is None
+        self.finish()
+        assert self.harness.outputs[name, 0] == expected_output(prompt, len(prompt) + max_tokens, (STOP_ID,))
+        return self.harness.cached[name, 0]
+
+    def finish(self) -> None:
+        """Go on until nothing is left to do, transfers included."""
+        self.harness.run()
+        self.harness.audit()
+        assert violations(self.cache) == []
+        assert not self.storage._reads._fetches
+
+    def replace_workers(self) -> None:
+        """Lose all workers with their memory; new ones have the same storage."""
+        self.harness.lose_workers()
+        new = self.harness.worker
+        self.worker = StoringWorker(
+            new.pages, new.page_size, new.host_pages, new.ranks, objects=self.worker.objects, last_step=new.last_step,
+            last_transfer=new.last_transfer,
+        )  # fmt: skip
+        self.harness.worker = self.worker
+
+    def directions(self) -> list[TransferDirection]:
+        return [transfer.direction for plan in self.harness.plans for transfer in plan.transfers]
+
+
+@pytest.fixture
+def keyring(tmp_path: Path) -> Path:
+    return tmp_path / "keyring.json"
+
+
+def test_what_one_server_computed_another_finds_for_the_same_user_and_for_nobody_else(keyring: Path) -> None:
+    objects: Objects = {}
+    first = Server(keyring, objects)
+    assert first.serve("cold") == 0
+    assert len(objects) == 12
+    second = Server(keyring, objects)
+    assert second.serve("stranger", user="bob") == 0
+    assert second.serve("warm") == 44
+    assert second.storage.fetched_pages == 11
+
+
+def test_after_a_restart_of_everything_the_prefix_is_still_there(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    server.serve("cold")
+    server.replace_workers()
+    assert server.serve("warm") == 44
+
+
+def test_two_ranks_go_by_what_both_have(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects, ranks=2).serve("cold")
+    assert len(objects) == 24
+    server = Server(keyring, objects, ranks=2)
+    order = [key for rank, key in objects if rank == 1]
+    del objects[1, order[5]]
+    assert server.serve("warm") == 20
+
+
+def test_a_conversation_goes_on_at_another_server(keyring: Path) -> None:
+    objects: Objects = {}
+    first, second = Server(keyring, objects), Server(keyring, objects)
+    first.serve("one", max_tokens=9)
+    longer = [*PROMPT, *first.harness.outputs["one", 0], *range(500, 520)]
+    assert second.serve("two", longer) >= 48
+    assert first.serve("three", [*longer, *range(600, 610)]) >= 64
+
+
+def test_no_cache_touches_no_tier(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    assert server.serve("cold", mode=CacheMode.NONE) == 0
+    assert objects == {}
+    server.serve("kept")
+    server.worker.looked_up.clear()
+    other = Server(keyring, objects)
+    assert other.serve("none", mode=CacheMode.NONE) == 0
+    assert other.directions() == []
+
+
+@pytest.mark.parametrize("mode", ["isolated", "isolated_pinned", "user_aware"])
+def test_keys_that_are_looked_up_are_the_requesters_own_and_the_publics(keyring: Path, mode: str) -> None:
+    """A salt computed and never passed on would have all users ask under one name."""
+    objects: Objects = {}
+    asked = []
+    for user in ("alice", "bob"):
+        server = Server(keyring, objects, cache=mode)
+        server.serve("r", user=user)
+        asked.append(set(server.worker.looked_up))
+        assert set(server.worker.stored).isdisjoint(set().union(*asked[:-1]))
+    shared = asked[0] & asked[1]
+    assert len(shared) == (0 if mode == "isolated" else 1)
+
+
+def make_public(server: Server) -> None:
+    """Have three users compute the prompt."""
+    for user in ("alice", "bob", "carol"):
+        server.serve(f"{user}-computes", user=user)
+    server.cache.advance(server.cache.epoch + 1)
+    server.serve("anybody", [1, 2, 3])
+    server.finish()
+
+
+@pytest.fixture
+def public(keyring: Path) -> tuple[Server, Objects]:
+    objects: Objects = {}
+    server = Server(keyring, objects, cache="user_aware", pages=128, rules=CacheConfig(mode=Mode.USER_AWARE))
+    make_public(server)
+    return server, objects
+
+
+def test_what_is_public_is_found_by_all_at_another_server(public: tuple[Server, Objects], keyring: Path) -> None:
+    other = Server(keyring, public[1], cache="user_aware", pages=128)
+    assert other.serve("dave", user="dave") == 44
+    fetched = other.storage.fetched_pages
+    assert other.serve("erin", user="erin") == 44
+    assert other.storage.fetched_pages == fetched, "public pages are there once"
+
+
+def test_what_was_demoted_is_found_by_nobody_any_more(public: tuple[Server, Objects], keyring: Path) -> None:
+    server, objects = public
+    (node,) = [node for node, _ in server.cache.store.tree.walk_public()]
+    server.cache._demoter.demote(node)
+    for user, cached in (("dave", 0), ("alice", 44)):
+        assert Server(keyring, objects, cache="user_aware").serve(user, user=user) == cached
+
+
+def test_public_pages_that_were_not_demoted_are_stored_under_their_new_name(
+    public: tuple[Server, Objects], keyring: Path
+) -> None:
+    server, objects = public
+    server.keyring.revoke(())
+    assert Server(keyring, objects, cache="user_aware").serve("dave", user="dave") == 0
+    server.storage.demote()
+    server.serve("anything", [1, 2, 3])
+    server.finish()
+    assert Server(keyring, objects, cache="user_aware").serve("erin", user="erin") == 44
+
+
+def test_who_seems_to_probe_finds_nothing_public_in_storage(public: tuple[Server, Objects], keyring: Path) -> None:
+    other = Server(keyring, public[1], cache="user_aware", pages=128)
+    account = other.cache.store.accounts.owner(("tenant", "mallory"))
+    other.storage.distrust([account.fingerprint])
+    assert other.serve("mallory", user="mallory") == 0
+    assert other.serve("dave", user="dave") == 44
+
+
+def test_forgotten_is_forgotten_in_storage_too(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    server.serve("alice")
+    server.serve("bob", user="bob")
+    server.cache.forget(make_request("x", PROMPT).principal)
+    server.serve("other", [1, 2, 3], user="bob")
+    server.finish()
+    assert DROP in server.directions()
+    assert len(objects) == 12 + 1
+    assert Server(keyring, objects).serve("alice") == 0
+    assert Server(keyring, objects).serve("bob", user="bob") == 44
+
+
+def test_forgetting_reaches_what_is_not_in_memory_any_more(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("alice")
+    server = Server(keyring, objects)
+    server.cache.forget(make_request("x", PROMPT).principal)
+    assert Server(keyring, objects).serve("alice") == 0
+
+
+def test_storage_that_is_down_makes_misses(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects)
+    server.worker.is_down = True
+    assert server.serve("missed") == 0
+    server.worker.is_down = False
+    assert server.serve("bob", user="bob") == 0
+    assert server.serve("again") == 44, "from the device"
+
+
+def submit_while_storage_is_slow(keyring: Path, policy: PrefetchPolicy) -> Server:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects, StorageConfig(policy, wait_s=1.0, min_pages=2))
+    server.harness.core.submit(make_request("r", PROMPT), 0.0)
+    for _ in range(5):
+        server.harness.plan()
+        server.harness.result()
+    return server
+
+
+def test_best_effort_starts_at_once_and_keeps_what_comes_later(keyring: Path) -> None:
+    server = submit_while_storage_is_slow(keyring, PrefetchPolicy.BEST_EFFORT)
+    assert server.harness.cached["r", 0] == 0
+    server.finish()
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
+def test_others_wait_and_get_what_there_is(keyring: Path, policy: PrefetchPolicy) -> None:
+    server = submit_while_storage_is_slow(keyring, policy)
+    assert ("r", 0) not in server.harness.cached
+    server.finish()
+    assert server.harness.cached["r", 0] == 44
+
+
+def test_with_a_timeout_the_wait_ends(keyring: Path) -> None:
+    server = submit_while_storage_is_slow(keyring, PrefetchPolicy.TIMEOUT)
+    server.harness.now = 1.0
+    for _ in range(3):
+        server.harness.plan()
+        server.harness.result()
+    assert server.harness.cached["r", 0] == 0
+    server.finish()
+
+
+def test_off_looks_nothing_up(keyring: Path) -> None:
+    server = submit_while_storage_is_slow(keyring, PrefetchPolicy.OFF)
+    assert FETCH not in server.directions()
+    server.finish()
+
+
+def test_others_decode_while_one_waits(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects)
+    server.harness.core.submit(make_request("runs", [8, 9, 10], user="bob", max_tokens=30), 0.0)
+    server.harness.plan()
+    server.harness.result()
+    server.harness.core.submit(make_request("waits", PROMPT), 0.0)
+    before = len(server.harness.outputs["runs", 0])
+    for _ in range(8):
+        server.harness.plan()
+        server.harness.result()
+    assert len(server.harness.outputs["runs", 0]) > before + 4
+    assert ("waits", 0) not in server.harness.cached
+    server.finish()
+    assert server.harness.cached["waits", 0] == 44
+
+
+def test_an_abort_keeps_what_is_under_way_and_asks_for_nothing_more(keyring: Path) -> None:
+    server = submit_while_storage_is_slow(keyring, PrefetchPolicy.WAIT_COMPLETE)
+    server.harness.core.abort(RequestId("r"))
+    server.finish()
+    assert server.storage.fetched_pages == 1
+    assert server.serve("again") == 44
+
+
+def test_pages_in_flight_are_limited(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects, StorageConfig(PrefetchPolicy.WAIT_COMPLETE, min_pages=2, window_pages=3))
+    assert server.serve("warm") == 44
+    sizes = [len(t.host_pages) for plan in server.harness.plans for t in plan.transfers if t.direction is FETCH]
+    assert max(sizes) == 3
+
+
+def test_a_rate_spreads_reading_over_time(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    config = StorageConfig(PrefetchPolicy.WAIT_COMPLETE, min_pages=2, pages_per_s=2.0)
+    server = Server(keyring, objects, config)
+    server.harness.core.submit(make_request("r", PROMPT), 0.0)
+    fetched = []
+    for now in range(8):
+        server.harness.now = float(now)
+        for _ in range(6):
+            server.harness.plan()
+            server.harness.result()
+            server.harness.complete_all()
+        fetched.append(server.storage.fetched_pages)
+    assert fetched[0] <= 2
+    assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(fetched))
+    server.finish()
+    assert server.harness.cached["r", 0] == 44
+
+
+def test_writes_can_be_off(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects, StorageConfig(PrefetchPolicy.OFF, writes=False)).serve("cold")
+    assert objects == {}
+
+
+@pytest.mark.parametrize("host_pages", [1, 2, 5])
+def test_the_smallest_host_tiers_serve(keyring: Path, host_pages: int) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects, host_pages=host_pages, pages=14)
+    for number in range(4):
+        server.serve(f"r{number}", user=("alice", "bob")[number % 2])
+
+
+def test_requests_that_wait_while_workers_die_are_looked_up_again(keyring: Path) -> None:
+    server = submit_while_storage_is_slow(keyring, PrefetchPolicy.WAIT_COMPLETE)
+    server.replace_workers()
+    server.finish()
+    assert server.harness.cached["r", 0] == 44
+
+
+def test_rows_whose_workers_died_go_on_from_storage(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects)
+    server.harness.core.submit(make_request("r", PROMPT, max_tokens=12), 0.0)
+    for _ in range(12):
+        server.harness.plan()
+        server.harness.result()
+        server.harness.complete_all()
+    assert 0 < len(server.harness.outputs["r", 0]) < 12
+    fetched = server.storage.fetched_pages
+    server.replace_workers()
+    server.finish()
+    assert server.storage.fetched_pages > fetched
+    assert server.harness.outputs["r", 0] == expected_output(PROMPT, 60, (STOP_ID,))
