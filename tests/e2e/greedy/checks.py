@@ -53,12 +53,21 @@ EXACT = ModelSettings(dtype="float32")
 
 
 def serve_rows(
-    root: Path, *, max_step_tokens: int = 512, device_pages: int | None = None, ranks: int = 1
+    root: Path,
+    *,
+    max_step_tokens: int = 512,
+    device_pages: int | None = None,
+    host_pages: int | None = None,
+    ranks: int = 1,
 ) -> Iterator[Served]:
     """Run the real model with sixteen rows as long as the caller keeps this iterator."""
     require_model()
     scheduler = SchedulerSettings(
-        max_rows=ROWS, page_size=PAGE, max_step_tokens=max_step_tokens, device_pages=device_pages
+        max_rows=ROWS,
+        page_size=PAGE,
+        max_step_tokens=max_step_tokens,
+        device_pages=device_pages,
+        cache_host_pages=host_pages,
     )
     settings = Settings(model=EXACT, gateway=GatewaySettings(port=0), scheduler=scheduler)
     yield from serve(settings, root, ranks)
