@@ -1,132 +1,82 @@
-"""`pando cache`: the prefix cache's tree, numbers and changes, and a way to empty it."""
+"""`pando cache`: the prefix cache's tree, numbers and changes, and what an operator may do to it."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.tree import Tree
-
-from deploy.inspection.connection import TIMEOUT_S, add_connection_arguments, with_scheduler
+from deploy.inspection.cache_changes import flush, forget, pin, unpin
+from deploy.inspection.cache_figures import show_stats
+from deploy.inspection.cache_tree import show_tree, watch
+from deploy.inspection.connection import add_connection_arguments, with_scheduler
+from deploy.inspection.principals import View, parse_principal
+from deploy.inspection.prompts import Prompt
 from deploy.inspection.replay import add_replay_arguments, run_replay
-from deploy.inspection.state import tiers
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from deploy.inspection.connection import Connection
 
 SHOWN_NODES = 200
+SHOWN_OWNERS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `pando cache`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    add_replay_arguments(actions.add_parser("replay", help="do again what a decision log says; show what differs"))
     tree = actions.add_parser("tree", help="print the cache's nodes")
     tree.add_argument("--max-nodes", type=int, default=SHOWN_NODES, help=f"0: all (default {SHOWN_NODES})")
-    watch = actions.add_parser("watch", help="print every change until Ctrl-C")
-    for action in (tree, watch):
-        action.add_argument("--principal", metavar="TENANT/USER", help="only what this principal sees")
-    stats = actions.add_parser("stats", help="pages, nodes and sharing in numbers")
-    flush = actions.add_parser("flush", help="drop every entry that no running request needs")
-    for action in (tree, watch, stats, flush):
+    tree.add_argument("--token-ids", action="store_true", help="also print token ids; needs the admin token")
+    changes = actions.add_parser("watch", help="print every change until Ctrl-C")
+    for action in (tree, changes):
+        seen = action.add_mutually_exclusive_group()
+        seen.add_argument("--principal", metavar="TENANT/USER", help="only what this user sees; needs the admin token")
+        seen.add_argument("--fingerprint", metavar="HEX", help="the same for the user that it stands for")
+    stats = actions.add_parser("stats", help="pages, owners, hits and events in numbers")
+    stats.add_argument(
+        "--owners", type=int, default=SHOWN_OWNERS, help=f"so many with the most pages (default {SHOWN_OWNERS})"
+    )
+    gone = actions.add_parser("forget", help="drop everything that is private to a user; needs the admin token")
+    gone.add_argument("principal", metavar="TENANT/USER")
+    pinned = actions.add_parser("pin", help="declare a prompt public; needs the admin token")
+    unpinned = actions.add_parser("unpin", help="undo a pin; needs the admin token")
+    for action in (pinned, unpinned):
+        prompt = action.add_mutually_exclusive_group(required=True)
+        prompt.add_argument("--system", metavar="TEXT", help="a system prompt, put through the model's chat template")
+        prompt.add_argument("--system-file", metavar="FILE", type=Path, help="the same from a file")
+        prompt.add_argument("--text", metavar="TEXT", help="the beginning of plain prompts")
+        prompt.add_argument("--text-file", metavar="FILE", type=Path, help="the same from a file")
+        action.add_argument("--tokenizer", metavar="ADDRESS", help="gRPC address; default: the deployment running here")
+    flushed = actions.add_parser("flush", help="drop every entry that no running request needs")
+    for action in (tree, changes, stats, gone, pinned, unpinned, flushed):
         add_connection_arguments(action)
-    add_replay_arguments(actions.add_parser("replay", help="do again what a decision log says; show what differs"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the chosen action says."""
+    if arguments.action == "replay":
+        return run_replay(arguments)
+    return with_scheduler(arguments, _chosen(arguments))
+
+
+def _chosen(arguments: argparse.Namespace) -> Callable[[Connection], None]:
     match arguments.action:
-        case "replay":
-            return run_replay(arguments)
         case "tree":
-            ask = partial(_tree, principal=_principal(arguments.principal), max_nodes=arguments.max_nodes)
+            view = View.of(arguments)
+            return partial(show_tree, view=view, max_nodes=arguments.max_nodes, with_ids=arguments.token_ids)
         case "watch":
-            ask = partial(_watch, principal=_principal(arguments.principal))
+            return partial(watch, view=View.of(arguments))
         case "stats":
-            ask = partial(_stats)
+            return partial(show_stats, max_owners=arguments.owners)
+        case "forget":
+            return partial(forget, principal=parse_principal(arguments.principal))
+        case "pin":
+            return partial(pin, prompt=Prompt.of(arguments))
+        case "unpin":
+            return partial(unpin, prompt=Prompt.of(arguments))
         case _:
-            ask = partial(_flush)
-    return with_scheduler(arguments, ask)
-
-
-def _principal(text: str | None) -> common_pb2.Principal | None:
-    if text is None:
-        return None
-    tenant, _, user = text.partition("/")
-    return common_pb2.Principal(tenant=tenant, user=user)
-
-
-def _tree(connection: Connection, *, principal: common_pb2.Principal | None, max_nodes: int) -> None:
-    nodes = _dump(connection, scheduler_pb2.DumpTreeRequest(principal=principal, max_nodes=max_nodes))
-    connection.console.print(draw(nodes))
-    if max_nodes and len(nodes) >= max_nodes:
-        connection.console.print(f"(the first {max_nodes} nodes; --max-nodes 0 shows all)")
-
-
-def _dump(connection: Connection, request: scheduler_pb2.DumpTreeRequest) -> list[scheduler_pb2.TreeNode]:
-    answers = connection.scheduler.DumpTree(request, timeout=TIMEOUT_S, metadata=connection.metadata)
-    return [answer.node for answer in answers]
-
-
-def draw(nodes: Iterable[scheduler_pb2.TreeNode]) -> Tree:
-    """Return the nodes, of which parents come before their children, as a drawing."""
-    root = Tree("root")
-    branches: dict[int, Tree] = {}
-    for node in nodes:
-        # A parent may be outside of what was asked for: then the node hangs at the root.
-        parent = branches.get(node.parent_id, root) if node.HasField("parent_id") else root
-        branches[node.node_id] = parent.add(describe(node))
-    return root
-
-
-def describe(node: scheduler_pb2.TreeNode) -> str:
-    """Return one node as a line."""
-    visibility = scheduler_pb2.Visibility.Name(node.visibility).removeprefix("VISIBILITY_").lower()
-    owner = f" of {node.owner.tenant}/{node.owner.user}" if node.HasField("owner") else ""
-    locks = f", {node.lock_ref} running" if node.lock_ref else ""
-    return (
-        f"{node.node_id}: {node.edge_tokens:,} tokens (to {node.depth_tokens:,}), {visibility}{owner}, "
-        f"{len(node.device_pages):,} device pages{locks}, last access {node.last_access:,}"
-    )
-
-
-def _stats(connection: Connection) -> None:
-    request = scheduler_pb2.GetStateRequest()
-    state = connection.scheduler.GetState(request, timeout=TIMEOUT_S, metadata=connection.metadata)
-    nodes = _dump(connection, scheduler_pb2.DumpTreeRequest())
-    connection.console.print(tiers(state))
-    connection.console.print(numbers(nodes))
-
-
-def numbers(nodes: Iterable[scheduler_pb2.TreeNode]) -> Table:
-    """Return how much of the tree is public, private and in use."""
-    table = Table(title="tree", title_justify="left")
-    for name in ("visibility", "nodes", "tokens", "in use"):
-        table.add_column(name, justify="left" if name == "visibility" else "right")
-    nodes = list(nodes)
-    for visibility in (scheduler_pb2.VISIBILITY_PUBLIC, scheduler_pb2.VISIBILITY_PRIVATE):
-        of_kind = [node for node in nodes if node.visibility == visibility]
-        tokens = sum(node.edge_tokens for node in of_kind)
-        in_use = sum(node.lock_ref > 0 for node in of_kind)
-        name = scheduler_pb2.Visibility.Name(visibility).removeprefix("VISIBILITY_").lower()
-        table.add_row(name, f"{len(of_kind):,}", f"{tokens:,}", f"{in_use:,}")
-    return table
-
-
-def _flush(connection: Connection) -> None:
-    request = scheduler_pb2.FlushCacheRequest()
-    answer = connection.scheduler.FlushCache(request, timeout=TIMEOUT_S, metadata=connection.metadata)
-    connection.console.print(f"{answer.freed_pages:,} pages freed")
-
-
-def _watch(connection: Connection, *, principal: common_pb2.Principal | None) -> None:
-    request = scheduler_pb2.WatchCacheEventsRequest(principal=principal)
-    # No deadline: it goes on until the person has seen enough.
-    for event in connection.scheduler.WatchCacheEvents(request, metadata=connection.metadata):
-        kind = scheduler_pb2.CacheEventKind.Name(event.kind).removeprefix("CACHE_EVENT_KIND_").lower()
-        node = describe(event.node) if event.HasField("node") else ""
-        connection.console.print(f"{event.sequence:>8} {kind:<12} {node}", soft_wrap=True)
+            return flush

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent import futures
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from deploy.cli import main
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from deploy.inspection.cache_tree import describe
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,23 @@ NODES = (
         owner=OWNER,
         lock_ref=1,
     ),
+)
+
+ACCOUNTING = scheduler_pb2.CacheAccounting(
+    epoch=42,
+    nodes=2_345,
+    principals=67,
+    public_pages=8_901,
+    merged_pages=11,
+    events={"promoted": 3, "inserted": 2_000},
+    hit_tokens={"device/public": 12_345},
+    verdicts={"cut": 1},
+    operations={"peek": scheduler_pb2.OperationCost(calls=1_000, cpu_seconds=0.005)},
+)
+OWNERS = (
+    scheduler_pb2.OwnerAccounting(device_pages=8_901),
+    scheduler_pb2.OwnerAccounting(fingerprint="00ff", device_pages=16, leases=1, active=True),
+    scheduler_pb2.OwnerAccounting(fingerprint="11ff", principal=OWNER, device_pages=8),
 )
 
 
@@ -60,6 +78,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             page_size_tokens=16,
             tiers=[tier],
             requests=[open_request] if request.include_requests else [],
+            cache_accounting=ACCOUNTING,
+            owners=OWNERS[: request.max_owners],
         )
 
     def DumpTree(
@@ -75,6 +95,20 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self._note(request, context)
         return scheduler_pb2.FlushCacheResponse(freed_pages=1_234)
 
+    def ForgetPrincipal(
+        self, request: scheduler_pb2.ForgetPrincipalRequest, context: grpc.ServicerContext
+    ) -> scheduler_pb2.ForgetPrincipalResponse:
+        self._note(request, context)
+        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=77)
+
+    def Pin(self, request: scheduler_pb2.PinRequest, context: grpc.ServicerContext) -> scheduler_pb2.PinResponse:
+        self._note(request, context)
+        return scheduler_pb2.PinResponse(pinned_tokens=len(request.token_ids) // 4 * 4)
+
+    def Unpin(self, request: scheduler_pb2.UnpinRequest, context: grpc.ServicerContext) -> scheduler_pb2.UnpinResponse:
+        self._note(request, context)
+        return scheduler_pb2.UnpinResponse(was_pinned=len(request.token_ids) > 6)
+
     def WatchCacheEvents(
         self, request: scheduler_pb2.WatchCacheEventsRequest, context: grpc.ServicerContext
     ) -> Iterator[scheduler_pb2.WatchCacheEventsResponse]:
@@ -83,6 +117,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             sequence=7, kind=scheduler_pb2.CACHE_EVENT_KIND_INSERTED, node=NODES[0]
         )
         yield scheduler_pb2.WatchCacheEventsResponse(sequence=8, kind=scheduler_pb2.CACHE_EVENT_KIND_FLUSHED)
+        yield scheduler_pb2.WatchCacheEventsResponse(
+            sequence=5_000, kind=scheduler_pb2.CACHE_EVENT_KIND_LOST, lost_events=4_992
+        )
 
 
 @pytest.fixture
@@ -127,13 +164,127 @@ def test_tree_says_when_it_shows_only_a_part(
     assert request.principal == OWNER
 
 
-def test_stats_count_by_visibility(
+def test_stats_show_totals_owners_and_costs(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(["cache", "stats", "--scheduler", scheduler[1], "--owners", "2"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("2,345, 67", "device/public 12,345", "inserted 2,000, promoted 3", "cut 1", "user:00ff", "5.0"):
+        assert text in shown
+    assert "acme" not in shown
     assert main(["cache", "stats", "--scheduler", scheduler[1]]) == 0
-    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["public", "1", "3,200", "0"] in rows
-    assert ["private", "1", "16", "1"] in rows
+    assert "acme/ann" in capsys.readouterr().out
+
+
+def test_tree_tells_why_a_node_is_public_and_what_is_unusual_about_it() -> None:
+    node = scheduler_pb2.TreeNode(
+        node_id=4,
+        edge_tokens=32,
+        visibility=scheduler_pb2.VISIBILITY_PUBLIC,
+        state=scheduler_pb2.NODE_STATE_ON_HOST,
+        host_pages=[1, 2],
+        hits=9,
+        users=2,
+        epoch=8,
+        promoted_by=3,
+        promoted_epoch=7,
+        creators=4,
+        quarantined=1,
+        token_ids=[5, 6],
+    )
+    text = describe(node)
+    assert "public (by 3 users in epoch 7; 4 computed it)" in text
+    for part in ("2 host pages", "on host", "9 hits by 2 users in epoch 8", "1 users do not see it", "ids 5 6"):
+        assert part in text
+    assert "private of user:00ff" in describe(
+        scheduler_pb2.TreeNode(visibility=scheduler_pb2.VISIBILITY_PRIVATE, owner_fingerprint="00ff")
+    )
+    assert "public (pinned)" in describe(
+        scheduler_pb2.TreeNode(visibility=scheduler_pb2.VISIBILITY_PUBLIC, pinned=True)
+    )
+
+
+def test_a_view_is_asked_for_by_name_or_by_fingerprint(scheduler: tuple[ScriptedScheduler, str]) -> None:
+    for action in ("tree", "watch"):
+        assert main(["cache", action, "--scheduler", scheduler[1], "--fingerprint", "00ff"]) == 0
+        assert main(["cache", action, "--scheduler", scheduler[1], "--principal", "acme/a/b"]) == 0
+    asked: list[Any] = scheduler[0].asked
+    assert [request.fingerprint for request in asked] == ["00ff", "", "00ff", ""]
+    assert asked[1].principal == asked[3].principal == common_pb2.Principal(tenant="acme", user="a/b")
+
+
+@pytest.mark.parametrize("name", ["acme", "acme/", "/ann", ""])
+def test_half_a_name_names_nobody(
+    scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["cache", "forget", name, "--scheduler", scheduler[1]]) == 2
+    assert "TENANT/USER" in capsys.readouterr().err
+    assert scheduler[0].asked == []
+
+
+def test_forget_names_whom_and_tells_what_became_free(
+    scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "forget", "acme/ann", "--scheduler", scheduler[1], "--admin-token", "s3cret"]) == 0
+    assert "acme/ann is forgotten: 77 pages freed" in capsys.readouterr().out
+    assert scheduler[0].asked == [scheduler_pb2.ForgetPrincipalRequest(principal=OWNER)]
+    assert scheduler[0].credentials == ["Bearer s3cret"]
+
+
+class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
+    """One id per letter."""
+
+    def Tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        return tokenizer_pb2.TokenizeResponse(ids=map(ord, request.text))
+
+    def RenderChat(
+        self, request: tokenizer_pb2.RenderChatRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.RenderChatResponse:
+        text = "".join(f"<{message.role}>{message.content}</>" for message in request.chat.messages)
+        return tokenizer_pb2.RenderChatResponse(text=text, ids=map(ord, text))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Iterator[str]:
+    address = f"unix:{tmp_path}/t.sock"
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    servicer = ScriptedTokenizer()  # type: ignore[abstract]  # likewise
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(servicer, server)
+    server.add_insecure_port(address)
+    server.start()
+    yield address
+    server.stop(None).wait()
+
+
+def test_a_system_prompt_is_pinned_with_the_template_around_it_and_nothing_behind(
+    scheduler: tuple[ScriptedScheduler, str], tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Be kind.")
+    places = ["--scheduler", scheduler[1], "--tokenizer", tokenizer]
+    assert main(["cache", "pin", "--system", "Be kind.", *places]) == 0
+    assert main(["cache", "pin", "--system-file", str(file), *places]) == 0
+    assert main(["cache", "unpin", "--text", "Be kind.", *places]) == 0
+    assert main(["cache", "unpin", "--text", "Be", *places]) == 0
+    asked: list[Any] = scheduler[0].asked
+    texts = ["".join(map(chr, request.token_ids)) for request in asked]
+    assert texts == ["<system>Be kind.</><user>"] * 2 + ["Be kind.", "Be"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "24 of 25 tokens are public from the next epoch on"
+    assert shown[2:] == ["unpinned; what is cached stays public", "there is no such pin"]
+
+
+def test_a_prompt_that_cannot_be_had_is_an_error_in_words(
+    scheduler: tuple[ScriptedScheduler, str], tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--scheduler", scheduler[1], "--tokenizer", tokenizer]
+    assert main(["cache", "pin", "--text-file", str(tmp_path / "nowhere.txt"), *places]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
+    places[-1] = f"unix:{tmp_path}/nobody.sock"
+    assert main(["cache", "pin", "--text", "x", *places]) == 2
+    assert "the tokenizer at" in capsys.readouterr().err
 
 
 def test_flush_tells_what_it_freed(
@@ -145,9 +296,10 @@ def test_flush_tells_what_it_freed(
 
 def test_watch_prints_each_change(scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "watch", "--scheduler", scheduler[1]]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.split()[:3] == ["7", "inserted", "1:"]
     assert second.split() == ["8", "flushed"]
+    assert third.split()[:3] == ["5000", "lost", "4,992"]
 
 
 def test_the_admin_token_is_shown_to_the_scheduler(scheduler: tuple[ScriptedScheduler, str]) -> None:

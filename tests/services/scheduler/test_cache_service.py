@@ -101,7 +101,7 @@ async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware
         snapshot.append(event)
     assert {entry.kind for entry in snapshot} == {scheduler_pb2.CACHE_EVENT_KIND_INSERTED}
     await serve_all(aware, "bob", "cid")
-    seen = []
+    seen: list[scheduler_pb2.WatchCacheEventsResponse] = []
     async with asyncio.timeout(10):
         while scheduler_pb2.CACHE_EVENT_KIND_PROMOTED not in [entry.kind for entry in seen]:
             seen.append(await anext(events))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from common.types import CacheMode
 from tests.services.scheduler.core.harness import Harness, make_request
 
@@ -11,7 +13,7 @@ def charged(harness: Harness, user: str) -> float:
     return harness.counters.counter(("tenant", user))
 
 
-def make(**options: int) -> Harness:
+def make(**options: Any) -> Harness:
     harness = Harness(policy="fair", **options)
     # Somebody who waits all the time keeps the floor at 0, so that counters are absolute.
     assert harness.counters is not None

@@ -1,0 +1,49 @@
+"""What an operator may do to the prefix cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from deploy.inspection.connection import TIMEOUT_S
+from protos.gen.pando.v1 import scheduler_pb2
+
+if TYPE_CHECKING:
+    from deploy.inspection.connection import Connection
+    from deploy.inspection.prompts import Prompt
+    from protos.gen.pando.v1 import common_pb2
+
+
+def flush(connection: Connection) -> None:
+    """Drop what no running request needs."""
+    request = scheduler_pb2.FlushCacheRequest()
+    answer = connection.scheduler.FlushCache(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    connection.console.print(f"{answer.freed_pages:,} pages freed")
+
+
+def forget(connection: Connection, *, principal: common_pb2.Principal) -> None:
+    """Drop what is private to a user."""
+    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal)
+    answer = connection.scheduler.ForgetPrincipal(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    name = escape(f"{principal.tenant}/{principal.user}")
+    connection.console.print(f"{name} is forgotten: {answer.freed_pages:,} pages freed")
+
+
+def pin(connection: Connection, *, prompt: Prompt) -> None:
+    """Declare a prompt public."""
+    ids = prompt.token_ids()
+    request = scheduler_pb2.PinRequest(token_ids=ids)
+    answer = connection.scheduler.Pin(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    if answer.pinned_tokens:
+        console_text = f"{answer.pinned_tokens:,} of {len(ids):,} tokens are public from the next epoch on"
+    else:
+        console_text = f"nothing pinned: {len(ids):,} tokens are no whole page, or this cache keeps no pins"
+    connection.console.print(console_text)
+
+
+def unpin(connection: Connection, *, prompt: Prompt) -> None:
+    """Undo a pin."""
+    request = scheduler_pb2.UnpinRequest(token_ids=prompt.token_ids())
+    answer = connection.scheduler.Unpin(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    connection.console.print("unpinned; what is cached stays public" if answer.was_pinned else "there is no such pin")

@@ -1,0 +1,71 @@
+"""The prefix cache in numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.inspection.connection import TIMEOUT_S
+from deploy.inspection.principals import name_of
+from deploy.inspection.state import tiers
+from protos.gen.pando.v1 import scheduler_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from deploy.inspection.connection import Connection
+
+
+def show_stats(connection: Connection, *, max_owners: int) -> None:
+    """Print pages, totals, owners and costs."""
+    request = scheduler_pb2.GetStateRequest(max_owners=max_owners)
+    state = connection.scheduler.GetState(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    accounting = state.cache_accounting
+    for table in (tiers(state), totals(accounting), owners(state.owners), operations(accounting.operations)):
+        if table.row_count:
+            connection.console.print(table)
+
+
+def totals(accounting: scheduler_pb2.CacheAccounting) -> Table:
+    """Return what the tree holds, what was found in it, and what has happened."""
+    table = Table(show_header=False, box=None)
+    table.add_row("epoch, events", f"{accounting.epoch:,}, {accounting.sequence:,}")
+    table.add_row("nodes, users", f"{accounting.nodes:,}, {accounting.principals:,}")
+    table.add_row("pages public, private", f"{accounting.public_pages:,}, {accounting.private_pages:,}")
+    table.add_row("pages saved by sharing", f"{accounting.merged_pages:,}")
+    table.add_row("tokens found", _counts(accounting.hit_tokens))
+    table.add_row("events", _counts(accounting.events))
+    if accounting.verdicts:
+        table.add_row("content check", _counts(accounting.verdicts))
+    return table
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items())) or "none"
+
+
+def owners(accounts: Iterable[scheduler_pb2.OwnerAccounting]) -> Table:
+    """Return who has how much."""
+    table = Table(title="owners", title_justify="left")
+    for name in ("owner", "device pages", "host pages", "nodes", "running", "last epoch", "active"):
+        table.add_column(name, justify="left" if name in ("owner", "active") else "right")
+    for account in accounts:
+        named = account.principal if account.HasField("principal") else None
+        name = name_of(named, account.fingerprint) if account.fingerprint else "public"
+        numbers = (account.device_pages, account.host_pages, account.nodes, account.leases, account.last_epoch)
+        table.add_row(escape(name), *(f"{number:,}" for number in numbers), "yes" if account.active else "")
+    return table
+
+
+def operations(costs: Mapping[str, scheduler_pb2.OperationCost]) -> Table:
+    """Return what the cache's operations cost."""
+    table = Table(title="operations", title_justify="left")
+    for name in ("operation", "calls", "CPU s", "µs per call"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    for name, cost in sorted(costs.items()):
+        if cost.calls:
+            mean = f"{cost.cpu_seconds / cost.calls * 1e6:,.1f}"
+            table.add_row(name, f"{cost.calls:,}", f"{cost.cpu_seconds:,.3f}", mean)
+    return table
