@@ -84,6 +84,8 @@ class CacheSettings(Section):
     """Pages that may be on their way to the host at the same time; they cannot leave the device meanwhile."""
     cache_host_reserve_share: float = Field(default=1 / 16, gt=0, le=1)
     """With write_back: so much of the device is kept free or copied ahead of need."""
+    cache_checked_paths: int = Field(default=8, ge=0)
+    """Paths of the tree, of each kind, whose invariants are checked four times a second: about 0.1 % of a core."""
     cache_decision_log: Path | None = None
     """File to which every decision of the cache is appended, for `pando cache replay`. It holds all prompts as token
     ids, and who sent them: it is made readable for its owner alone, and grows without bound. Absent: none."""

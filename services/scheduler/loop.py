@@ -16,6 +16,7 @@ from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode_header
+from services.scheduler.cache.sampling import InvariantSampler
 from services.scheduler.cache_meter import STATES, CacheMeter
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from services.scheduler.group import WorkerGroup
 
 HOUSEKEEPING_INTERVAL_S = 0.25
+# Per log line; one defect may show on many paths.
+SHOWN_VIOLATIONS = 5
 
 
 class SchedulerLoop:
@@ -55,6 +58,7 @@ class SchedulerLoop:
         self._settings = settings
         self._clock = clock
         self._decisions = decisions
+        self._sampler: InvariantSampler | None = None
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
         self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
@@ -153,6 +157,7 @@ class SchedulerLoop:
             times = OperationTimes(time.thread_time)
             self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
             self.meter = CacheMeter(times)
+            self._sampler = InvariantSampler.of(cache)
             # Rare and long, so that each is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
         self._capacity = capacity
@@ -256,7 +261,15 @@ class SchedulerLoop:
             self._advance(self.epoch)
             self._push()
             self._check_accounts(self.core)
+            self._check_invariants()
             self._wake.set()
+
+    def _check_invariants(self) -> None:
+        """Look at some paths of the cache's tree; what is wrong is told, and never fatal."""
+        wrong = self._sampler.check(self._settings.cache_checked_paths) if self._sampler else []
+        if wrong:
+            metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
+            self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
 
     def _check_accounts(self, core: SchedulerCore) -> None:
         accounts = core.memory.account(core.rows)

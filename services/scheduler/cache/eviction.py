@@ -141,7 +141,7 @@ class EvictionQueue(Generic[C]):
         if not account.rank:
             self._ranked += 1
         account.rank = self._next
-        urgency = self._urgency(account)
+        urgency = self.urgency(account)
         account.standing = urgency[0]
         heapq.heappush(self._ranks, (*urgency, self._next, account))
         if len(self._ranks) > 2 * self._ranked + _SPARE_ENTRIES:
@@ -154,7 +154,7 @@ class EvictionQueue(Generic[C]):
             urgency, detail, number, account = self._ranks[0]
             if account.rank != number:
                 heapq.heappop(self._ranks)
-            elif (urgency, detail) != self._urgency(account):
+            elif (urgency, detail) != self.urgency(account):
                 heapq.heappop(self._ranks)
                 self.rank(account)
             else:
@@ -175,13 +175,25 @@ class EvictionQueue(Generic[C]):
         """Whether the one that `first` returned is still as cold as when it was pushed."""
         return bool(node.owner.heap[0][0] == self._coldness(node))
 
-    def _urgency(self, account: Owner[C]) -> tuple[int, Coldness]:
+    def candidate(self, number: int) -> C | None:
+        """Return some candidate, another one for most other numbers; for samples. O(1)."""
+        if not self._ranks:
+            return None
+        turn, rank = divmod(number, len(self._ranks))
+        heap = self._ranks[rank][3].heap
+        node = heap[turn % len(heap)][2] if heap else None
+        return node if node is not None and node.queued else None
+
+    def urgency(self, account: Owner[C]) -> tuple[int, Coldness]:
+        """Return where an account with candidates stands now; the lowest goes first."""
         first = self.first_of(account)
         assert first is not None, "ranked accounts have candidates"
         standing = self._standing(account)
+        coldness, queued, _ = account.heap[0]
+        # Whoever was queued first goes first, however often one has looked since: a replay looks less often.
         if standing == _OVER_QUOTA:
-            return standing, (self.quota - account.live_pages,)
-        return standing, account.heap[0][0]
+            return standing, (self.quota - account.live_pages, queued)
+        return standing, (*coldness, queued)
 
     def _standing(self, account: Owner[C]) -> int:
         if account.live_pages <= self._floor and account.is_active:

@@ -27,9 +27,14 @@ def violations(cache: RadixCache) -> list[str]:
     found = [*_totals(cache, nodes), *_accounts(cache, nodes), *_queue(cache, nodes), *_soft(cache, nodes)]
     found.extend(host_violations(cache.store))
     for node in nodes:
-        found.extend(_place(cache, node))
-        found.extend(_use(cache, node))
+        found.extend(node_violations(cache, node))
+        found.extend(_children(cache, node))
     return found
+
+
+def node_violations(cache: RadixCache, node: Node) -> list[str]:
+    """Return what is wrong with a node and its parent. O(pages of the node)."""
+    return [*_place(cache, node), *_use(cache, node)]
 
 
 def _place(cache: RadixCache, node: Node) -> Iterator[str]:
@@ -38,19 +43,17 @@ def _place(cache: RadixCache, node: Node) -> Iterator[str]:
     if parent is None:
         yield f"{name} hangs nowhere"
         return
-    group = tree.group(parent, tree.first_page(node))
-    if node not in group:
-        yield f"{name} is not found under its own first page"
+    entry = parent.children.get(tree.first_page(node))
+    if (entry.get(node.owner) if isinstance(entry, dict) else entry) is not node:
+        yield f"{name} is not found under its own owner and first page"
     if node.size == 0 or len(node.key) != node.size * tree.page_bytes:
         yield f"{name} has {len(node.key)} key bytes for {node.size} pages"
     if node.is_public and not parent.is_public:
         yield f"{name} is PUBLIC below a PRIVATE parent"
     if not node.is_public and not parent.is_public and parent.owner is not node.owner:
         yield f"{name} of {node.owner_id} hangs below one of {parent.owner_id}"
-    if not node.is_public and any(sibling.is_public for sibling in group):
+    if not node.is_public and isinstance(entry, dict) and cache.store.accounts.public in entry:
         yield f"{name} has a public sibling with the same first page"
-    if sum(sibling.owner is node.owner for sibling in group) > 1:
-        yield f"{name} has a sibling of the same owner with the same first page"
     if node.is_public and node.prompt_epoch is not None:
         yield f"{name} is PUBLIC and still evidence"
     if not node.is_public and (node.creators or node.quarantined or node.hit_cur):
@@ -75,7 +78,10 @@ def _use(cache: RadixCache, node: Node) -> Iterator[str]:
         yield f"{name} counts more users than hits"
     if node.epoch > cache.epoch:
         yield f"{name} is of a later epoch than the cache"
-    children = cache.store.tree.children(node)
+
+
+def _children(cache: RadixCache, node: Node) -> Iterator[str]:
+    name, children = f"node {node.node_id}", cache.store.tree.children(node)
     if node.live_children != sum(child.state is NodeState.LIVE for child in children):
         yield f"{name} miscounts its LIVE children"
 
@@ -132,8 +138,12 @@ def _queue(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         candidates = sum(node.queued > 0 for node in nodes if node.owner is account)
         if candidates != account.candidates:
             yield f"{account.scope} has {candidates} candidates, counted {account.candidates}"
-    if any(node.queued for node in nodes) != (cache.store.queue.first() is not None):
-        yield "the eviction queue does not find its candidates"
+    queue = cache.store.queue
+    owners = {node.owner for node in nodes if queue.first_of(node.owner) is not None}
+    most_urgent = min(owners, key=queue.urgency, default=None)
+    first = queue.first()
+    if first is not (None if most_urgent is None else queue.first_of(most_urgent)):
+        yield f"the eviction queue takes {first and first.node_id} first, which is not the most urgent"
 
 
 def _soft(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:

@@ -65,6 +65,7 @@ class NodeStore:
         node.epoch, node.joint = self.epoch, is_joint
         owner.nodes += 1
         owner.live_pages += len(pages)
+        self.queue.refresh(owner)
         self.use.enter(node)
         return node
 
@@ -182,6 +183,7 @@ class NodeStore:
         assert node.parent is not None
         node.parent.live_children += 1
         self.queue.discard(node.parent)
+        self.queue.refresh(node.owner)
         self.emit(CacheEventKind.REVIVED, node)
 
     def reclaim_oldest(self, pages: int) -> int:
@@ -220,6 +222,7 @@ class NodeStore:
         node.owner.live_pages += len(pages)
         node.parent.live_children += 1
         self.queue.discard(node.parent)
+        self.queue.refresh(node.owner)
         self.emit(CacheEventKind.LOADED, node)
 
     # --- shrinking and reshaping ---

@@ -23,8 +23,8 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
 def test_settings_name_every_constant_and_have_its_default() -> None:
     assert resolve(SchedulerSettings()) == CacheConfig()
     named = {name.removeprefix("cache_") for name in SchedulerSettings.model_fields if name.startswith("cache_")}
-    # Where decisions are logged is no rule of the cache.
-    assert named - {"decision_log"} == {field.name for field in fields(CacheConfig)} - {"mode"}
+    # What is logged and checked is no rule of the cache.
+    assert named - {"decision_log", "checked_paths"} == {field.name for field in fields(CacheConfig)} - {"mode"}
 
 
 def test_settings_reach_the_cache() -> None:

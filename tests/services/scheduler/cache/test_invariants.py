@@ -100,6 +100,10 @@ def run_ahead(cache: RadixCache) -> None:
     nodes(cache)["bob", "1", "2"].epoch = 1
 
 
+def outgrow_rank(cache: RadixCache) -> None:
+    nodes(cache)["bob", "1", "2"].owner.live_pages += 100
+
+
 def test_sound_tree_has_no_violations() -> None:
     assert violations(make_cache()) == []
 
@@ -123,6 +127,7 @@ def test_sound_tree_has_no_violations() -> None:
         (soften_unnoticed, "miscounts its LIVE children"),
         (count_hits_of_nobody, "counts others"),
         (run_ahead, "later epoch"),
+        (outgrow_rank, "not the most urgent"),
     ],
 )
 def test_damage_is_found(damage: Callable[[RadixCache], None], found: str) -> None:
