@@ -1,0 +1,44 @@
+{{- define "pando.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a component is selected by; takes {root, name}. */}}
+{{- define "pando.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .name }}
+{{- end -}}
+
+{{- define "pando.labels" -}}
+{{ include "pando.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: pando
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- define "pando.metadata" -}}
+name: {{ include "pando.fullname" .root }}-{{ .name }}
+labels:
+  {{- include "pando.labels" . | nindent 2 }}
+{{- end -}}
+
+{{- define "pando.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ default (include "pando.fullname" .) .Values.serviceAccount.name }}
+{{- else -}}
+{{ default "default" .Values.serviceAccount.name }}
+{{- end -}}
+{{- end -}}
+
+{{/* An image by its name in values; takes {root, image}. */}}
+{{- define "pando.image" -}}
+{{- $image := .root.Values.image -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{ .image }}:{{ default .root.Chart.AppVersion $image.tag }}
+{{- end -}}

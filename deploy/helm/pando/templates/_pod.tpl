@@ -1,0 +1,99 @@
+{{/* Metadata and spec of a component's pods; takes {root, name}. */}}
+{{- define "pando.podTemplate" -}}
+{{- $values := index .root.Values .name -}}
+metadata:
+  labels:
+    {{- include "pando.labels" . | nindent 4 }}
+    {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    checksum/settings: {{ include "pando.settings" .root | sha256sum }}
+    {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+spec:
+  {{- include "pando.podSpec" . | nindent 2 }}
+{{- end -}}
+
+{{- define "pando.podSpec" -}}
+{{- $root := .root -}}
+{{- $values := index $root.Values .name -}}
+serviceAccountName: {{ include "pando.serviceAccount" $root }}
+# No service talks to the Kubernetes API.
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds ($values.drainSeconds | default 0) 10 }}
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $affinity := include "pando.affinity" . }}
+{{- with $affinity }}
+affinity:
+  {{- . | nindent 2 }}
+{{- end }}
+{{- if $values.spread }}
+topologySpreadConstraints:
+  {{- range $topology := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ $topology }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "pando.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- if eq .name "worker" }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+{{- $needsModel := has .name (list "tokenizer" "detokenizer" "worker") }}
+{{- if and $needsModel (has $root.Values.model.source (list "hub" "s3")) }}
+initContainers:
+  {{- include "pando.modelDownload" . | trim | nindent 2 }}
+{{- end }}
+containers:
+  {{- include "pando.container" . | nindent 2 }}
+volumes:
+  - name: settings
+    configMap: {name: {{ include "pando.fullname" $root }}-settings}
+  - name: tmp
+    emptyDir: {sizeLimit: 2Gi}
+  {{- if eq .name "worker" }}
+  - name: shared-memory
+    emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory | quote }}}
+  {{- end }}
+  {{- if and (eq .name "gateway") $root.Values.apiKeys.existingSecret }}
+  - name: keys
+    secret: {secretName: {{ $root.Values.apiKeys.existingSecret | quote }}}
+  {{- end }}
+  {{- if $needsModel }}
+  {{- with include "pando.modelVolumes" $root | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- end }}
+{{- end -}}
+
+{{/* What values say, and for a group of ranks in several pods: all on one node. */}}
+{{- define "pando.affinity" -}}
+{{- $worker := .root.Values.worker -}}
+{{- $affinity := deepCopy (index .root.Values .name).affinity -}}
+{{- $together := and (eq .name "worker") (not $worker.leaderWorkerSet.enabled) (gt (include "pando.workerPods" .root | int) 1) -}}
+{{- if $together -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "pando.selector" . | fromYaml)) -}}
+{{- $pods := get $affinity "podAffinity" | default dict -}}
+{{- $key := "requiredDuringSchedulingIgnoredDuringExecution" -}}
+{{- $terms := append (get $pods $key | default list) $term -}}
+{{- $_ := set $affinity "podAffinity" (set $pods $key $terms) -}}
+{{- end -}}
+{{- with $affinity }}{{ toYaml . }}{{ end -}}
+{{- end -}}

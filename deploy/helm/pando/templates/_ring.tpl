@@ -1,0 +1,69 @@
+{{/* Who the services of the ring are: their ports, modules and health names. One place, for pods, probes and policies. */}}
+{{- define "pando.ring" -}}
+gateway: {module: gateway, port: 8000, metrics: 8000}
+tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer}
+scheduler: {module: services.scheduler, port: 50052, metrics: 9092, health: pando.v1.Scheduler}
+worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.Worker}
+detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: pando.v1.Detokenizer}
+{{- end -}}
+
+{{- define "pando.ranksPerPod" -}}
+{{- $worker := .Values.worker -}}
+{{- $ranks := $worker.ranksPerPod | default $worker.tensorParallel | int -}}
+{{- if mod (int $worker.tensorParallel) $ranks -}}
+{{- fail (printf "worker.tensorParallel (%d) must be a multiple of worker.ranksPerPod (%d)" (int $worker.tensorParallel) $ranks) -}}
+{{- end -}}
+{{- $ranks -}}
+{{- end -}}
+
+{{- define "pando.workerPods" -}}
+{{- div (int .Values.worker.tensorParallel) (include "pando.ranksPerPod" . | int) -}}
+{{- end -}}
+
+{{/* The host name of worker pod `pod`; LeaderWorkerSet names a leader <set>-0 and its others <set>-0-1 and on. */}}
+{{- define "pando.workerHost" -}}
+{{- $set := printf "%s-worker" (include "pando.fullname" .root) -}}
+{{- $pod := printf "%s-%d" $set (int .pod) -}}
+{{- if .root.Values.worker.leaderWorkerSet.enabled -}}
+{{- $pod = ternary (printf "%s-0" $set) (printf "%s-0-%d" $set (int .pod)) (eq 0 (int .pod)) -}}
+{{- end -}}
+{{- printf "%s.%s.%s.svc" $pod $set .root.Release.Namespace -}}
+{{- end -}}
+
+{{/* Addresses of all ranks in their order, as a JSON list. */}}
+{{- define "pando.workerAddresses" -}}
+{{- $ring := include "pando.ring" . | fromYaml -}}
+{{- $addresses := list -}}
+{{- range $pod := until (include "pando.workerPods" . | int) -}}
+{{- $host := include "pando.workerHost" (dict "root" $ "pod" $pod) -}}
+{{- range $rank := until (include "pando.ranksPerPod" $ | int) -}}
+{{- $addresses = append $addresses (printf "%s:%d" $host (add $ring.worker.port $rank)) -}}
+{{- end -}}
+{{- end -}}
+{{- $addresses | toJson -}}
+{{- end -}}
+
+{{/* The settings of all services as a mapping; the chart's own addresses win over `settings`. */}}
+{{- define "pando.settings" -}}
+{{- $ring := include "pando.ring" . | fromYaml -}}
+{{- $name := include "pando.fullname" . -}}
+{{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") -}}
+{{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
+{{- range $service, $facts := omit $ring "gateway" -}}
+{{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
+{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
+{{- end -}}
+{{- $peer := dict -}}
+{{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
+{{- $gateway := dict "host" (.Values.listenHost | trimPrefix "[" | trimSuffix "]") "port" (int $ring.gateway.port) -}}
+{{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
+{{- if .Values.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" "/etc/pando/keys/keys.toml" }}{{ end -}}
+{{- $_ := set $own "gateway" $gateway -}}
+{{- $_ := merge $own.tokenizer (dict "scheduler" $peer.scheduler "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
+{{- $_ := merge $own.detokenizer (dict "drain_s" (int .Values.detokenizer.drainSeconds)) -}}
+{{- $workers := include "pando.workerAddresses" . | fromJsonArray -}}
+{{- $rendezvous := printf "%s:29555" (include "pando.workerHost" (dict "root" . "pod" 0)) -}}
+{{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "workers" $workers "rendezvous" $rendezvous "drain_s" (int .Values.scheduler.drainSeconds)) -}}
+{{- $_ := set $own.worker "device" .Values.worker.device -}}
+{{- mergeOverwrite (deepCopy .Values.settings) $own | toJson -}}
+{{- end -}}

@@ -1,0 +1,113 @@
+"""Several ranks of one model on this host, where nobody supervises them one by one: in a pod or a container.
+
+`python -m deploy.ranks --ranks 8 --config pando.toml` runs eight worker processes with the same settings; rank i
+listens on the configured port + i, reports metrics on the configured port + i, and takes the configured GPU + i. When
+one ends, all do: a rank that lost a peer may hang in a collective for ever, and whoever runs this starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.settings import parse_settings
+from deploy.supervisor.layout import available_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.settings import WorkerSettings
+
+MODULE = "services.worker"
+# What ranks get to end by themselves before they are killed.
+STOP_S = 8.0
+
+
+def main() -> int:
+    """Run the ranks until a signal comes or one of them ends; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.ranks", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to run")
+    try:
+        settings, arguments = parse_settings(parser, sys.argv[1:])
+        commands = commands_of(settings.worker, arguments.ranks, available_cores(), _without_ranks(sys.argv[1:]))
+    except ConfigurationError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    return asyncio.run(run_together([(sys.executable, *command) for command in commands]))
+
+
+def commands_of(worker: WorkerSettings, ranks: int, cores: int, arguments: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the interpreter's arguments for each rank: `arguments`, then what is the rank's own.
+
+    Raises:
+        ConfigurationError: there are no ranks, or the address has no port to count from.
+    """
+    if ranks < 1:
+        raise ConfigurationError(f"--ranks must be at least 1, not {ranks}")
+    host, colon, port = worker.address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ConfigurationError(f"worker.address must be host:port for several ranks, not {worker.address}")
+    threads = worker.threads or max(1, cores // ranks)
+    commands = []
+    for rank in range(ranks):
+        own: dict[str, object] = {
+            "address": f"{host}:{int(port) + rank}",
+            "device_index": worker.device_index + rank,
+            "threads": threads,
+        }
+        if worker.metrics_port is not None:
+            own["metrics_port"] = worker.metrics_port + rank
+        flags = [text for name, value in own.items() for text in (f"--worker.{name}", str(value))]
+        # The child dies with this process, even if that is killed.
+        commands.append(("-m", "deploy.supervisor.child", str(os.getpid()), MODULE, *arguments, *flags))
+    return commands
+
+
+async def run_together(commands: Sequence[Sequence[str]]) -> int:
+    """Run all commands until a signal comes or one ends; return 0 after a signal, else the status of the first to end.
+
+    A command that ends by itself, even with 0, is a failure of the group.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopping.set)
+    processes = [await asyncio.create_subprocess_exec(*command) for command in commands]
+    ends = [asyncio.create_task(process.wait()) for process in processes]
+    signalled = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([*ends, signalled], return_when=asyncio.FIRST_COMPLETED)
+        first = next((end.result() for end in ends if end.done()), 0)
+    finally:
+        signalled.cancel()
+        await _end(processes, ends)
+    return 0 if stopping.is_set() else (first if first > 0 else 1)
+
+
+async def _end(processes: Sequence[asyncio.subprocess.Process], ends: Sequence[asyncio.Task[int]]) -> None:
+    for process in processes:
+        if process.returncode is None:
+            process.terminate()
+    _, late = await asyncio.wait(ends, timeout=STOP_S)
+    for process in processes:
+        if late and process.returncode is None:
+            process.kill()
+    await asyncio.gather(*ends)
+
+
+def _without_ranks(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that are settings: all but --ranks and its number."""
+    kept = list(arguments)
+    for index, argument in enumerate(kept):
+        if argument.startswith("--ranks"):
+            del kept[index : index + (1 if "=" in argument else 2)]
+            break
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The chart as tests see it: rendered by the Helm SDK from PyPI, and by a real `helm` where there is one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import helm_python
+import yaml
+
+# Manifests are free-form.
+Manifest: TypeAlias = dict[str, Any]
+
+CHART = Path(__file__).resolve().parents[3] / "deploy" / "helm" / "pando"
+RELEASE, NAMESPACE = "demo", "llm"
+COMPONENT = "app.kubernetes.io/component"
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+
+
+class RenderError(Exception):
+    """The chart refuses these values; the message says why."""
+
+
+@cache
+def _loaded() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def render_texts(values: Manifest) -> dict[str, str]:
+    """Return the rendered text of each template.
+
+    Raises:
+        RenderError: the schema or a template refuses the values.
+    """
+    try:
+        return _rendered(json.dumps(values))
+    except helm_python.HelmError as error:
+        raise RenderError(str(error)) from error
+
+
+@cache
+def _rendered(values: str) -> dict[str, str]:
+    # Many tests look at the same few releases.
+    return _loaded().render(json.loads(values), name=RELEASE, namespace=NAMESPACE)
+
+
+def render(values: Manifest) -> list[Manifest]:
+    """Return all objects of a release with these values."""
+    texts = {name: text for name, text in render_texts(values).items() if name.endswith(".yaml")}
+    return _objects(texts[name] for name in sorted(texts))
+
+
+def helm_executable() -> str | None:
+    """Return where the real `helm` is, if it is here."""
+    return shutil.which("helm")
+
+
+def render_with_helm(values: Manifest) -> list[Manifest]:
+    """Return what the real `helm template` renders."""
+    executable = helm_executable()
+    assert executable is not None
+    command = [executable, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", "-"]
+    done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise RenderError(done.stderr)
+    return _objects([done.stdout])
+
+
+def named(objects: list[Manifest], kind: str, component: str) -> Manifest:
+    """Return the one object of `kind` that belongs to `component`."""
+    found = [item for item in objects if item["kind"] == kind and component_of(item) == component]
+    assert len(found) == 1, f"{len(found)} objects are {kind} of {component}"
+    return found[0]
+
+
+def component_of(item: Manifest) -> str:
+    return str(item["metadata"]["labels"][COMPONENT])
+
+
+def pods(objects: list[Manifest]) -> dict[str, Manifest]:
+    """Return the pod template of each component."""
+    templates = {}
+    for item in objects:
+        if item["kind"] not in WORKLOADS:
+            continue
+        spec = item["spec"]
+        template = (
+            spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+        )
+        templates[component_of(item)] = template
+    return templates
+
+
+def container(template: Manifest) -> Manifest:
+    found: Manifest = template["spec"]["containers"][0]
+    return found
+
+
+def settings_of(objects: list[Manifest]) -> Manifest:
+    """Return the settings file that the pods mount, parsed."""
+    return tomllib.loads(named(objects, "ConfigMap", "settings")["data"]["pando.toml"])
+
+
+def _objects(texts: Any) -> list[Manifest]:
+    return [item for text in texts for item in yaml.load_all(text, yaml.CSafeLoader) if item]

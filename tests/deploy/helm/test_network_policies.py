@@ -1,0 +1,136 @@
+"""Who can talk to whom: exactly the ring's arrows, worked out from the policies as a network plugin would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.settings import Settings
+from tests.deploy.helm.chart import Manifest, component_of, pods, render, settings_of
+from tests.deploy.helm.value_sets import VALUE_SETS
+
+# From where to where, at which port; None: all ports.
+Edge = tuple[str, str, int | None]
+ENFORCED = [name for name, values in VALUE_SETS.items() if values.get("networkPolicy", {}).get("enabled", True)]
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_open_edges_are_those_of_the_ring(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    assert open_edges(objects) == ring_of(Settings(**settings_of(objects)))
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_every_pod_has_a_policy_for_both_directions(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    policies = {component_of(item): item["spec"] for item in objects if item["kind"] == "NetworkPolicy"}
+    assert policies.keys() == pods(objects).keys() | {"test"}
+    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in policies.values())
+
+
+def test_an_edge_too_many_would_be_noticed() -> None:
+    objects = render({})
+    for item in objects:
+        if item["kind"] == "NetworkPolicy" and component_of(item) == "worker":
+            item["spec"]["ingress"].append({"from": [{"podSelector": {}}], "ports": [{"port": 50053}]})
+        if item["kind"] == "NetworkPolicy" and component_of(item) == "gateway":
+            item["spec"]["egress"].append({"to": [{"podSelector": {}}], "ports": [{"port": 50053}]})
+    assert ("gateway", "worker", 50053) in open_edges(objects)
+
+
+def test_strangers_reach_only_the_gateway_and_only_if_nobody_is_named() -> None:
+    assert [name for name, rules in _ingress(render({})).items() if any("from" not in rule for rule in rules)] == [
+        "gateway"
+    ]
+    named = _ingress(render(VALUE_SETS["keys-and-admin"]))
+    assert all("from" in rule for rules in named.values() for rule in rules)
+
+
+def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fetched() -> None:
+    def who_leaves(values: dict[str, Any]) -> set[str]:
+        return {
+            component_of(item)
+            for item in render(values)
+            if item["kind"] == "NetworkPolicy"
+            for rule in item["spec"]["egress"]
+            if any("ipBlock" in peer for peer in rule.get("to", []))
+        }
+
+    assert who_leaves({}) == set()
+    assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "worker"}
+
+
+def ring_of(settings: Settings) -> set[Edge]:
+    """Return the connections that services with these settings open."""
+
+    def peer(address: str) -> tuple[str, int]:
+        host, _, port = address.rpartition(":")
+        owner = next(name for name in ("detokenizer", "tokenizer", "scheduler", "worker") if f"-{name}" in host)
+        return owner, int(port)
+
+    addresses = [
+        ("gateway", settings.gateway.tokenizer),
+        ("gateway", settings.gateway.detokenizer),
+        ("tokenizer", settings.tokenizer.scheduler),
+        ("scheduler", settings.scheduler.detokenizer),
+        *(("scheduler", address) for address in settings.scheduler.workers),
+    ]
+    edges: set[Edge] = {(source, *peer(address)) for source, address in addresses}
+    # Ranks exchange tensors at ports that NCCL and gloo choose; `helm test` is a client.
+    return edges | {("worker", "worker", None), ("test", "gateway", settings.gateway.port)}
+
+
+def open_edges(objects: list[Manifest]) -> set[Edge]:
+    """Return what both the sender's and the receiver's policies let through, between pods of the release.
+
+    That everybody may reach the gateway is left out: what counts is who inside needs to.
+    """
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods(objects).items()}
+    labels["test"] = next(item["metadata"]["labels"] for item in objects if item["kind"] == "Pod")
+    policies = [item["spec"] for item in objects if item["kind"] == "NetworkPolicy"]
+
+    def allowed(owner: str, direction: str, peers: str) -> set[tuple[str, int | None]]:
+        found: set[tuple[str, int | None]] = set()
+        for spec in policies:
+            if not _selects(spec["podSelector"], labels[owner]):
+                continue
+            for rule in spec[direction]:
+                names = [
+                    name
+                    for name, pod in labels.items()
+                    if any("podSelector" in peer and _matches(peer, pod) for peer in rule.get(peers, []))
+                ]
+                found |= {(name, port) for name in names for port in _ports(rule)}
+        return found
+
+    return {
+        (source, target, port)
+        for source in labels
+        for target, port in allowed(source, "egress", "to")
+        if port != 53 and _admits(allowed(target, "ingress", "from"), source, port)
+    }
+
+
+def _admits(open_ports: set[tuple[str, int | None]], source: str, port: int | None) -> bool:
+    return (source, port) in open_ports or (source, None) in open_ports
+
+
+def _ports(rule: Manifest) -> list[int | None]:
+    ports = rule.get("ports")
+    if ports is None:
+        return [None]
+    return [number for port in ports for number in range(port["port"], port.get("endPort", port["port"]) + 1)]
+
+
+def _matches(peer: Manifest, pod: Manifest) -> bool:
+    return _selects(peer["podSelector"], pod)
+
+
+def _selects(selector: Manifest, pod: Manifest) -> bool:
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= pod.items()
+
+
+def _ingress(objects: list[Manifest]) -> dict[str, list[Manifest]]:
+    return {component_of(item): item["spec"]["ingress"] for item in objects if item["kind"] == "NetworkPolicy"}

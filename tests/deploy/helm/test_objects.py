@@ -1,0 +1,190 @@
+"""What the chart renders is what Kubernetes accepts, for every way to run it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.helm.chart import (
+    CHART,
+    Manifest,
+    container,
+    helm_executable,
+    named,
+    pods,
+    render,
+    render_texts,
+    render_with_helm,
+)
+from tests.deploy.helm.value_sets import VALUE_SETS
+
+if TYPE_CHECKING:
+    from syrupy.assertion import SnapshotAssertion
+
+CRDS = Path(__file__).parent / "crds"
+# The oldest version that the chart says it supports, and a recent one.
+KUBERNETES = ("1.30", "1.36")
+every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
+
+
+def test_there_are_enough_value_sets() -> None:
+    assert len(VALUE_SETS) >= 12
+
+
+@every_value_set
+def test_every_object_fits_its_schema(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    assert {"Deployment", "Service", "ConfigMap"} <= {item["kind"] for item in objects}
+    for item in objects:
+        validate(item)
+
+
+def test_an_object_with_an_unknown_field_would_be_noticed() -> None:
+    broken = named(render({}), "Deployment", "gateway")
+    broken["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(broken)
+    scaled = named(render(VALUE_SETS["keda"]), "ScaledObject", "gateway")
+    scaled["spec"]["minReplicas"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        validate(scaled)
+
+
+@every_value_set
+def test_no_two_objects_have_one_name(name: str) -> None:
+    names = [(item["kind"], item["metadata"]["name"]) for item in render(VALUE_SETS[name])]
+    assert len(names) == len(set(names))
+
+
+@every_value_set
+def test_what_selects_pods_selects_some(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    labels = [template["metadata"]["labels"] for template in pods(objects).values()]
+    selectors = [
+        item["spec"]["selector"].get("matchLabels", item["spec"]["selector"])
+        for item in objects
+        if item["kind"] in ("Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "PodMonitor")
+    ]
+    assert selectors
+    for selector in selectors:
+        assert sum(selector.items() <= pod.items() for pod in labels) == 1
+
+
+@every_value_set
+def test_pods_mount_what_they_declare_and_declare_what_they_mount(name: str) -> None:
+    for template in pods(render(VALUE_SETS[name])).values():
+        spec = template["spec"]
+        mounted = {mount["name"] for item in _containers(spec) for mount in item["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in spec["volumes"]}
+
+
+@every_value_set
+def test_no_container_can_write_its_image_or_gain_privileges(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    specs = [template["spec"] for template in pods(objects).values()] + [
+        item["spec"] for item in objects if item["kind"] == "Pod"
+    ]
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for item in _containers(spec):
+            assert item["securityContext"]["readOnlyRootFilesystem"] is True
+            assert item["securityContext"]["allowPrivilegeEscalation"] is False
+            assert item["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("name", ["hpa", "keda"])
+def test_replicas_are_left_to_who_scales(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    for component in ("gateway", "tokenizer"):
+        assert "replicas" not in named(objects, "Deployment", component)["spec"]
+    assert named(objects, "Deployment", "scheduler")["spec"]["replicas"] == 1
+    assert named(render({}), "Deployment", "gateway")["spec"]["replicas"] == 2
+
+
+def test_the_autoscaler_averages_what_pods_report() -> None:
+    metrics = named(render(VALUE_SETS["hpa"]), "HorizontalPodAutoscaler", "gateway")["spec"]["metrics"]
+    by_pods = [metric["pods"] for metric in metrics if metric["type"] == "Pods"]
+    assert [metric["target"]["type"] for metric in by_pods] == ["AverageValue"]
+
+
+def test_pods_of_a_group_share_a_node_and_ranks_of_a_pod_its_gpus() -> None:
+    together = pods(render(VALUE_SETS["four-pods-on-a-node"]))["worker"]
+    [term] = together["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= together["metadata"]["labels"].items()
+    assert container(together)["resources"]["limits"]["amd.com/gpu"] == "1"
+    single = container(pods(render(VALUE_SETS["two-ranks-in-a-pod"]))["worker"])
+    assert single["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert "deploy.ranks" in single["command"]
+
+
+def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:
+    template = named(render(VALUE_SETS["leader-worker-set"]), "LeaderWorkerSet", "worker")["spec"]
+    assert template["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert template["leaderWorkerTemplate"]["size"] == 2
+
+
+@pytest.mark.parametrize("name", ["defaults", "example-h100", "example-h200-two-nodes", "model-from-s3"])
+def test_rendered_as_before(name: str, snapshot: SnapshotAssertion) -> None:
+    texts = render_texts(VALUE_SETS[name])
+    # What an operator reads and Grafana draws has tests of its own, and would drown the rest.
+    kept = [texts[template].strip() for template in sorted(texts) if not template.endswith("monitoring.yaml")]
+    assert "\n".join(text for text in kept if text) == snapshot
+
+
+@pytest.mark.skipif(helm_executable() is None, reason="no helm here; the SDK renders by the same code")
+@every_value_set
+def test_the_real_helm_renders_the_same(name: str) -> None:
+    def ordered(objects: list[Manifest]) -> list[str]:
+        return sorted(json.dumps(item, sort_keys=True) for item in objects)
+
+    assert ordered(render_with_helm(VALUE_SETS[name])) == ordered(render(VALUE_SETS[name]))
+
+
+def test_the_test_hook_asks_for_a_completion() -> None:
+    hook = named(render({}), "Pod", "test")
+    assert hook["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    compile(hook["spec"]["containers"][0]["args"][0], "hook", "exec")
+    service = named(render({}), "Service", "gateway")
+    expected = f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert expected in hook["spec"]["containers"][0]["args"]
+
+
+def test_each_component_is_documented_in_the_defaults() -> None:
+    text = (CHART / "values.yaml").read_text()
+    assert set(yaml.safe_load(text)) == set(json.loads((CHART / "values.schema.json").read_text())["properties"]) - {
+        "global"
+    }
+
+
+def validate(item: Manifest) -> None:
+    """Check an object against Kubernetes' own schema, or ours for what is no part of Kubernetes."""
+    _validate(json.dumps(item))
+
+
+@cache
+def _validate(text: str) -> None:
+    # Most objects are the same in many value sets, and the schemas are large.
+    item: Manifest = json.loads(text)
+    group = item["apiVersion"].partition("/")[0]
+    schema = CRDS / f"{item['kind'].lower()}.json"
+    if schema.exists():
+        content: Any = json.loads(schema.read_text())
+        jsonschema.Draft202012Validator(content).validate(item)
+        return
+    assert "." not in group or group.endswith("k8s.io"), f"no schema for {item['kind']} of {group}"
+    for version in KUBERNETES:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def _containers(spec: Manifest) -> list[Manifest]:
+    return [*spec.get("initContainers", []), *spec["containers"]]

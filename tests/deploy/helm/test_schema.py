@@ -1,0 +1,44 @@
+"""Values that mean nothing, or contradict each other, are refused with their name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.deploy.helm.chart import RenderError, render
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown top-level key": ({"gatway": {}}, "gatway"),
+    "unknown key of a component": ({"scheduler": {"replicas": 2}}, "replicas"),
+    "unknown section of settings": ({"settings": {"shceduler": {}}}, "shceduler"),
+    "no ranks": ({"worker": {"tensorParallel": 0}}, "tensorParallel"),
+    "ranks that do not fit into pods": ({"worker": {"tensorParallel": 4, "ranksPerPod": 3}}, "multiple"),
+    "unknown device": ({"worker": {"device": "tpu"}}, "device"),
+    "gpu resource without a vendor": ({"worker": {"gpuResource": "gpu"}}, "gpuResource"),
+    "hub without a repository": ({"model": {"source": "hub"}}, "repository"),
+    "s3 without an address": ({"model": {"source": "s3"}}, "uri"),
+    "s3 address of a whole bucket": ({"model": {"source": "s3", "s3": {"uri": "s3://models"}}}, "uri"),
+    "path without a volume": ({"model": {"source": "path", "path": "llama"}}, "existingClaim"),
+    "path out of the volume": (
+        {"model": {"source": "path", "path": "../etc", "volume": {"existingClaim": "models"}}},
+        "path",
+    ),
+    "quantity with a wrong unit": ({"worker": {"sharedMemory": "2GB"}}, "sharedMemory"),
+    "unknown way to scale": ({"gateway": {"autoscaling": {"mode": "vpa"}}}, "mode"),
+    "more than all of the processors": ({"gateway": {"autoscaling": {"cpuPercent": 101}}}, "cpuPercent"),
+    "ingress for nobody": ({"ingress": {"enabled": True}}, "hosts"),
+    "route without a parent": ({"httpRoute": {"enabled": True}}, "parentRefs"),
+    "port beyond the last": ({"gateway": {"service": {"port": 70_000}}}, "port"),
+    "pull policy in another spelling": ({"image": {"pullPolicy": "always"}}, "pullPolicy"),
+    "secret with a capital": ({"apiKeys": {"existingSecret": "Keys"}}, "existingSecret"),
+    "peer without anything": ({"networkPolicy": {"gatewayFrom": [{}]}}, "gatewayFrom"),
+    "number as text": ({"gateway": {"replicas": "2"}}, "replicas"),
+}
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED.values(), ids=REFUSED)
+def test_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RenderError) as refused:
+        render(values)
+    assert said in str(refused.value)

@@ -1,0 +1,101 @@
+"""The values that the chart is rendered with: one set for each way to run it, and the examples that it ships."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from tests.deploy.helm.chart import CHART
+
+_CLAIM = {"source": "path", "path": "llama", "volume": {"existingClaim": "models"}}
+
+
+def _scaled(mode: str) -> dict[str, Any]:
+    scaling = {"mode": mode, "minReplicas": 2, "maxReplicas": 9, "pending": 100}
+    return {"gateway": {"autoscaling": scaling}, "tokenizer": {"autoscaling": scaling}}
+
+
+VALUE_SETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "hpa": _scaled("hpa"),
+    "keda": _scaled("keda"),
+    "two-ranks-in-a-pod": {"worker": {"device": "cuda", "tensorParallel": 2}, "model": _CLAIM},
+    "four-pods-on-a-node": {
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 4,
+            "ranksPerPod": 1,
+            "affinity": {"nodeAffinity": {}},
+            "gpuResource": "amd.com/gpu",
+        },
+        "model": _CLAIM,
+    },
+    "leader-worker-set": {
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 16,
+            "ranksPerPod": 8,
+            "leaderWorkerSet": {"enabled": True, "exclusiveTopology": "rack"},
+        },
+        "model": _CLAIM,
+    },
+    "model-from-hub": {
+        "model": {
+            "source": "hub",
+            "hub": {"repository": "Qwen/Qwen3-8B", "tokenSecret": "hub", "endpoint": "https://hub.example"},
+            "volume": {"create": True, "storageClass": "fast"},
+        }
+    },
+    "model-from-s3": {
+        "model": {
+            "source": "s3",
+            "s3": {"uri": "s3://models/qwen3-8b", "credentialsSecret": "aws", "region": "eu-north-1"},
+            "servedName": "qwen",
+        }
+    },
+    "keys-and-admin": {
+        "apiKeys": {"existingSecret": "keys"},
+        "adminToken": {"existingSecret": "admin"},
+        "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}]},
+    },
+    "ingress": {
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "hosts": ["llm.example"],
+            "tls": [{"hosts": ["llm.example"], "secretName": "llm-tls"}],
+        },
+        "gateway": {"service": {"type": "NodePort"}},
+    },
+    "http-route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["llm.example"]}},
+    "monitoring": {
+        "monitoring": {
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            "prometheusRule": {"enabled": True},
+            "dashboards": {"enabled": True},
+        },
+        "worker": {"tensorParallel": 2},
+    },
+    "private-registry": {
+        "image": {"registry": "registry.example/llm/", "tag": "1.2.3", "pullSecrets": [{"name": "pull"}]},
+        "fullnameOverride": "served",
+        "serviceAccount": {"create": False, "name": "existing"},
+    },
+    "placement": {
+        name: {
+            "nodeSelector": {"pool": name},
+            "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "llm", "effect": "NoSchedule"}],
+            "affinity": {"nodeAffinity": {}},
+            "podAnnotations": {"note": "x"},
+            "podLabels": {"team": "llm"},
+            "priorityClassName": "high",
+            "extraEnv": [{"name": "TZ", "value": "UTC"}],
+            "resources": {"requests": {"cpu": 2}},
+            "disruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
+        }
+        for name in ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+    },
+    "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
+    "ipv6": {"listenHost": "[::]"},
+} | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
