@@ -32,7 +32,7 @@ def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive_int, default=3, help="(%(default)s)")
     parser.add_argument("--users", type=positive_int, help="per phase; default: 32")
     parser.add_argument("--apps", type=positive_int, help="default: 2")
-    parser.add_argument("--scale", type=positive_float, help="lengths times this; default: s1 1/8, m1 1/10")
+    parser.add_argument("--scale", type=positive_float, help="lengths times this; default: 1/8")
     parser.add_argument("--concurrency", type=positive_int, default=8, help="(%(default)s)")
     parser.add_argument("--epoch-seconds", type=positive_float, default=2.0, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deploy.bench.workloads.ideal import PAGE_TOKENS
 from deploy.bench.workloads.m1 import M1Shape, m1_sessions
 from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
 
@@ -40,13 +41,25 @@ def s1_sessions(size: MixSize, seed: int) -> list[Session]:
 
 
 def m1_mix_sessions(size: MixSize, seed: int) -> list[Session]:
-    """Return workload M1, scaled and without pauses: conversations, private documents, a template with secrets."""
-    shape = M1Shape(users=size.users, apps=size.apps, think_s=0, scale=size.scale, secrets=16, zipf=0.5)
+    """Return workload M1, scaled and without pauses: conversations, private documents, a template with secrets.
+
+    Documents are the shorter ones of M1: with the longest, hardly anything else would be measured on a processor.
+    """
+    documents = M1Shape().document_tokens[0]
+    shape = M1Shape(
+        users=size.users,
+        apps=size.apps,
+        think_s=0,
+        scale=size.scale,
+        secrets=16,
+        zipf=0.5,
+        document_tokens=(documents, 2 * documents),
+    )
     return m1_sessions(shape, 2 * size.users, seed=seed)
 
 
 MIXES: dict[str, Callable[[MixSize, int], list[Session]]] = {"s1": s1_sessions, "m1": m1_mix_sessions}
-DEFAULT_SIZES = {"s1": MixSize(users=32, apps=2, scale=1 / 8), "m1": MixSize(users=32, apps=2, scale=1 / 10)}
+DEFAULT_SIZES = {"s1": MixSize(users=32, apps=2, scale=1 / 8), "m1": MixSize(users=32, apps=2, scale=1 / 8)}
 
 
 def round_phases(mix: str, size: MixSize, number: int, seed: int) -> tuple[Phase, Phase]:
@@ -59,10 +72,11 @@ def round_phases(mix: str, size: MixSize, number: int, seed: int) -> tuple[Phase
     return phase("cold"), phase("warm")
 
 
-def system_prompts(sessions: Sequence[Session]) -> list[Segment]:
-    """Return the distinct prompts that an operator would pin."""
+def system_prompts(sessions: Sequence[Session], page_tokens: int = PAGE_TOKENS) -> list[Segment]:
+    """Return the distinct prompts that an operator would pin: those of at least a page."""
     segments = (session.requests[0].segments[0] for session in sessions)
-    return list({segment.key: segment for segment in segments if segment.role == "system"}.values())
+    long = (segment for segment in segments if segment.role == "system" and segment.tokens >= page_tokens)
+    return list({segment.key: segment for segment in long}.values())
 
 
 def _rename(session: Session, number: int, phase: str) -> Session:
