@@ -32,6 +32,9 @@ def _show(connection: Connection, *, include_requests: bool) -> None:
     state = connection.scheduler.GetState(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     connection.console.print(summary(state))
     connection.console.print(tiers(state))
+    if state.HasField("host_tier"):
+        connection.console.print(traffic(state))
+        connection.console.print(load_cost(state.host_tier.load_cost))
     if include_requests:
         connection.console.print(requests(state))
 
@@ -64,6 +67,34 @@ def tiers(state: scheduler_pb2.GetStateResponse) -> Table:
         )
         table.add_row(tier.tier, *(f"{count:,}" for count in counts))
     return table
+
+
+def traffic(state: scheduler_pb2.GetStateResponse) -> Table:
+    """Return what has moved between the tiers."""
+    host = state.host_tier
+    table = Table(title=f"moved between the tiers ({host.open_transfers:,} open)", title_justify="left")
+    for name in ("direction", "transfers", "pages", "seconds", "pages/s"):
+        table.add_column(name, justify="left" if name == "direction" else "right")
+    for moved in host.traffic:
+        rate = f"{moved.pages / moved.seconds:,.0f}" if moved.seconds else "-"
+        table.add_row(
+            moved.direction.replace("_", " "), f"{moved.transfers:,}", f"{moved.pages:,}", f"{moved.seconds:.2f}", rate
+        )
+    table.add_row("computed instead of loaded", "", f"{host.skipped_load_tokens // state.page_size_tokens:,}", "", "")
+    table.add_row("not copied, host full", "", f"{host.skipped_backup_pages:,}", "", "")
+    return table
+
+
+def load_cost(cost: scheduler_pb2.LoadCost) -> str:
+    """Return when the scheduler loads a prefix from the host instead of computing it."""
+    if not (cost.prefill_tokens_per_s and cost.load_bytes_per_s):
+        return "load from the host: always, as nothing has been measured"
+    rule = f"{cost.break_even_tokens:,} tokens or more" if cost.HasField("break_even_tokens") else "never"
+    return (
+        f"load from the host: {rule} (prefill {cost.prefill_tokens_per_s:,.0f} tokens/s; "
+        f"{cost.load_bytes_per_s / 1e9:.2f} GB/s, {cost.bytes_per_token:,} bytes per token, "
+        f"{cost.load_latency_s * 1e3:.1f} ms until it is seen)"
+    )
 
 
 def requests(state: scheduler_pb2.GetStateResponse) -> Table:

@@ -24,6 +24,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
 from services.scheduler.policy.factory import make_counters, make_policy
+from services.scheduler.tier_meter import TierMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,7 @@ class SchedulerLoop:
         """Start without a core: it is made when the workers have told their capacity."""
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
+        self._tier_meter: TierMeter | None = None
         self._advance: Callable[[int], None] = lambda _epoch: None
         self._settings = settings
         self._clock = clock
@@ -157,6 +159,7 @@ class SchedulerLoop:
             times = OperationTimes(time.thread_time)
             self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
             self.meter = CacheMeter(times)
+            self._tier_meter = TierMeter(capacity.kv_bytes_per_token * config.page_size)
             self._sampler = InvariantSampler.of(cache)
             # Rare and long, so that each is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
@@ -281,6 +284,8 @@ class SchedulerLoop:
         metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
         if self.meter is not None:
             self.meter.export(core.memory.cache)
+        if self._tier_meter is not None and core.memory.loads is not None:
+            self._tier_meter.export(core.memory.loads)
         if accounts.is_exact:
             return
         report = core.memory.audit(core.rows)

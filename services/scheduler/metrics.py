@@ -76,4 +76,20 @@ CONTENT_FINDINGS_TOTAL = Counter(
 CONTENT_RULES_REFUSED = Gauge(
     "pando_scheduler_content_rules_refused", "1 while the rules that are there are not the ones in effect."
 )
+TRANSFERS_TOTAL = Counter(
+    "pando_scheduler_transfers_total", "Transfers between the tiers that all ranks have finished.", ["direction"]
+)
+TRANSFER_BYTES_TOTAL = Counter(
+    "pando_scheduler_transfer_bytes_total", "Bytes that each rank has moved between the tiers.", ["direction"]
+)
+TRANSFER_SECONDS_TOTAL = Counter(
+    "pando_scheduler_transfer_seconds_total",
+    "Time of the copies between the tiers, on the slowest rank.",
+    ["direction"],
+)
+TRANSFERS_OPEN = Gauge("pando_scheduler_transfers_open", "Transfers that not all ranks have finished.")
+LOAD_SKIPPED_TOKENS_TOTAL = Counter(
+    "pando_scheduler_load_skipped_tokens_total",
+    "Tokens that were computed although the host had them, as that was faster than loading.",
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

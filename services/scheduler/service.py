@@ -21,6 +21,7 @@ from services.scheduler.convert_cache import (
     sequence_to_wire,
     tier_to_wire,
 )
+from services.scheduler.tier_meter import traffic_to_wire
 from services.scheduler.watching import EventBacklog
 
 if TYPE_CHECKING:
@@ -274,3 +275,5 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
     if core.memory.cache.host is not None:
         state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))
+    if core.memory.loads is not None:
+        state.host_tier.CopyFrom(traffic_to_wire(core.memory.loads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 MAX_LOADS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Transfers that are done, their pages, and the time that the slowest rank spent on copying them."""
+
+    transfers: int = 0
+    pages: int = 0
+    seconds: float = 0.0
+
+    def plus(self, pages: int, seconds: float) -> Moved:
+        """Return the sum with one more transfer."""
+        return Moved(self.transfers + 1, self.pages + pages, self.seconds + seconds)
+
+
 class LoadBack:
     """Owns the host tier's traffic: which transfers the next plan carries, and for how long they have been open.
 
@@ -34,6 +48,8 @@ class LoadBack:
         # Tokens that were computed although the host had them, as that was faster.
         self.skipped_tokens = 0
         self.loading_tokens = 0
+        # Since the start, by direction.
+        self.moved: dict[TransferDirection, Moved] = {}
         self._page_size = page_size
         self._started: list[Transfer] = []
         self._started_at: dict[TransferId, float] = {}
@@ -58,6 +74,8 @@ class LoadBack:
     def end_prefetch(self, sequence: Sequence) -> None:
         """Look for no more of a sequence that has started, or ended."""
         if sequence.fetch is not None and self.host.storage is not None:
+            prefetch = sequence.fetch.prefetch
+            sequence.storage_tokens = (prefetch.position - prefetch.first) * self._page_size
             self.host.storage.give_up(sequence.fetch)
             sequence.fetch = None
 
@@ -116,6 +134,8 @@ class LoadBack:
         started_at = self._started_at.pop(ack.transfer_id, None)
         if transfer is None or started_at is None:
             return
+        moved = self.moved.get(transfer.direction, Moved())
+        self.moved[transfer.direction] = moved.plus(ack.done_pages, ack.duration_us / 1e6)
         if transfer.direction is TransferDirection.HOST_TO_DEVICE:
             tokens = transfer.pages * self._page_size
             self.loading_tokens -= tokens

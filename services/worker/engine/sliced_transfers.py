@@ -87,6 +87,7 @@ class SlicedTransfers:
                 acks.append(TransferAck(transfer.transfer_id, end, round(progress.seconds * 1e6)))
         return acks
 
+    @torch.inference_mode()
     def _copy(self, transfer: Transfer, part: slice) -> None:
         device = torch.from_numpy(transfer.device_pages[part].astype(np.int64))
         host = torch.from_numpy(transfer.host_pages[part].astype(np.int64))

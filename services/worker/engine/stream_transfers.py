@@ -120,6 +120,7 @@ class _Lane:
     def is_busy(self) -> bool:
         return bool(self._running)
 
+    @torch.inference_mode()
     def launch(self, transfer: Transfer) -> None:
         started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

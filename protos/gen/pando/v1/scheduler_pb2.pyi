@@ -283,6 +283,7 @@ class GetStateResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     CACHE_ACCOUNTING_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests waiting for a row, rows in prefill or decode."""
     running_rows: _builtins.int
@@ -309,6 +310,10 @@ class GetStateResponse(_message.Message):
     def cache_accounting(self) -> Global___CacheAccounting: ...
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnerAccounting]: ...
+    @_builtins.property
+    def host_tier(self) -> Global___HostTierState:
+        """Absent without a host tier."""
+
     def __init__(
         self,
         *,
@@ -328,14 +333,125 @@ class GetStateResponse(_message.Message):
         requests: _abc.Iterable[Global___RequestState] | None = ...,
         cache_accounting: Global___CacheAccounting | None = ...,
         owners: _abc.Iterable[Global___OwnerAccounting] | None = ...,
+        host_tier: Global___HostTierState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_accounting", b"cache_accounting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
+    _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_tier) -> _WhichOneofReturnType__host_tier | None: ...
+
+Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class HostTierState(_message.Message):
+    """What moves between the tiers, since this scheduler process has workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_TRANSFERS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    SKIPPED_LOAD_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIPPED_BACKUP_PAGES_FIELD_NUMBER: _builtins.int
+    LOAD_COST_FIELD_NUMBER: _builtins.int
+    open_transfers: _builtins.int
+    """Transfers that not all ranks have acknowledged."""
+    skipped_load_tokens: _builtins.int
+    """Tokens that were computed although the host had them, as that was faster."""
+    skipped_backup_pages: _builtins.int
+    """Pages that were to be copied when the host had no room."""
+    @_builtins.property
+    def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierTraffic]: ...
+    @_builtins.property
+    def load_cost(self) -> Global___LoadCost: ...
+    def __init__(
+        self,
+        *,
+        open_transfers: _builtins.int = ...,
+        traffic: _abc.Iterable[Global___TierTraffic] | None = ...,
+        skipped_load_tokens: _builtins.int = ...,
+        skipped_backup_pages: _builtins.int = ...,
+        load_cost: Global___LoadCost | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_cost", b"load_cost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_cost", b"load_cost", "open_transfers", b"open_transfers", "skipped_backup_pages", b"skipped_backup_pages", "skipped_load_tokens", b"skipped_load_tokens", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+Global___HostTierState: _TypeAlias = HostTierState  # noqa: Y015
+
+@_typing.final
+class TierTraffic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    direction: _builtins.str
+    """device_to_host, host_to_device, host_to_storage…"""
+    transfers: _builtins.int
+    pages: _builtins.int
+    """Each rank moves its own part of every page."""
+    seconds: _builtins.float
+    """Time of the copies themselves, on the slowest rank."""
+    def __init__(
+        self,
+        *,
+        direction: _builtins.str = ...,
+        transfers: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direction", b"direction", "pages", b"pages", "seconds", b"seconds", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierTraffic: _TypeAlias = TierTraffic  # noqa: Y015
+
+@_typing.final
+class LoadCost(_message.Message):
+    """When a prefix is loaded from the host: if latency + bytes / rate is less than tokens / prefill rate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    LOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    LOAD_LATENCY_S_FIELD_NUMBER: _builtins.int
+    BREAK_EVEN_TOKENS_FIELD_NUMBER: _builtins.int
+    prefill_tokens_per_s: _builtins.float
+    """Calibrated when the workers start, refined by what is observed; 0: nothing is known yet."""
+    load_bytes_per_s: _builtins.float
+    bytes_per_token: _builtins.int
+    """Of one rank."""
+    load_latency_s: _builtins.float
+    """From a load's plan to its acknowledgement, without the copy itself."""
+    break_even_tokens: _builtins.int
+    """The shortest run of tokens that is loaded; absent: it is not known, or none ever is."""
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_s: _builtins.float = ...,
+        load_bytes_per_s: _builtins.float = ...,
+        bytes_per_token: _builtins.int = ...,
+        load_latency_s: _builtins.float = ...,
+        break_even_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens", "bytes_per_token", b"bytes_per_token", "load_bytes_per_s", b"load_bytes_per_s", "load_latency_s", b"load_latency_s", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__break_even_tokens: _TypeAlias = _typing.Literal["break_even_tokens"]  # noqa: Y015
+    _WhichOneofArgType__break_even_tokens: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__break_even_tokens) -> _WhichOneofReturnType__break_even_tokens | None: ...
+
+Global___LoadCost: _TypeAlias = LoadCost  # noqa: Y015
 
 @_typing.final
 class CacheAccounting(_message.Message):
