@@ -28,20 +28,25 @@ class CacheMeter:
         self._seconds: dict[str, float] = {}
 
     def note_start(self, sequence: Sequence, lease: Lease) -> None:
-        """Count what a sequence found when it got its first row. What came from the host lies behind all the rest."""
-        from_host = min(sequence.host_tokens, lease.matched_tokens)
-        on_device = lease.matched_tokens - from_host
-        public_on_device = min(lease.public_tokens, on_device)
-        found = {
-            ("device", "public"): public_on_device,
-            ("device", "private"): on_device - public_on_device,
-            ("host", "public"): lease.public_tokens - public_on_device,
-            ("host", "private"): from_host - (lease.public_tokens - public_on_device),
-        }
-        for (tier, visibility), tokens in found.items():
-            if tokens:
-                self.hit_tokens[tier, visibility] = self.hit_tokens.get((tier, visibility), 0) + tokens
-                metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, visibility).inc(tokens)
+        """Count what a sequence found when it got its first row. What was loaded lies behind all the rest."""
+        loaded = min(sequence.host_tokens, lease.matched_tokens)
+        stored = min(sequence.storage_tokens, loaded)
+        public = lease.public_tokens
+        for tier, tokens in (
+            ("device", lease.matched_tokens - loaded),
+            ("host", loaded - stored),
+            ("storage", stored),
+        ):
+            # What is public comes first on every path.
+            shared = min(public, tokens)
+            public -= shared
+            self._count(tier, "public", shared)
+            self._count(tier, "private", tokens - shared)
+
+    def _count(self, tier: str, visibility: str, tokens: int) -> None:
+        if tokens:
+            self.hit_tokens[tier, visibility] = self.hit_tokens.get((tier, visibility), 0) + tokens
+            metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, visibility).inc(tokens)
 
     def export(self, cache: PrefixCache) -> None:
         """Bring Prometheus up to date. O(1) in the size of the cache."""

@@ -35,6 +35,7 @@ class Prefetch:
     def __init__(self, scopes: Sequence[Scope], position: int, end: int) -> None:
         """Look for pages [position, end), of which one or more are missing, in the names of `scopes`."""
         assert position < end
+        self.first = position
         self.position = position
         self._scopes = scopes
         self._end = end

@@ -61,6 +61,8 @@ class Sequence:
     loads: int = 0
     # Tokens of its prefix that were loaded for it, or for another while it waited.
     host_tokens: int = 0
+    # Tokens of them that came to the host from storage for it.
+    storage_tokens: int = 0
     # Its look into storage, until it starts.
     fetch: Fetch | None = None
     # Whether its first token has come, that is, whether its prompt is in the cache for others.

@@ -1,0 +1,281 @@
+"""The user-aware cache with its content check between real processes: what an operator sees and does, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+
+from common.rpc.options import CHANNEL_OPTIONS
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.e2e.conftest import serve
+from tests.services.scheduler.content.corpus import drawn
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+TOKEN = "open-sesame"
+ADMIN = (("authorization", f"Bearer {TOKEN}"),)
+EPOCH_S = 0.5
+GUIDE = "You are the patient guide of a botanical garden, and answer in the language of the question. " * 8
+KEEPER = "You are the keeper of a library, and answer in the language of the question. " * 4
+KEY = f"sk-proj-{drawn(48)}"
+
+
+@pytest.fixture(scope="module")
+def aware(run_root: Path) -> Iterator[Served]:
+    settings = Settings(
+        model=ModelSettings(load_format="fake"),
+        gateway=GatewaySettings(port=0),
+        worker=WorkerSettings(fake_step_ms=1.0),
+        scheduler=SchedulerSettings.model_validate(
+            {
+                "cache": "user_aware",
+                "cache_content_check": True,
+                "epoch_seconds": EPOCH_S,
+                "admin_token": TOKEN,
+                "policy": "fair",
+                "max_rows": 8,
+                "max_waiting_requests": 64,
+            }
+        ),
+    )
+    yield from serve(settings, run_root)
+
+
+def chat(served: Served, system: str, user: str | None, question: str = "Hello?") -> int:
+    """Ask one question; return how many tokens of the prompt were cached."""
+    body: dict[str, Any] = {
+        "model": served.model,
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
+        "max_tokens": 4,
+    }
+    if user is not None:
+        body["user"] = user
+    with served.http() as http:
+        answer = http.post("/v1/chat/completions", json=body)
+    answer.raise_for_status()
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def scheduler(served: Served) -> grpc.Channel:
+    return grpc.insecure_channel(served.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS)
+
+
+def public_texts(served: Served) -> str:
+    """Return the text of all that is public."""
+    with scheduler(served) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        request = scheduler_pb2.DumpTreeRequest(include_token_ids=True)
+        nodes = [answer.node for answer in stub.DumpTree(request, timeout=10, metadata=ADMIN)]
+    public = [list(node.token_ids) for node in nodes if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC]
+    with grpc.insecure_channel(served.deployment.address_of("tokenizer"), options=CHANNEL_OPTIONS) as channel:
+        tokenizer = tokenizer_pb2_grpc.TokenizerStub(channel)
+        return "".join(
+            tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=ids), timeout=10).text for ids in public
+        )
+
+
+def pando(served: Served, *arguments: str, admin: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a subcommand of `pando cache` as a person would."""
+    command = [sys.executable, "-m", "deploy.cli", "cache", *arguments]
+    command += ["--scheduler", served.deployment.address_of("scheduler")]
+    if arguments[0] in ("pin", "unpin"):
+        command += ["--tokenizer", served.deployment.address_of("tokenizer")]
+    if admin:
+        command += ["--admin-token", TOKEN]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "200"})
+
+
+def test_a_prompt_with_a_key_is_never_public_beyond_it_and_one_without_becomes_so(aware: Served) -> None:
+    secret = f"{KEEPER}Use the key {KEY} for the catalogue. {KEEPER}"
+    with aware.leaving_nothing_behind():
+        for number in range(5):
+            chat(aware, GUIDE, f"visitor-{number}")
+            chat(aware, secret, f"reader-{number}")
+        wait_until(lambda: GUIDE[:200] in public_texts(aware), 30, lambda: public_texts(aware))
+        wait_until(lambda: aware.state().cache_accounting.verdicts["cut"] > 0, 30, lambda: str(aware.state()))
+        # Evidence goes on, and so do epochs.
+        for number in range(5):
+            chat(aware, secret, f"reader-{number}", question="And now?")
+        time.sleep(4 * EPOCH_S)
+    text = public_texts(aware)
+    assert KEY not in text
+    assert KEY[:12] not in text
+    # What stands before the key is harmless, and has become public as far as whole pages go.
+    assert KEEPER[:100] in text
+    # A newcomer finds all of the harmless prompt, and nothing of the other from the key on.
+    assert chat(aware, GUIDE, "newcomer") >= 128
+    before_key = chat(aware, KEEPER, "measuring")
+    assert chat(aware, secret, "newcomer") <= before_key + 16
+    # The readers themselves still find their own.
+    assert chat(aware, secret, "reader-0") > before_key + 16
+
+
+def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
+    for number in range(3):
+        chat(aware, GUIDE, f"visitor-{number}")
+    chat(aware, "What I alone ask for. " * 12, "diarist")
+    wait_until(lambda: GUIDE[:200] in public_texts(aware), 30)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", "cache", "watch", "--scheduler", aware.deployment.address_of("scheduler")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+    )
+    tree = pando(aware, "tree", admin=False).stdout
+    assert "users in epoch" in tree
+    assert "private of user:" in tree
+    assert "diarist" not in tree
+    assert "default/diarist" in pando(aware, "tree", "--max-nodes", "0").stdout
+    stats = pando(aware, "stats", "--owners", "100").stdout
+    for text in ("device/public", "promoted", "content check", "commit", "default/diarist"):
+        assert text in stats
+    named = pando(aware, "tree", "--principal", "default/diarist", admin=False)
+    assert named.returncode == 1
+    assert "admin token" in named.stderr
+    # Pinned, a prompt is public after the first who asks.
+    pinned = "Answer as the gardener of this place would, and in verse. " * 8
+    assert pando(aware, "pin", "--system", pinned, admin=False).returncode == 1
+    assert "tokens are public from the next epoch on" in pando(aware, "pin", "--system", pinned).stdout
+    time.sleep(3 * EPOCH_S)
+    assert chat(aware, pinned, "poet-1") == 0
+    assert chat(aware, pinned, "poet-2") >= 64
+    assert "unpinned" in pando(aware, "unpin", "--system", pinned).stdout
+    assert "there is no such pin" in pando(aware, "unpin", "--system", pinned).stdout
+    # Forgotten, a user begins anew.
+    private = "My diary of this week, which is nobody's business. " * 12
+    assert chat(aware, private, "ann") == 0
+    assert chat(aware, private, "ann") > 64
+    assert "is forgotten" in pando(aware, "forget", "default/ann").stdout
+    assert "default/ann" not in pando(aware, "tree", "--max-nodes", "0").stdout
+    assert chat(aware, private, "ann") < 32
+    assert pando(aware, "flush", admin=False).returncode == 1
+    assert "pages freed" in pando(aware, "flush").stdout
+    assert aware.state().cache_accounting.nodes == 0
+    watching.terminate()
+    lines = (watching.communicate(timeout=20)[0] or "").splitlines()
+    kinds = [line.split()[1] for line in lines if len(line.split()) > 1]
+    assert "snapshot_end" in kinds
+    assert {"inserted", "evicted", "flushed"} <= set(kinds[kinds.index("snapshot_end") :])
+    sequences = [int(line.split()[0]) for line in lines[kinds.index("snapshot_end") :]]
+    assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+BAD_USERS: dict[str, tuple[bytes, int]] = {
+    "a control character": (b'"a\\nb"', 400),
+    "a zero": (b'"a\\u0000b"', 400),
+    "a lone surrogate": (b'"\\ud800"', 400),
+    "no UTF-8": (b'"\xff\xfe"', 400),
+    "a number": (b"7", 400),
+    "257 letters": (b'"' + b"x" * 257 + b'"', 400),
+    "5 MB": (b'"' + b"x" * 5_000_000 + b'"', 400),
+    "10 MB": (b'"' + b"x" * 10_000_000 + b'"', 413),
+}
+
+
+@pytest.mark.parametrize(("user", "status"), BAD_USERS.values(), ids=BAD_USERS.keys())
+def test_a_user_id_that_cannot_be_one_is_refused_at_the_gateway(aware: Served, user: bytes, status: int) -> None:
+    body = b'{"model": "%s", "prompt": "Hi", "max_tokens": 2, "user": %s}' % (aware.model.encode(), user)
+    principals = aware.state().cache_accounting.principals
+    with aware.leaving_nothing_behind(), aware.http() as http:
+        answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status
+    assert len(answer.text) < 1000
+    assert aware.state().cache_accounting.principals == principals
+
+
+@pytest.mark.parametrize("user", [None, ""], ids=["absent", "empty"])
+def test_without_a_user_id_nothing_private_is_shared_with_anybody(aware: Served, user: str | None) -> None:
+    prompt = f"A question of mine, asked with {user!r}. " * 12
+    with aware.leaving_nothing_behind():
+        assert [chat(aware, prompt, user) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "user", "words"),
+    [
+        ("", "ann", "both be set"),
+        ("default", "", "both be set"),
+        ("default", "a\nb", "control"),
+        ("default", "x" * 10_000_000, "256 bytes"),
+    ],
+    ids=["no tenant", "no user", "control character", "10 MB"],
+)
+def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
+    aware: Served, tenant: str, user: str, words: str
+) -> None:
+    principal = common_pb2.Principal(tenant=tenant, user=user)
+    reply_to = common_pb2.ReplyTo(subscriber_id="nobody")
+    with aware.leaving_nothing_behind(), scheduler(aware) as channel:
+        request = scheduler_pb2.ScheduleRequest(
+            request_id="direct", principal=principal, reply_to=reply_to, token_ids=[5, 6]
+        )
+        call = scheduler_pb2_grpc.SchedulerStub(channel).Submit(
+            iter([scheduler_pb2.SchedulerSubmitRequest(schedules=[request])]), timeout=20
+        )
+        (admission,) = next(call).admissions
+        assert words in admission.rejected.message
+    address = aware.deployment.address_of("tokenizer")
+    with aware.leaving_nothing_behind(), grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        generate = tokenizer_pb2.GenerateRequest(
+            request_id="direct", principal=principal, reply_to=reply_to, model=aware.model, text="Hi"
+        )
+        answers = tokenizer_pb2_grpc.TokenizerStub(channel).Submit(
+            iter([tokenizer_pb2.TokenizerSubmitRequest(generates=[generate])]), timeout=20
+        )
+        (admission,) = next(answers).admissions
+        assert words in admission.rejected.message
+
+
+def test_bytes_that_are_no_utf_8_end_only_the_stream_they_came_by(aware: Served) -> None:
+    good = scheduler_pb2.ScheduleRequest(
+        request_id="direct", principal=common_pb2.Principal(tenant="default", user="USER"), token_ids=[5, 6]
+    )
+    broken = scheduler_pb2.SchedulerSubmitRequest(schedules=[good]).SerializeToString().replace(b"USER", b"\xff\xfeER")
+    with aware.leaving_nothing_behind(), scheduler(aware) as channel:
+        submit = channel.stream_stream("/pando.v1.Scheduler/Submit")
+        with pytest.raises(grpc.RpcError):
+            next(submit(iter([broken]), timeout=10))
+        assert scheduler_pb2_grpc.SchedulerStub(channel).GetState(scheduler_pb2.GetStateRequest(), timeout=10)
+    assert chat(aware, "Be brief.", "still-here") >= 0
+
+
+async def test_one_user_s_flood_is_limited_and_others_are_served(aware: Served) -> None:
+    body = {"model": aware.model, "max_tokens": 200, "ignore_eos": True}
+
+    async def ask(http: httpx.AsyncClient, user: str, number: int) -> httpx.Response:
+        prompt = f"Number {number} of many questions. " * 20
+        return await http.post("/v1/completions", json={**body, "prompt": prompt, "user": user})
+
+    limits = httpx.Limits(max_connections=300)
+    with aware.leaving_nothing_behind():
+        async with httpx.AsyncClient(base_url=aware.url, timeout=120, trust_env=False, limits=limits) as http:
+            flood = [asyncio.create_task(ask(http, "flooder", number)) for number in range(120)]
+            await asyncio.sleep(0.5)
+            started = time.monotonic()
+            others = await asyncio.gather(*(ask(http, f"modest-{number}", number) for number in range(4)))
+            waited = time.monotonic() - started
+            answers = await asyncio.gather(*flood)
+            drained = time.monotonic() - started
+    assert [answer.status_code for answer in others] == [200] * 4
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    # 8 run, half of the queue of 64 waits; the rest are told when to come back.
+    assert statuses.count(200) >= 32
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert "retry-after" in refused.headers
+    assert "of this user" in refused.json()["error"]["message"]
+    assert waited < drained
