@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,11 @@ class FairShare:
 
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield one sequence after the other; what the caller charges for one counts for the choice of the next."""
-        queues: dict[ShareKey, deque[Sequence]] = {}
+        queues: defaultdict[ShareKey, deque[Sequence]] = defaultdict(deque)
+        key_of = self._counters.key
         for sequence in waiting:
-            queues.setdefault(self._counters.key(sequence.request.principal), deque()).append(sequence)
-        heap = [self._entry(key, queue) for key, queue in queues.items()]
+            queues[key_of(sequence.request.principal)].append(sequence)
+        heap = [self._entry(*item) for item in queues.items()]
         heapq.heapify(heap)
         matched: dict[int, int] = {}
 
