@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,8 @@ class PinnedRange:
     def __init__(self, pool: HostPool, device: torch.device) -> None:
         """Begin to lock."""
         self.error: str | None = None
+        # Locked together, from a multiple of this on; a copy must not cross the border of two such ranges.
+        self.pages_at_once = _pages_at_once(pool.page_bytes)
         self._pool = pool
         self._device = device
         self._ready_pages = 0
@@ -113,15 +116,19 @@ class PinnedRange:
     def _run(self) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
         torch.cuda.set_device(self._device)
-        pages_at_once = max(1, _PINNED_AT_ONCE // self._pool.page_bytes)
         base = self._pool.memory.data_ptr()
         while self._ready_pages < self._pool.pages and not self._is_closing.is_set():
-            pages = min(pages_at_once, self._pool.pages - self._ready_pages)
+            pages = min(self.pages_at_once, self._pool.pages - self._ready_pages)
             address = base + self._ready_pages * self._pool.page_bytes
             code = int(runtime.cudaHostRegister(address, pages * self._pool.page_bytes, 0))
             if code:
-                # What is locked by now serves; the rest of the pool lies idle.
                 self.error = f"page-locking host memory failed with code {code} after {self._ready_pages} pages"
                 return
             self._registered.append(address)
             self._ready_pages += pages
+
+
+def _pages_at_once(page_bytes: int) -> int:
+    """Return how many pages are locked in one call: ranges that do not share a page of the system's memory."""
+    least = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
+    return max(1, _PINNED_AT_ONCE // (page_bytes * least)) * least

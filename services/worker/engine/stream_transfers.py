@@ -52,7 +52,7 @@ class StreamTransfers:
         self._device = device
         self._pinned = PinnedRange(host, device)
         self._lanes = {
-            direction: _Lane(pool, host, device)
+            direction: _Lane(pool, host, device, self._pinned.pages_at_once)
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()
@@ -92,20 +92,22 @@ class StreamTransfers:
     def _launch(self) -> None:
         for _ in range(len(self._waiting)):
             transfer = self._waiting.popleft()
-            if int(transfer.host_pages.max()) < self._pinned.ready_pages:
+            # Copies of memory that cannot be locked hold up the passes, but are right.
+            if int(transfer.host_pages.max()) < self._pinned.ready_pages or self._pinned.error is not None:
                 self._lanes[transfer.direction].launch(transfer)
             else:
                 self._waiting.append(transfer)
         if self._pinned.error is not None and not self._has_warned:
             self._has_warned = True
-            log.error("The host tier works in part only: %s", self._pinned.error)
+            log.error("The host tier is slow, and slows decoding: %s", self._pinned.error)
 
 
 class _Lane:
     """One direction: a stream, its staging memory, and what runs on it, in order."""
 
-    def __init__(self, pool: KvPool, host: HostPool, device: torch.device) -> None:
+    def __init__(self, pool: KvPool, host: HostPool, device: torch.device, border: int) -> None:
         self._pool = pool
+        self._border = border
         self._host = host
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -151,18 +153,18 @@ class _Lane:
             for index, layer in enumerate(self._pool.layers):
                 for half, tensor in enumerate((layer.keys, layer.values)):
                     staging[:, index, half] = tensor.view(self._pool.pages, -1).index_select(0, indices)
-            for first, page, length in _runs(host_pages):
+            for first, page, length in runs(host_pages, self._border):
                 self._host.memory[page : page + length].copy_(staging[first : first + length], non_blocking=True)
         else:
-            for first, page, length in _runs(host_pages):
+            for first, page, length in runs(host_pages, self._border):
                 staging[first : first + length].copy_(self._host.memory[page : page + length], non_blocking=True)
             for index, layer in enumerate(self._pool.layers):
                 for half, tensor in enumerate((layer.keys, layer.values)):
                     tensor.view(self._pool.pages, -1).index_copy_(0, indices, staging[:, index, half])
 
 
-def _runs(pages: PageIds) -> list[tuple[int, int, int]]:
-    """Return the runs of consecutive pages: index of the first, its page, and how many."""
-    starts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+def runs(pages: PageIds, border: int) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive pages that cross no multiple of `border`: index, first page, how many."""
+    starts = np.flatnonzero((np.diff(pages, prepend=pages[0] - 2) != 1) | (pages % border == 0))
     lengths = np.diff(starts, append=len(pages))
     return [(int(first), int(pages[first]), int(length)) for first, length in zip(starts, lengths, strict=True)]
