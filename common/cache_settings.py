@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from common.section import Section
 
@@ -52,6 +52,8 @@ class CacheSettings(Section):
     """That holds for prompts with up to so many creators: more are proof enough."""
     cache_continuation_limit: int = Field(default=256, ge=1)
     """So many different continuations tried by one user below one public prompt in a window look like guessing."""
+    cache_watched_pairs: int = Field(default=65_536, ge=1)
+    """So many pairs of a user and a public prompt are watched for that in a window, at up to 700 bytes each."""
     cache_demotion_quarantines: int = Field(default=2, ge=1)
     """So many users who seem to probe a prompt show that it was private: it becomes so again."""
     cache_quarantine_epochs: int = Field(default=6, ge=0)
@@ -88,4 +90,11 @@ class CacheSettings(Section):
     """Paths of the tree, of each kind, whose invariants are checked four times a second: about 0.1 % of a core."""
     cache_decision_log: Path | None = None
     """File to which every decision of the cache is appended, for `pando cache replay`. It holds all prompts as token
-    ids, and who sent them: it is made readable for its owner alone, and grows without bound. Absent: none."""
+    ids, and who sent them: it is made readable for its owner alone, and grows without bound. Not with a host tier,
+    whose transfers end when they end. Absent: none."""
+
+    @model_validator(mode="after")
+    def _can_log(self) -> Self:
+        if self.cache_decision_log is not None and (self.cache_host_gigabytes or self.cache_host_pages):
+            raise ValueError("cache_decision_log covers the device alone: choose between it and a host tier")
+        return self

@@ -77,6 +77,8 @@ class CacheConfig:
     few_creators: int = 6
     # Distinct continuations that one principal may try below a node within a window: a person's app asks less.
     continuation_limit: int = 256
+    # Pairs of principal and node for which these are counted in a window; invented principals must not fill memory.
+    watched_pairs: int = 65_536
     # So many quarantines at one node within the window below show that many probe it: it was no public text.
     demotion_quarantines: int = 2
     quarantine_epochs: int = 6

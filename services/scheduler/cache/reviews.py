@@ -74,7 +74,13 @@ class Reviews:
             elif verdict is False:
                 end = number - 1
                 break
-        if end > allowed and hashes[end - 1] not in self._asked:
+        if end <= allowed:
+            return allowed
+        asked = self._asked.get(hashes[end - 1])
+        if asked is not None:
+            # Those it was asked for may have been evicted since.
+            self._pending[asked].members = members
+        elif len(self._pending) < self._config.remembered_chains:
             self._ask(hashes[:end], np.frombuffer(key, np.int32)[: end * self._page_size], members, epoch)
         return allowed
 

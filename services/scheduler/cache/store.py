@@ -246,6 +246,9 @@ class NodeStore:
         assert parent is not None
         self.offer(parent)
         self.loose[parent] = None
+        # A flood within an epoch must not fill memory with the names of what is gone.
+        self.fresh.pop(leaf, None)
+        self.loose.pop(leaf, None)
         return self.allocator.release(pages)
 
     def remove_below(self, top: Node) -> int:

@@ -56,7 +56,11 @@ class Vigilance:
         if missing_page is None or deepest is not node or node.parent is None:
             return
         if account.scope not in (node.creators or ()):
-            self._tries.setdefault((node, fingerprint), DistinctCount()).add(crc32(missing_page))
+            tries = self._tries.get((node, fingerprint))
+            if tries is None and len(self._tries) < self._store.config.watched_pairs:
+                tries = self._tries[node, fingerprint] = DistinctCount()
+            if tries is not None:
+                tries.add(crc32(missing_page))
 
     def close(self) -> None:
         """Test the windows that end as the store's epoch begins, and begin new ones."""

@@ -70,7 +70,9 @@ def draw(seed: int, steps: int) -> Life:
         continuation_limit=1_000_000,
     )
     rules = chance.choices(list(WEIGHTS), list(WEIGHTS.values()), k=steps)
-    return Life(config, chance.choice([24, 60]), tuple(Step(rule, _arguments(rule, chance)) for rule in rules))
+    return Life(
+        config, chance.choice([1, 2, 24, 24, 60, 60]), tuple(Step(rule, _arguments(rule, chance)) for rule in rules)
+    )
 
 
 def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
@@ -11,6 +12,9 @@ from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.factory import CacheName, make_cache, resolve
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_every_name_of_the_settings_makes_a_cache() -> None:
@@ -23,8 +27,9 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
 def test_settings_name_every_constant_and_have_its_default() -> None:
     assert resolve(SchedulerSettings()) == CacheConfig()
     named = {name.removeprefix("cache_") for name in SchedulerSettings.model_fields if name.startswith("cache_")}
-    # What is logged and checked is no rule of the cache.
-    assert named - {"decision_log", "checked_paths"} == {field.name for field in fields(CacheConfig)} - {"mode"}
+    # What is logged and checked is no rule of the cache; the host tier has rules of its own.
+    others = {"decision_log", "checked_paths", *(name for name in named if name.startswith("host_"))}
+    assert named - others == {field.name for field in fields(CacheConfig)} - {"mode"}
 
 
 def test_settings_reach_the_cache() -> None:
@@ -48,3 +53,10 @@ def test_settings_reach_the_cache() -> None:
 def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         CacheConfig(**wrong)
+
+
+def test_decisions_of_a_host_tier_cannot_be_logged(tmp_path: Path) -> None:
+    for host in ({"cache_host_pages": 8}, {"cache_host_gigabytes": 0.5}):
+        with pytest.raises(ValidationError, match="cache_decision_log"):
+            SchedulerSettings(cache_decision_log=tmp_path / "log", **host)
+    SchedulerSettings(cache_decision_log=tmp_path / "log", cache_host_pages=0)

@@ -117,3 +117,25 @@ def test_pins_need_no_check() -> None:
     driver.cache.pin(candidate_ids := driver.cache.take_candidates()[0].token_ids)
     driver.next_epoch()
     assert driver.public == [candidate_ids.tolist()]
+
+
+def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
+    driver = driver_with()
+    (candidate,) = driver.cache.take_candidates()
+    driver.cache.flush()
+    for user in (ANN, BOB, CID):
+        driver.serve(user, PROMPT)
+    driver.next_epoch()
+    assert driver.cache.take_candidates() == ()
+    driver.cache.resolve(candidate.candidate_id, 8)
+    driver.next_epoch()
+    assert driver.public == [PROMPT]
+
+
+def test_no_more_is_asked_than_is_remembered() -> None:
+    driver = Driver("user_aware", config=replace(PLAIN, content_check=True, remembered_chains=2), capacity=100)
+    for number in range(5):
+        for user in (ANN, BOB, CID):
+            driver.serve(user, [number, number])
+    driver.next_epoch()
+    assert len(driver.cache.take_candidates()) == 2
