@@ -5,12 +5,16 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from common.steps import EngineSpec, StepPlan, StepResult
+from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import SamplingParams, StepId
+from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeEngine, FakeOptions
-from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
+from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
 
+BACKUP, LOAD = TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE
 SPEC = EngineSpec("anything", "fake", max_rows=300)
 
 
@@ -72,6 +76,56 @@ def test_capacity_is_what_was_asked_for_or_enough_for_every_row() -> None:
     assert (asked.device_pages, asked.max_context, asked.eos_token_ids) == (77, 100, (2,))
     default = engine.configure(SPEC, lambda _fraction, _stage: None)
     assert default.device_pages * default.page_size == SPEC.max_rows * DEFAULT_CONTEXT
+
+
+def moving(*transfers: Transfer) -> tuple[FakeEngine, list[StepResult]]:
+    """Return an engine with a host tier that has begun these transfers, and where its results go."""
+    engine = FakeEngine(FakeOptions(transfer_passes=2))
+    engine.configure(replace(SPEC, host_pages=20), lambda _fraction, _stage: None)
+    results: list[StepResult] = []
+    engine.execute(StepPlan(StepId(1), transfers=transfers), results.append)
+    return engine, results
+
+
+def transfer(number: int, direction: TransferDirection, device: list[int], host: list[int]) -> Transfer:
+    return Transfer(TransferId(number), direction, ids(device), ids(host))
+
+
+def test_a_transfer_takes_its_time_and_is_acknowledged_once() -> None:
+    engine, results = moving(transfer(1, BACKUP, [3, 4], [5, 6]))
+    for step in range(2, 5):
+        engine.execute(StepPlan(StepId(step)), results.append)
+    assert [[(ack.transfer_id, ack.done_pages) for ack in result.acks] for result in results] == [[], [(1, 2)], [], []]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (transfer(1, BACKUP, [3], [5]), transfer(1, BACKUP, [4], [6])),
+        (transfer(1, BACKUP, [3], [5]), transfer(2, BACKUP, [4], [5])),
+        (transfer(1, BACKUP, [3], [5]), transfer(2, LOAD, [3], [6])),
+        (transfer(1, BACKUP, [3], [5]), transfer(2, LOAD, [4], [5])),
+        (transfer(1, LOAD, [3], [5]), transfer(2, LOAD, [3], [6])),
+        (transfer(1, LOAD, [3], [5]), transfer(2, BACKUP, [3], [6])),
+        (transfer(1, LOAD, [3], [5]), transfer(2, BACKUP, [4], [5])),
+    ],
+)
+def test_races_between_transfers_are_refused(first: Transfer, second: Transfer) -> None:
+    with pytest.raises(InvalidPlanError, match="transfer"):
+        moving(first, second)
+
+
+def test_a_new_stream_begins_without_transfers() -> None:
+    engine, results = moving(transfer(1, BACKUP, [3], [5]))
+    engine.reset()
+    for step in range(1, 4):
+        engine.execute(StepPlan(StepId(step)), results.append)
+    assert not any(result.acks for result in results)
+
+
+def test_an_engine_without_host_tier_refuses_transfers() -> None:
+    with pytest.raises(InvalidPlanError, match="a host page outside"):
+        configured().execute(StepPlan(StepId(1), transfers=(transfer(1, BACKUP, [3], [0]),)), lambda _result: None)
 
 
 def test_a_full_house_of_rows_runs_in_few_passes() -> None:
