@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -120,8 +121,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Stream the cache's nodes as they are now, parents before children."""
         shown = self._disclosure(context, with_ids=request.include_token_ids)
         cache = self._core().memory.cache
-        nodes = list(cache.dump(self._viewer(request, context, cache)))  # the tree may change between two writes
-        for node in nodes[: request.max_nodes or None]:
+        # In a list: the tree may change between two writes.
+        nodes = list(islice(cache.dump(self._viewer(request, context, cache)), request.max_nodes or None))
+        for node in nodes:
             yield scheduler_pb2.DumpTreeResponse(node=node_to_wire(node, shown))
 
     async def FlushCache(  # noqa: N802

@@ -30,7 +30,7 @@ class ShareConfig:
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     # Where whoever holds an API key can invent users.
     tenant_counts_as_one: bool = False
-    # Counters of idle principals kept at most: 100,000 are about 20 MB.
+    # Counters of idle principals kept at most: 100,000 are about 45 MB.
     remembered: int = 100_000
 
 

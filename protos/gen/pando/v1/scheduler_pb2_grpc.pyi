@@ -36,7 +36,9 @@ class SchedulerStub:
     GetState: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]
     """Queues, rows, pages per tier, the worker group."""
     DumpTree: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.DumpTreeRequest, _scheduler_pb2.DumpTreeResponse]
-    """The cache's nodes, parents before children."""
+    """The cache's nodes, parents before children, as they are at one moment: nothing else is scheduled for the 10 µs that
+    each node takes, so limit it on large trees.
+    """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
     """Drops every cache entry that no running request needs."""
     Pause: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]
@@ -60,7 +62,9 @@ class SchedulerAsyncStub(SchedulerStub):
     GetState: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]  # type: ignore[assignment]
     """Queues, rows, pages per tier, the worker group."""
     DumpTree: _aio.UnaryStreamMultiCallable[_scheduler_pb2.DumpTreeRequest, _scheduler_pb2.DumpTreeResponse]  # type: ignore[assignment]
-    """The cache's nodes, parents before children."""
+    """The cache's nodes, parents before children, as they are at one moment: nothing else is scheduled for the 10 µs that
+    each node takes, so limit it on large trees.
+    """
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Drops every cache entry that no running request needs."""
     Pause: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]  # type: ignore[assignment]
@@ -99,7 +103,9 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.DumpTreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.DumpTreeResponse], _abc.AsyncIterator[_scheduler_pb2.DumpTreeResponse]]:
-        """The cache's nodes, parents before children."""
+        """The cache's nodes, parents before children, as they are at one moment: nothing else is scheduled for the 10 µs that
+        each node takes, so limit it on large trees.
+        """
 
     @_abc_1.abstractmethod
     def FlushCache(
