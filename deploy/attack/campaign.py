@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from deploy.attack.oracles.names import probe_names
 from deploy.attack.oracles.pairs import probe_pairs
 from deploy.attack.oracles.revocation import probe_revocation
 from deploy.attack.oracles.serving_order import probe_duplicates, probe_order
+from deploy.attack.oracles.storage import probe_storage
 from deploy.attack.prober import Prober
 from deploy.attack.scene import Scene
 from deploy.attack.texts import Texts
@@ -33,6 +35,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "boundary": probe_boundary,
     "revocation": probe_revocation,
     "names": probe_names,
+    "storage": probe_storage,
     "flood": probe_flood,
 }
 # What the shared cache must be seen to leak; whatever does not see that proves nothing about the other modes.
@@ -74,13 +77,20 @@ async def attack(url: str, api_key: str | None, server: Server, plan: Plan, tell
         TargetError: nothing there that could be asked.
         AttackError: a request failed in the middle.
     """
-    prober = await Prober.connect(url, api_key, plan.seed, SystemClock())
-    scene = Scene(prober, server, plan.effort, Texts(tokens=plan.text_tokens), random.Random(plan.seed))
     findings: list[Finding] = []
-    try:
+    async with AsyncExitStack() as stack:
+        prober = await _connect(stack, url, api_key, plan.seed)
+        texts, chance = Texts(tokens=plan.text_tokens), random.Random(plan.seed)
+        scene = Scene(prober, server, plan.effort, texts, chance)
+        if server.sibling_url is not None:
+            scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed)
         for name in plan.oracles:
             tell(f"{server.mode}: {name}")
             findings += await ORACLES[name](scene)
-    finally:
-        await prober.close()
     return Report(server.mode, prober.model, tuple(findings))
+
+
+async def _connect(stack: AsyncExitStack, url: str, api_key: str | None, seed: int) -> Prober:
+    prober = await Prober.connect(url, api_key, seed, SystemClock())
+    stack.push_async_callback(prober.close)
+    return prober

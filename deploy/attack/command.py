@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
-ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "revocation", "names", "flood")
+ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "revocation", "names", "storage", "flood")
 PROGRAM = "pando attack"
 
 
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = parser.add_argument_group("what is known of the server at --url")
     known.add_argument("--api-key", help="sent as bearer token; never written to results")
     known.add_argument("--rival-key", help="API key of another tenant, for spoofing across tenants")
+    known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
     known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
     known.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
     known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the flood needs it")

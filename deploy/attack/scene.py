@@ -25,7 +25,7 @@ class Server:
     """A server under attack. What is not known of it makes oracles not applicable, never wrong.
 
     `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rival_key` an
-    API key of another tenant; `has_storage` tells whether there is a tier outside the process.
+    API key of another tenant; `sibling_url` another server over the same storage, with the same keys.
     """
 
     mode: str = UNKNOWN
@@ -33,7 +33,7 @@ class Server:
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None
     rival_key: str | None = None
-    has_storage: bool = False
+    sibling_url: str | None = None
 
     @property
     def promotes(self) -> bool:
@@ -55,21 +55,26 @@ class Effort:
     duplicate_batches: int = 30
     duplicates: int = 8
     boundary_texts: int = 24
+    stored_texts: int = 16
     flood_capacities: float = 1.25
 
 
-QUICK = Effort(times=False, pairs=8, boundary_texts=6)
+QUICK = Effort(times=False, pairs=8, boundary_texts=6, stored_texts=4)
 
 
 @dataclass(slots=True)
 class Scene:
-    """One attack on one server; `names` counts, so that no oracle's texts and users are another's."""
+    """One attack on one server, and on `sibling` where storage is looked into.
+
+    Names are counted, so that no oracle's texts and users are another's.
+    """
 
     prober: Prober
     server: Server
     effort: Effort
     texts: Texts
     chance: random.Random
+    sibling: Prober | None = None
     _names: int = field(default=0)
 
     def name(self) -> str:
