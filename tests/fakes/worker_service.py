@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.steps import StepPlan
+    from common.transfers import TransferAck, TransferId
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +33,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.fail_at_step: int | None = None
         self.hangs = False
         self.step_s = 0.0
+        # Passes that a transfer takes; those that are done together are acknowledged last first.
+        self.transfer_passes = 1
 
     async def GetState(
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
@@ -45,6 +49,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         yield worker_pb2.ConfigureResponse(progress=0.5, stage="loading")
         capacity = worker_pb2.WorkerCapacity(
+            host_pages=request.host_pages,
+            kv_bytes_per_token=1,
             device_pages=self.pages,
             page_size_tokens=request.page_size_tokens,
             max_context_tokens=128,
@@ -57,7 +63,9 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
-        worker = SimulatedWorker(self.pages, self.configured[-1].page_size_tokens)
+        configured = self.configured[-1]
+        worker = SimulatedWorker(self.pages, configured.page_size_tokens, configured.host_pages)
+        ages: dict[TransferId, int] = {}
         async for message in request_iterator:
             if self.hangs:
                 await asyncio.Event().wait()
@@ -69,4 +77,11 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
                 return
             for result in worker.run(plan):
                 await asyncio.sleep(self.step_s)
-                yield result_to_wire(result)
+                yield result_to_wire(replace(result, acks=self._acknowledge(worker, ages)))
+
+    def _acknowledge(self, worker: SimulatedWorker, ages: dict[TransferId, int]) -> tuple[TransferAck, ...]:
+        """Let a pass go by for the open transfers, and return those that are done."""
+        for transfer_id in worker.open:
+            ages[transfer_id] = ages.get(transfer_id, 0) + 1
+        done = [transfer_id for transfer_id in worker.open if ages[transfer_id] >= self.transfer_passes]
+        return tuple(worker.complete(transfer_id) for transfer_id in reversed(done))

@@ -110,6 +110,27 @@ async def test_a_worker_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
     await ring.stop()
 
 
+async def test_prefixes_come_back_from_the_host_of_ranks_that_take_different_times(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, cache_host_pages=64, device_pages=16)
+    for worker, passes in zip(ring.workers, (5, 1), strict=True):
+        worker.pages, worker.transfer_passes = 16, passes
+    await ring.start()
+    await ring.ready()
+    other = [prompt + 400 for prompt in range(48)]
+    for name, prompt in (("cold", PROMPT), ("flood", other), ("warm", PROMPT)):
+        await ring.submit(name, prompt=prompt)
+        await ring.finished(name)
+        assert ring.detokenizer.output_of(name) == output(prompt=prompt)
+    assert ring.detokenizer.cached["warm"] == 28
+    await until_state(ring, lambda state: not state.host_tier.open_transfers)
+    state = await ring.state()
+    moved = {traffic.direction: traffic.pages for traffic in state.host_tier.traffic}
+    assert moved["host_to_device"] > 0
+    assert [tier.tier for tier in state.tiers][:2] == ["device", "host"]
+    assert all(tier.protected_pages == 0 for tier in state.tiers)
+    await ring.stop()
+
+
 async def test_a_refused_configuration_ends_the_process(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
     ring.workers[1].refusal = "no such model: x"
