@@ -76,7 +76,7 @@ class GatewaySettings(Section):
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
     keys_file: Path | None = None
-    """TOML file of API keys ([[keys]] with id, sha256, tenant); absent: no key is asked for."""
+    """TOML file of API keys ([[keys]] with id, sha256, tenant, and perhaps cache); absent: no key is asked for."""
     default_tenant: str = Field(default="default", min_length=1, max_length=64)
     """Tenant of every caller while no keys are asked for."""
     trusted_proxies: tuple[str, ...] = ()

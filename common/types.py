@@ -77,6 +77,10 @@ class CacheMode(Enum):
     PRIVATE = "private"
     NONE = "none"
 
+    def at_least(self, other: CacheMode) -> CacheMode:
+        """Return the stricter of two wishes: an opt-out of either side holds."""
+        return max(self, other, key=list(CacheMode).index)
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:

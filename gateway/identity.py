@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from common.errors import ConfigurationError, InvalidRequestError, UnauthenticatedError
 from common.names import check_name
-from common.types import Principal
+from common.types import CacheMode, Principal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+CACHE_MODES = tuple(mode.value for mode in CacheMode)
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -33,6 +34,8 @@ class ApiKey:
     id: str
     sha256: str
     tenant: str
+    # What the cache may do with requests under this key at most.
+    cache_mode: CacheMode = CacheMode.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Caller:
     tenant: str
     user: str | None = None
     key_id: str | None = None
+    cache_mode: CacheMode = CacheMode.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class Identity:
         if self._keys is None:
             return Caller(self._default_tenant, user)
         key = self._key(headers)
-        return Caller(key.tenant, user, key.id)
+        return Caller(key.tenant, user, key.id, key.cache_mode)
 
     def _key(self, headers: Headers) -> ApiKey:
         scheme, _, value = headers.get("authorization", "").strip().partition(" ")
@@ -120,7 +124,7 @@ def principal_of(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Pri
 
 
 def load_keys(path: Path) -> list[ApiKey]:
-    """Read a keys file: TOML with one `[[keys]]` table per key, each with `id`, `sha256` (hex) and `tenant`.
+    """Read a keys file: TOML with one `[[keys]]` table per key: `id`, `sha256` (hex), `tenant`, and perhaps `cache`.
 
     Raises:
         ConfigurationError: the file cannot be read, or an entry is malformed or repeated.
@@ -153,14 +157,19 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def _parse_key(path: Path, number: int, entry: object) -> ApiKey:
-    fields = entry if isinstance(entry, dict) else {}
+    fields = {"cache": "default", **entry} if isinstance(entry, dict) else {}
     texts = all(isinstance(value, str) and value for value in fields.values())
-    if fields.keys() != {"id", "sha256", "tenant"} or not texts:
-        raise ConfigurationError(f"keys file {path}: key {number} must have exactly the texts id, sha256 and tenant")
+    if fields.keys() != {"id", "sha256", "tenant", "cache"} or not texts:
+        raise ConfigurationError(
+            f"keys file {path}: key {number} must have exactly the texts id, sha256 and tenant, and may have cache"
+        )
+    if fields["cache"] not in CACHE_MODES:
+        raise ConfigurationError(f"keys file {path}: cache of key {number} must be one of {', '.join(CACHE_MODES)}")
     if not SHA256_HEX.fullmatch(fields["sha256"]):
         raise ConfigurationError(f"keys file {path}: sha256 of key {number} must be 64 lowercase hexadecimal digits")
     try:
-        return ApiKey(check_name("id", fields["id"]), fields["sha256"], check_name("tenant", fields["tenant"]))
+        tenant, mode = check_name("tenant", fields["tenant"]), CacheMode(fields["cache"])
+        return ApiKey(check_name("id", fields["id"]), fields["sha256"], tenant, mode)
     except InvalidRequestError as error:
         raise ConfigurationError(f"keys file {path}: key {number}: {error.message}") from error
 

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.api.schema import documented
-from gateway.identity import principal_of
 from gateway.render.chat import ChatStream, WholeChat
 from gateway.schemas import refusals
 from gateway.schemas.chat import ChatCompletionBody
@@ -30,13 +29,12 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.CHAT)
         body = parse(ChatCompletionBody, raw)
-        principal = principal_of(caller, body.user_names)
         card = await context.served.require(body.model)
         if not card.has_chat_template:
             message = f"The model '{card.name}' has no chat template; use /v1/completions."
             raise InvalidRequestError(message, param="messages")
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
-        generate = context.generate_request(request, head, principal, body, body.to_prompt())
+        generate = context.generate_request(request, head, caller, body, body.to_prompt())
         logprobs = bool(body.logprobs)
         if body.stream:
             chunks = ChatStream(head, logprobs=logprobs, include_usage=body.wants_usage_in_stream)

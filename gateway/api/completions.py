@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 
 from common.types import RequestId
 from gateway.api.schema import documented
-from gateway.identity import principal_of
 from gateway.render.completions import CompletionStream, WholeCompletion
 from gateway.schemas import refusals
 from gateway.schemas.completions import CompletionBody
@@ -36,10 +35,9 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(raw, refusals.COMPLETIONS)
         refusals.check_best_of(raw)
         body = parse(CompletionBody, raw)
-        principal = principal_of(caller, body.user_names)
         card = await context.served.require(body.model)
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
-        first = context.generate_request(request, head, principal, body, body.prompt[0])
+        first = context.generate_request(request, head, caller, body, body.prompt[0])
         requests = _one_per_prompt(first, body.prompt)
         echoes = await _echoes(context, body) if body.echo else None
         logprobs = body.logprobs is not None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from common.requests import GenerateRequest
 from common.types import CacheMode, RequestId
 from gateway.body import read_object
+from gateway.identity import principal_of
 from gateway.render.shapes import ResponseHead
 from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
 from gateway.trace import trace_of
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from common.requests import Prompt
-    from common.types import Principal
     from gateway.generations import Generations
     from gateway.identity import Caller, Identity
     from gateway.metrics import GatewayMetrics
@@ -72,7 +72,7 @@ class Context:
         self,
         request: Request,
         head: ResponseHead,
-        principal: Principal,
+        caller: Caller,
         body: ChatCompletionBody | CompletionBody,
         prompt: Prompt,
     ) -> GenerateRequest:
@@ -83,14 +83,14 @@ class Context:
         """
         return GenerateRequest(
             request_id=RequestId(head.id),
-            principal=principal,
+            principal=principal_of(caller, body.user_names),
             model=head.model,
             prompt=prompt,
             sampling=body.sampling(body.logprobs_wanted),
             stop=body.stop_conditions(body.token_limit),
             n=body.choices,
             priority=body.priority or 0,
-            cache_mode=body.cache_mode or CacheMode.DEFAULT,
+            cache_mode=caller.cache_mode.at_least(body.cache_mode or CacheMode.DEFAULT),
             skip_special_tokens=body.skip_special_tokens is not False,
             timeout_ms=self.limits.request_timeout_ms,
             trace=trace_of(request.headers),

@@ -7,7 +7,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from common.errors import ConfigurationError, InvalidRequestError, UnauthenticatedError
-from common.types import Principal
+from common.types import CacheMode, Principal
 from gateway.identity import ApiKey, Caller, Identity, TrustedProxy, load_keys, parse_networks, principal_of
 from tests.gateway.support import gateway_saying
 
@@ -127,6 +127,7 @@ def test_keys_file_is_read(tmp_path: Path) -> None:
         f'[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = ""\n',
         f'[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = "t\\n"\n',
         f'[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = "t"\nrole = "x"\n',
+        f'[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = "t"\ncache = "off"\n',
         f'other = 1\n[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = "t"\n',
         f'[[keys]]\nid = "a"\nsha256 = "{KEY.sha256}"\ntenant = "t"\n' * 2,
     ],
@@ -160,6 +161,27 @@ async def test_requests_with_and_without_key_over_http(tmp_path: Path) -> None:
         assert (await gateway.post(path, {})).status_code == 401
     for path in ("/health", "/ready", "/metrics"):
         assert (await gateway.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "sent"),
+    [
+        ("none", None, CacheMode.NONE),
+        ("none", "default", CacheMode.NONE),
+        ("private", "default", CacheMode.PRIVATE),
+        ("private", "none", CacheMode.NONE),
+        ("default", "private", CacheMode.PRIVATE),
+    ],
+)
+async def test_opt_out_of_a_key_holds_whatever_its_requests_ask_for(
+    tmp_path: Path, key: str, asked: str | None, sent: CacheMode
+) -> None:
+    text = f'[[keys]]\nid = "k1"\nsha256 = "{KEY.sha256}"\ntenant = "acme"\ncache = "{key}"\n'
+    gateway = gateway_saying("x", keys_file=write_keys(tmp_path / "keys.toml", text))
+    body = {"model": "tiny", "prompt": "x", **({"cache_mode": asked} if asked else {})}
+    accepted = await gateway.post("/v1/completions", body, {"authorization": f"Bearer {SECRET}"})
+    assert accepted.status_code == 200
+    assert gateway.ring.submitted[0].cache_mode is sent
 
 
 async def test_proxy_headers_count_by_the_direct_peer_over_http() -> None:
