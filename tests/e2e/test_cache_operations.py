@@ -246,10 +246,11 @@ def test_bytes_that_are_no_utf_8_end_only_the_stream_they_came_by(aware: Served)
     )
     broken = scheduler_pb2.SchedulerSubmitRequest(schedules=[good]).SerializeToString().replace(b"USER", b"\xff\xfeER")
     with aware.leaving_nothing_behind(), scheduler(aware) as channel:
-        submit = channel.stream_stream("/pando.v1.Scheduler/Submit")
+        submit: Any = channel.stream_stream("/pando.v1.Scheduler/Submit")
         with pytest.raises(grpc.RpcError):
             next(submit(iter([broken]), timeout=10))
-        assert scheduler_pb2_grpc.SchedulerStub(channel).GetState(scheduler_pb2.GetStateRequest(), timeout=10)
+        state = scheduler_pb2_grpc.SchedulerStub(channel).GetState(scheduler_pb2.GetStateRequest(), timeout=10)
+        assert state.worker_group == "READY"
     assert chat(aware, "Be brief.", "still-here") >= 0
 
 
