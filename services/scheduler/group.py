@@ -148,9 +148,7 @@ class WorkerGroup:
             for task in tasks:
                 task.cancel()
         # Pages must be as many again after a restart: what waits was admitted by this capacity.
-        self._spec = replace(
-            self._spec, device_pages=capacities[0].device_pages, host_pages=capacities[0].host_pages
-        )
+        self._spec = replace(self._spec, device_pages=capacities[0].device_pages, host_pages=capacities[0].host_pages)
         return capacities[0]
 
     async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:

@@ -151,7 +151,9 @@ class SchedulerLoop:
             host = resolve_host(self._settings, capacity.host_pages)
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
             if self._decisions is not None:
-                self._decisions.begin(encode_header(self._settings.cache, config.page_size, config.device_pages, rules))
+                self._decisions.begin(
+                    encode_header(self._settings.cache, config.page_size, config.device_pages, rules, host)
+                )
                 cache = RecordedCache(cache, allocator, self._decisions.note)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)

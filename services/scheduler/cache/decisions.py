@@ -77,8 +77,14 @@ class Recorder:
 
     @contextmanager
     def operation(self, name: str, given: Facts) -> Iterator[Facts]:
-        """Record an operation of the cache, whose outcome the caller puts into the yielded facts."""
+        """Record an operation of the cache, whose outcome the caller puts into the yielded facts.
+
+        What another operation asks for on its way follows from that one.
+        """
         outcome: Facts = {}
+        if self._depth:
+            yield outcome
+            return
         self._depth += 1
         try:
             yield outcome

@@ -35,6 +35,8 @@ class RecordedCache:
         self._recorder = Recorder(sink)
         allocator.observer = self._recorder
         cache.events.subscribe(self._recorder.heard)
+        if cache.host is not None:
+            cache.host.observer = self._recorder
 
     @property
     def inner(self) -> PrefixCache:
@@ -53,7 +55,7 @@ class RecordedCache:
 
     @property
     def host(self) -> HostTier | None:
-        """The tier in host memory, if there is one; what it does is not recorded."""
+        """The tier in host memory, if there is one; it records itself, but for what goes to storage."""
         return self._cache.host
 
     @property

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import orjson
 
+from common.transfers import TransferAck, TransferId
 from common.types import Principal
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.reviews import CandidateId
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.scheduler.cache.decisions import Decision, Facts
     from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+    from services.scheduler.cache.tiers.host_tier import HostTier
 
 VERSION = 1
 HEADER, END = "open", "lost"
@@ -67,10 +70,20 @@ class Report:
     difference: Difference | None = None
 
 
-def encode_header(name: CacheName, page_size: int, capacity: int, config: CacheConfig) -> bytes:
+def encode_header(
+    name: CacheName, page_size: int, capacity: int, config: CacheConfig, host: HostConfig | None = None
+) -> bytes:
     """Return the line that a log begins with."""
     rules = {**asdict(config), "mode": config.mode.value, "eviction": config.eviction.value}
-    opened = {"operation": HEADER, "version": VERSION, "cache": name, "page_size": page_size, "capacity": capacity}
+    opened: Facts = {
+        "operation": HEADER,
+        "version": VERSION,
+        "cache": name,
+        "page_size": page_size,
+        "capacity": capacity,
+    }
+    if host is not None and host.pages:
+        opened["host"] = {**asdict(host), "policy": host.policy.value}
     return orjson.dumps({**opened, "config": rules})
 
 
@@ -155,6 +168,10 @@ class _Run:
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
             "take_candidates": lambda given: self._cache.take_candidates(),
             "forget_verdicts": lambda given: self._cache.forget_verdicts(),
+            "load": self._load,
+            "plan_backups": lambda given: self._host.plan_backups(),
+            "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),
+            "lose_workers": lambda given: self._host.forget_all(),
             "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
         }
 
@@ -182,6 +199,22 @@ class _Run:
             return None
         shown: Facts = orjson.loads(replayed[0]) if replayed else {"outcome": {"error": "nothing to do"}}
         return None if shown == facts else Difference(at, number, facts, shown)
+
+    @property
+    def _host(self) -> HostTier:
+        host = self._cache.host
+        if host is None:
+            raise KeyError("the header names no host tier")
+        return host
+
+    def _load(self, given: Facts) -> None:
+        def allocate(count: int) -> TokenIds | None:
+            # As the scheduler does it.
+            if count > self._allocator.free_pages:
+                self._cache.evict(count - self._allocator.free_pages)
+            return self._allocator.try_allocate(count)
+
+        self._host.load(_principal(given), _int32(given["token_ids"]), allocate)
 
     def _commit(self, given: Facts) -> None:
         ids = _int32(given["token_ids"])
@@ -226,7 +259,10 @@ def _open(facts: Facts, at: int) -> _Run:
         rules.pop("mode")
         config = CacheConfig(**{**rules, "eviction": EvictionPolicy(rules["eviction"])})
         allocator = PageAllocator(facts["capacity"])
-        return _Run(make_cache(name, allocator, facts["page_size"], config), allocator)
+        host = None
+        if "host" in facts:
+            host = HostConfig(**{**facts["host"], "policy": WritePolicy(facts["host"]["policy"])})
+        return _Run(make_cache(name, allocator, facts["page_size"], config, host), allocator)
     except (KeyError, TypeError, ValueError) as error:
         raise LogError(f"line {at}: the header lacks or misnames something: {error!r}") from error
 

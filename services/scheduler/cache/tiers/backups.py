@@ -53,6 +53,13 @@ class Backups:
         """Take note of a backup's end."""
         self._open_pages -= transfer.pages
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `plan` has anything to look at."""
+        if self._config.policy is WritePolicy.WRITE_BACK:
+            return self._store.allocator.free_pages + self._open_pages < self._reserve
+        return bool(self._noted)
+
     def plan(self) -> list[Transfer]:
         """Begin the backups that are due now, as far as the window allows."""
         started: list[Transfer] = []

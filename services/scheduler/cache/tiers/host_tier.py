@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
@@ -15,11 +16,13 @@ from services.scheduler.cache.tiers.storage_tier import StorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
     from common.types import Principal, TokenIds
     from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.decisions import Facts, Recorder
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
@@ -46,6 +49,8 @@ class HostTier:
         self.ledger = TransferLedger(store, self.pages)
         self.backed_up_pages = 0
         self.loaded_pages = 0
+        # Who records what the tier is asked and what comes of it.
+        self.observer: Recorder | None = None
         # Backups that all ranks are done with, while older ones are not.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None
@@ -81,14 +86,30 @@ class HostTier:
 
         `allocate` takes a number of device pages and passes on one reference on each.
         """
-        return self._loads.begin(self._view_of(principal), token_ids, allocate)
+        given: Facts = {"principal": [principal.tenant, principal.user], "token_ids": token_ids.copy()}
+        with self._operation("load", given) as outcome:
+            transfer = self._loads.begin(self._view_of(principal), token_ids, allocate)
+            outcome["transfer"] = transfer and _facts(transfer)
+        return transfer
 
     def plan_backups(self) -> list[Transfer]:
         """Begin the backups that the policy asks for now."""
-        return self._backups.plan()
+        if not self._backups.is_due:
+            return []
+        with self._operation("plan_backups", {}) as outcome:
+            started = self._backups.plan()
+            outcome["transfers"] = [_facts(transfer) for transfer in started]
+        return started
 
     def finish(self, ack: TransferAck) -> Transfer | None:
         """Take in that all ranks are done with a transfer; return it, or None if it is none of the open ones."""
+        given: Facts = {"transfer": ack.transfer_id, "done_pages": ack.done_pages}
+        with self._operation("finish", given) as outcome:
+            transfer = self._finish(ack)
+            outcome["was_open"] = transfer is not None
+        return transfer
+
+    def _finish(self, ack: TransferAck) -> Transfer | None:
         opened = self.ledger.get(ack.transfer_id)
         if opened is None:
             return None
@@ -117,13 +138,14 @@ class HostTier:
 
     def forget_all(self) -> None:
         """Void the open transfers and drop all copies: the workers are gone, with all that they held."""
-        for opened in list(self.ledger.all()):
-            self.ledger.close(opened)
-        self._done.clear()
-        self._backups.forget_all()
-        if self.storage is not None:
-            self.storage.forget_all()
-        self.flush()
+        with self._operation("lose_workers", {}):
+            for opened in list(self.ledger.all()):
+                self.ledger.close(opened)
+            self._done.clear()
+            self._backups.forget_all()
+            if self.storage is not None:
+                self.storage.forget_all()
+            self.flush()
 
     def account(self) -> Accounting:
         """Take the tier's accounts in O(1)."""
@@ -136,6 +158,9 @@ class HostTier:
             protected=allocator.capacity - allocator.free_pages - evictable,
             unaccounted_references=allocator.references - self.pages.references - self.ledger.host_references,
         )
+
+    def _operation(self, name: str, given: Facts) -> AbstractContextManager[Facts]:
+        return nullcontext({}) if self.observer is None else self.observer.operation(name, given)
 
     def _settle_backups(self) -> None:
         """End the backups that are done, oldest first: a copy is worth nothing before those of its ancestors."""
@@ -198,3 +223,12 @@ class HostTier:
                 self._store.remove(node)
             elif node.host_pages is not None and node.state is not _ON_HOST:
                 self.pages.drop(node)
+
+
+def _facts(transfer: Transfer) -> Facts:
+    return {
+        "transfer": transfer.transfer_id,
+        "direction": transfer.direction.value,
+        "device_pages": transfer.device_pages,
+        "host_pages": transfer.host_pages,
+    }

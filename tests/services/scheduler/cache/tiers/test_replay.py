@@ -1,0 +1,75 @@
+"""A log of a cache with a host tier, made by a core that serves requests, comes out the same again."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from common.types import Principal
+from services.scheduler.cache.config import CacheConfig, Mode
+from services.scheduler.cache.factory import make_cache
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.replay import encode, encode_header, replay
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.core.core import SchedulerCore
+from tests.services.scheduler.core.harness import Arrival, Harness
+from tests.services.scheduler.core.test_host_tier import OTHER, PROMPT, serve
+
+
+class RecordedHarness(Harness):
+    """A harness whose cache notes everything."""
+
+    def __init__(self, host: HostConfig) -> None:
+        super().__init__(pages=16, host=host, cache="user_aware")
+        rules = CacheConfig(mode=Mode.USER_AWARE)
+        self.lines = [encode_header("user_aware", 4, 16, rules, host)]
+        allocator = PageAllocator(16)
+        cache = make_cache("user_aware", allocator, 4, rules, host)
+        self.cache = RecordedCache(
+            cache, allocator, lambda decision: self.lines.append(encode(len(self.lines), decision))
+        )
+        self.core = SchedulerCore(self.config, allocator, self.cache, Arrival())
+
+
+def recorded(policy: WritePolicy) -> list[bytes]:
+    harness = RecordedHarness(HostConfig(pages=20, policy=policy))
+    for number in range(3):
+        serve(harness, f"cold{number}", PROMPT, user=f"user{number}")
+        serve(harness, f"flood{number}", OTHER)
+        serve(harness, f"warm{number}", PROMPT, user=f"user{number}")
+        harness.cache.advance(number + 1)
+    harness.cache.forget(Principal("tenant", "user1"))
+    harness.lose_workers()
+    serve(harness, "again", PROMPT)
+    return harness.lines
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_log_with_transfers_comes_out_the_same(policy: WritePolicy) -> None:
+    lines = recorded(policy)
+    operations = {orjson.loads(line)["operation"] for line in lines}
+    assert {"plan_backups", "finish", "lose_workers"} <= operations
+    if policy is WritePolicy.WRITE_THROUGH:
+        assert "load" in operations
+    report = replay(lines)
+    assert report.difference is None
+    assert report.operations == len(lines) - 1
+
+
+def test_another_outcome_of_a_load_is_found() -> None:
+    lines = recorded(WritePolicy.WRITE_THROUGH)
+    at = next(index for index, line in enumerate(lines) if orjson.loads(line)["operation"] == "load")
+    facts = orjson.loads(lines[at])
+    facts["outcome"]["transfer"]["host_pages"][0] += 1
+    difference = replay([*lines[:at], orjson.dumps(facts), *lines[at + 1 :]]).difference
+    assert difference is not None
+    assert difference.operation == at
+    assert difference.fields == ["outcome.transfer"]
+
+
+def test_transfers_without_a_host_tier_are_a_difference() -> None:
+    lines = recorded(WritePolicy.WRITE_THROUGH)
+    header = orjson.loads(lines[0])
+    del header["host"]
+    assert replay([orjson.dumps(header), *lines[1:]]).difference is not None
