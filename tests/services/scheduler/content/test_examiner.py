@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from services.scheduler.content import examiner as examiner_module
 from services.scheduler.content.examiner import Examiner, Verdict, make_detectors
 from services.scheduler.content.interface import DetectorOptions, RulesError
 from services.scheduler.content.text import Transcriber
@@ -90,3 +92,13 @@ def test_a_detector_is_told_the_operator_s_rules() -> None:
     made = make_detectors([f"{HERE}:WordDetector"], DetectorOptions("/etc/rules"))[f"{HERE}:WordDetector"]
     assert isinstance(made, WordDetector)
     assert made.options.rules == "/etc/rules"
+
+
+def test_a_detector_can_come_as_an_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(*, group: str) -> list[EntryPoint]:
+        return [EntryPoint("words", f"{HERE}:WordDetector", group)] if group == "pando.content_detectors" else []
+
+    monkeypatch.setattr(examiner_module, "entry_points", installed)
+    assert isinstance(make_detectors(["words"], DetectorOptions())["words"], WordDetector)
+    with pytest.raises(RulesError, match="there are patterns, words"):
+        make_detectors(["sentences"], DetectorOptions())
