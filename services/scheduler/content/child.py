@@ -1,7 +1,7 @@
 """The process in which detectors run: one JSON object per line in, one out. It ends when its input does.
 
-The first line configures it; each further one either asks about a prompt (`ids`) or only lets it look at its rules.
-Neither text nor token ids come out of it.
+Run as `python -m services.scheduler.content.child PARENT_PID`. The first line configures it; each further one either
+asks about a prompt (`ids`) or only lets it look at its rules. Neither text nor token ids come out of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from common.errors import ConfigurationError
+from common.orphans import die_with_parent
 from common.settings import ModelSettings
 from common.tokenization import load_served_model
 from services.scheduler.content.examiner import Examiner, make_detectors
@@ -31,6 +32,8 @@ NICENESS = 10
 
 def main() -> None:
     """Serve standard input until it ends."""
+    # Its input ends with its parent, but a detector that hangs would not notice.
+    die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
     # A detector that prints must not be able to say "allowed".
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")

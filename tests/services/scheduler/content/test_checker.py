@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import pytest
 from common.settings import ModelSettings
 from services.scheduler.content.checker import ContentChecker
 from tests.services.scheduler.content.corpus import drawn
+from tests.waiting import is_running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -133,3 +136,35 @@ async def test_a_prompt_of_a_hundred_thousand_tokens_is_judged(model: TextModel)
     async with checking() as checker:
         answer = await checker.examine(ids)
     assert answer.allowed_tokens == len(ids)
+
+
+HANGING = """
+import asyncio, sys
+import numpy as np
+from common.settings import ModelSettings
+from services.scheduler.content.checker import ContentChecker
+
+async def main():
+    configuration = {
+        "model": ModelSettings().model_dump(mode="json"),
+        "detectors": ["tests.services.scheduler.content.detectors:EndlessDetector"],
+        "rules": None,
+    }
+    checker = ContentChecker(configuration, 600.0)
+    await checker.look()
+    print(checker._process.pid, flush=True)
+    await checker.examine(np.array([100, 101], np.int32))
+
+asyncio.run(main())
+"""
+
+
+def test_a_detector_that_hangs_ends_with_the_scheduler_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert is_running(child)
+    time.sleep(0.3)  # until it hangs
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_running(child))
