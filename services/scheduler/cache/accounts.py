@@ -35,6 +35,7 @@ class Account:
     candidates: int = 0
     rank: int = 0
     standing: int = 0
+    has_sessions: bool = False
     _fingerprint: int | None = None
 
     @property

@@ -60,6 +60,7 @@ class ChunkCache:
         repeated: bool = False,
         may_promote: bool = True,
         priority: int = 0,
+        session: str | None = None,
     ) -> Lease:
         """Return a lease on nothing."""
         return self.commit_nothing(principal)
@@ -92,7 +93,7 @@ class ChunkCache:
         self.events.emit(CacheEventKind.FLUSHED)
         return 0
 
-    def forget(self, principal: Principal) -> int:
+    def forget(self, principal: Principal, session: str | None = None) -> int:
         """Return 0: nothing is remembered."""
         return 0
 

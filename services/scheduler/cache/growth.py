@@ -95,6 +95,7 @@ class Growth:
             and node.owner is owner
             and node.prompt_epoch == (self._store.epoch if is_evidence else None)
             and (node.no_promote, node.pinned) == (not (hold.may_promote or is_pinned), is_pinned)
+            and node.sessions == (None if is_pinned else hold.sessions)
             and (not is_pinned or self._is_own_work(node, hold))
         ):
             self._store.extend(node, key, pages)
@@ -102,6 +103,7 @@ class Growth:
             parent, node = node, self._store.attach(node, owner, key, pages)
             node.prompt_epoch = self._store.epoch if is_evidence else None
             node.no_promote, node.priority = not (hold.may_promote or is_pinned), hold.priority
+            node.sessions = None if is_pinned else hold.sessions
             if is_pinned:
                 node.pinned, node.generation = True, parent.generation
                 node.creators = {hold.account.scope: self._store.epoch}

@@ -245,6 +245,7 @@ class PrefixCache(Protocol):
         repeated: bool = False,
         may_promote: bool = True,
         priority: int = 0,
+        session: str | None = None,
     ) -> Lease:
         """Match, lock and touch the longest prefix in the principal's view; once, when a row is admitted.
 
@@ -256,6 +257,7 @@ class PrefixCache(Protocol):
             repeated: A further commit of one request (after a retraction, or another of its choices): no new hit.
             may_promote: Whether what is inserted through the lease may be evidence that makes a chain public.
             priority: The request's priority, where the order of eviction looks at it.
+            session: The conversation that the request belongs to, where its user may want it forgotten.
         """
 
     def commit_nothing(self, principal: Principal) -> Lease:
@@ -280,10 +282,11 @@ class PrefixCache(Protocol):
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
 
-    def forget(self, principal: Principal) -> int:
+    def forget(self, principal: Principal, session: str | None = None) -> int:
         """Drop all that is private to a principal, also while its rows run; return how many pages became free.
 
-        Its rows go on, and nothing more of them is kept.
+        Its rows go on, and nothing more of them is kept. With `session`, that goes which no other session and no
+        request without one has used.
         """
 
     @property

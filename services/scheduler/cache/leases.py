@@ -34,6 +34,7 @@ class Hold:
     node: Node | None
     may_promote: bool = True
     priority: int = 0
+    sessions: frozenset[str] | None = None
     held: PageIds | None = None
     is_closed: bool = False
 

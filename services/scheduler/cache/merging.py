@@ -65,6 +65,7 @@ def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
         and node.last_access == child.last_access
         and node.prompt_epoch == child.prompt_epoch
         and (node.priority, node.pinned, node.no_promote) == (child.priority, child.pinned, child.no_promote)
+        and node.sessions == child.sessions
         and (node.generation, node.uses, node.promoted) == (child.generation, child.uses, child.promoted)
         and (node.creators, node.quarantined) == (child.creators, child.quarantined)
         and (node.hit_cur, node.hit_pre, node.u_pre) == (child.hit_cur, child.hit_pre, child.u_pre)

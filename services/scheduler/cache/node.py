@@ -59,6 +59,8 @@ class Node:
     host_pages: PageIds | None = None
     host_ref: int = 0
     priority: int = 0
+    # PRIVATE: those of the owner's sessions that have used it; None: also requests without session, or very many.
+    sessions: frozenset[str] | None = None
     pinned: bool = False
     no_promote: bool = False
     generation: int = 0
@@ -110,4 +112,5 @@ class Node:
         other.prompt_epoch = self.prompt_epoch
         other.lock_ref, other.host_ref, other.state = self.lock_ref, self.host_ref, self.state
         other.priority, other.pinned, other.no_promote = self.priority, self.pinned, self.no_promote
+        other.sessions = self.sessions
         other.generation, other.joint, other.promoted = self.generation, self.joint, self.promoted

@@ -162,6 +162,7 @@ class Promoter:
         limit = store.config.creators_limit
         canonical.creators = dict(list(creators.items())[:limit])
         canonical.prompt_epoch, canonical.no_promote, canonical.generation = None, False, generation
+        canonical.sessions = None
         store.offer(canonical)
         return canonical
 

@@ -16,6 +16,7 @@ from services.scheduler.cache.leases import NO_PAGES, Hold, Leases, orphan
 from services.scheduler.cache.merging import compress_chains, merge_private_subtree
 from services.scheduler.cache.pins import Pins
 from services.scheduler.cache.promotion import Promoter
+from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
@@ -118,6 +119,7 @@ class RadixCache:
         repeated: bool = False,
         may_promote: bool = True,
         priority: int = 0,
+        session: str | None = None,
     ) -> Lease:
         """Match, lock, revive and touch the longest prefix, and count the hit on what is public of it."""
         account = self.store.accounts.open(self._scope(principal), self.store.epoch)
@@ -128,7 +130,8 @@ class RadixCache:
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
             self._vigilance.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
-        hold = Hold(account, node, may_promote)
+        hold = Hold(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
+        tag_path(hold)
         if self._has_priorities:
             hold.priority = priority
             self._growth.raise_priority(node, priority)
@@ -167,6 +170,7 @@ class RadixCache:
         self._enforce_quota(hold.account)
         self.leases.close(lease)
         hold.node = deepest
+        tag_path(hold)
         known = np.concatenate([lease.pages, found, added])
         renewed = self.leases.open(hold, lease.principal, known)
         own = pages[first : match.pages]
@@ -202,16 +206,23 @@ class RadixCache:
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
-    def forget(self, principal: Principal) -> int:
-        """Drop all that is private to a principal, also while its rows run; return how many pages became free."""
+    def forget(self, principal: Principal, session: str | None = None) -> int:
+        """Drop all that is private to a principal or to one of its sessions, also while its rows run.
+
+        Returns:
+            How many pages became free.
+        """
         account = self.store.accounts.view(self._scope(principal))
         if account.is_public:
             return 0
         if self.host is not None and self.host.storage is not None:
             self.host.storage.forget(account)
         for hold in self.leases.all():
-            if hold.account is account and hold.node is not None:
-                self._close(hold, hold.node)
+            is_meant = session is None or (hold.sessions is not None and session in hold.sessions)
+            if hold.account is account and hold.node is not None and is_meant:
+                self._close(hold, hold.node, session)
+        if session is not None:
+            return forget_session(self.store, account, session)
         freed = sum(self.store.remove_below(top) for top in list(account.tops))
         for node, _ in self.store.tree.walk_public():
             if node.creators is not None:
@@ -236,16 +247,15 @@ class RadixCache:
         while queue.is_over(account) and (node := queue.first_of(account)) is not None:
             self.store.soften(node, account.live_pages - queue.quota)
 
-    def _close(self, hold: Hold, node: Node) -> None:
-        """Take the private part of its path from a hold."""
+    def _close(self, hold: Hold, node: Node, session: str | None) -> None:
+        """Take that part of its path from a hold which goes with its principal, or with a session of it."""
         hold.is_closed = True
-        if node.is_public:
+        above = node
+        while not above.is_public and (session is None or is_left_by(above, session)):
+            assert above.parent is not None, "the root is public"
+            above = above.parent
+        if above is node:
             return
-        top = node
-        while top.parent is not None and not top.parent.is_public:
-            top = top.parent
-        above = top.parent
-        assert above is not None
         pages = self.store.tree.path_pages(node, above)
         self.store.unlock_path(node, above)
         orphan(self.store, hold, above, pages)

@@ -99,6 +99,7 @@ class RecordedCache:
         repeated: bool = False,
         may_promote: bool = True,
         priority: int = 0,
+        session: str | None = None,
     ) -> Lease:
         """Record what was asked for, and the lease."""
         given: Facts = {
@@ -107,10 +108,11 @@ class RecordedCache:
             "repeated": repeated,
             "may_promote": may_promote,
             "priority": priority,
+            "session": session,
         }
         with self._recorder.operation("commit", given) as outcome:
             lease = self._cache.commit(
-                principal, token_ids, repeated=repeated, may_promote=may_promote, priority=priority
+                principal, token_ids, repeated=repeated, may_promote=may_promote, priority=priority, session=session
             )
             outcome.update(lease=lease.lease_id, pages=lease.pages)
             self._recorder.open(lease, len(token_ids))
@@ -166,11 +168,11 @@ class RecordedCache:
         freed: int = outcome["freed"]
         return freed
 
-    def forget(self, principal: Principal) -> int:
+    def forget(self, principal: Principal, session: str | None = None) -> int:
         """Record who was forgotten."""
-        given = {"principal": [principal.tenant, principal.user]}
+        given = {"principal": [principal.tenant, principal.user], "session": session}
         with self._recorder.operation("forget", given) as outcome:
-            outcome["freed"] = self._cache.forget(principal)
+            outcome["freed"] = self._cache.forget(principal, session)
         freed: int = outcome["freed"]
         return freed
 

@@ -162,7 +162,7 @@ class _Run:
             "release": lambda given: self._cache.release(self._leases.pop(given["lease"])),
             "evict": lambda given: self._cache.evict(given["pages"]),
             "flush": lambda given: self._cache.flush(),
-            "forget": lambda given: self._cache.forget(_principal(given)),
+            "forget": lambda given: self._cache.forget(_principal(given), given["session"]),
             "advance": lambda given: self._cache.advance(given["epoch"]),
             "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
@@ -224,6 +224,7 @@ class _Run:
             repeated=given["repeated"],
             may_promote=given["may_promote"],
             priority=given["priority"],
+            session=given["session"],
         )
         self._open(lease, ids)
 

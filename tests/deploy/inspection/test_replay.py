@@ -22,6 +22,7 @@ COMMIT = {
         "repeated": False,
         "may_promote": True,
         "priority": 0,
+        "session": None,
     },
     "outcome": {"lease": 0, "pages": []},
     "events": [],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from services.scheduler.cache.config import CacheConfig
-from tests.services.scheduler.cache.user_aware_machine import USERS, UserAwareMachine
+from tests.services.scheduler.cache.user_aware_machine import SESSIONS, USERS, UserAwareMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ WEIGHTS = {
     "abort": 3,
     "evict": 3,
     "flush": 1,
-    "forget": 1,
+    "forget": 2,
     "pin": 1,
     "unpin": 1,
     "next_epoch": 8,
@@ -80,6 +80,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "user": lambda: chance.choice(USERS),
         "ids": lambda: _prompt(chance),
         "cache_mode": lambda: chance.choice(["use", "use", "use", "use", "private", "none"]),
+        "session": lambda: chance.choice(SESSIONS),
         "generated": lambda: [chance.randint(0, 1) for _ in range(chance.randint(1, 3))],
         "pick": lambda: chance.randint(0, 1000),
         "tokens": lambda: chance.randint(1, 6),
@@ -88,7 +89,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "epochs": lambda: chance.choice([1, 1, 1, 1, 2, 5]),
     }
     names = {
-        "admit": ("user", "ids", "cache_mode"),
+        "admit": ("user", "ids", "cache_mode", "session"),
         "serve": ("user", "ids", "generated"),
         "share": ("ids", "times"),
         "probe": ("user", "ids", "times"),
@@ -96,7 +97,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "decode": ("pick", "generated"),
         "evict": ("pages",),
         "flush": (),
-        "forget": ("user",),
+        "forget": ("user", "session"),
         "pin": ("ids",),
         "unpin": ("ids",),
         "next_epoch": ("epochs",),

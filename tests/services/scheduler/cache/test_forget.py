@@ -54,6 +54,62 @@ def test_evidence_of_the_forgotten_does_not_count() -> None:
     assert driver.public == []
 
 
+def test_session_alone_can_be_forgotten() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    driver.serve(ANN, [*SYSTEM, 7, 7], session="monday")
+    driver.serve(ANN, [*SYSTEM, 7, 7, 8, 8], session="monday")
+    driver.serve(ANN, [*SYSTEM, 9, 9], session="tuesday")
+    driver.serve(BOB, SYSTEM, session="monday")
+    assert driver.cache.forget(ANN, "monday") == 2
+    assert [driver.peek(ANN, [*SYSTEM, *end, 0]) for end in ([7, 7], [9, 9])] == [6, 8]
+    assert driver.peek(BOB, [*SYSTEM, 0]) == 6
+    driver.check()
+    assert driver.cache.forget(ANN, "tuesday") == 4
+    assert driver.edges(ANN) == []
+
+
+def test_what_requests_without_session_have_used_goes_with_the_principal_alone() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    driver.serve(ANN, [*SYSTEM, 7, 7], session="monday")
+    driver.serve(ANN, [*SYSTEM, 8])
+    assert driver.cache.forget(ANN, "monday") == 1
+    assert driver.edges(ANN) == [SYSTEM]
+    assert driver.cache.forget(ANN) == 3
+    driver.check()
+
+
+def test_running_rows_of_a_forgotten_session_leave_nothing_and_others_go_on() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    rows = [driver.admit(ANN, [*SYSTEM, 7, 7, number, 0], session=name) for number, name in enumerate(("one", "other"))]
+    for row in rows:
+        insertion = driver.insert(row, 8)
+        if insertion.first_duplicate is not None:
+            row.table[insertion.first_duplicate : len(insertion.pages)] = insertion.pages[insertion.first_duplicate :]
+            driver.allocator.exchange(insertion.duplicates, insertion.canonical)
+    driver.cache.forget(ANN, "one")
+    driver.check(*rows)
+    for row in rows:
+        driver.insert(row)
+        driver.end(row)
+    assert driver.edges(ANN) == [[*SYSTEM, 7, 7, 1, 0]]
+    driver.check()
+
+
+def test_name_of_a_session_means_nothing_to_other_users() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    driver.serve(ANN, SYSTEM, session="monday")
+    assert driver.cache.forget(BOB, "monday") == driver.cache.forget(ANN, "unknown") == 0
+    assert driver.edges(ANN) == [SYSTEM]
+
+
+def test_prompt_of_very_many_sessions_belongs_to_none() -> None:
+    driver = Driver("user_aware", config=PLAIN, capacity=200)
+    for number in range(100):
+        driver.serve(ANN, [*SYSTEM, number, 0], session=f"{number}")
+    assert all(driver.cache.forget(ANN, f"{number}") == 1 for number in range(63))
+    assert driver.peek(ANN, [*SYSTEM, 0]) == 6
+
+
 def test_unknown_principal_is_forgotten_easily() -> None:
     driver = Driver("user_aware", config=PLAIN)
     assert driver.cache.forget(ANN) == 0

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 2
 USERS = ("ann", "bob", "cid", "dan")
+SESSIONS = (None, None, "one", "other")
 
 users = st.sampled_from(USERS)
 # Few distinct prompts, so that users meet; the long ones share a stem, as with a system prompt.
@@ -63,6 +64,7 @@ class Row:
     # None for a row that may not use the cache.
     held: Held | None
     may_promote: bool
+    session: str | None = None
 
 
 class UserAwareMachine(RuleBasedStateMachine):
@@ -80,17 +82,29 @@ class UserAwareMachine(RuleBasedStateMachine):
     def record(self, decision: Decision) -> None:
         self.log.append(encode(len(self.log), decision))
 
-    @rule(user=users, ids=prompts, cache_mode=st.sampled_from(["use", "use", "use", "use", "private", "none"]))
-    def admit(self, user: str, ids: list[int], cache_mode: str, repeated: bool = False) -> None:
+    @rule(
+        user=users,
+        ids=prompts,
+        cache_mode=st.sampled_from(["use", "use", "use", "use", "private", "none"]),
+        session=st.sampled_from(SESSIONS),
+    )
+    def admit(
+        self, user: str, ids: list[int], cache_mode: str, session: str | None = None, *, repeated: bool = False
+    ) -> None:
         principal = Principal("tenant", user)
         held = None
         if cache_mode == "none":
             lease = self.cache.commit_nothing(principal)
         else:
-            held = self.oracle.commit(user, ids, repeated=repeated)
-            lease = self.cache.commit(principal, int32(ids), repeated=repeated, may_promote=cache_mode == "use")
+            held = self.oracle.commit(user, ids, repeated=repeated, session=session)
+            may_promote = cache_mode == "use"
+            lease = self.cache.commit(
+                principal, int32(ids), repeated=repeated, may_promote=may_promote, session=session
+            )
         assert lease.matched_tokens == (held.length if held else 0)
-        row = Row(user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), held, cache_mode == "use")
+        row = Row(
+            user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), held, cache_mode == "use", session
+        )
         self.rows.append(row)
         if not self.grow(row):
             self.end(row)
@@ -126,7 +140,7 @@ class UserAwareMachine(RuleBasedStateMachine):
         """Start another choice of a request that runs."""
         row = self.rows[pick % len(self.rows)]
         mode = "none" if row.held is None else "use" if row.may_promote else "private"
-        self.admit(row.user, row.ids[: row.prompt_tokens], mode, repeated=True)
+        self.admit(row.user, row.ids[: row.prompt_tokens], mode, row.session, repeated=True)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks, tokens=st.integers(1, 6))
@@ -158,7 +172,7 @@ class UserAwareMachine(RuleBasedStateMachine):
         row = self.rows[pick % len(self.rows)]
         self.insert(row, goes_on=False)
         self.end(row)
-        self.admit(row.user, row.ids, "none" if row.held is None else "use", repeated=True)
+        self.admit(row.user, row.ids, "none" if row.held is None else "use", row.session, repeated=True)
 
     @precondition(lambda self: self.rows)
     @rule(pick=picks)
@@ -177,10 +191,10 @@ class UserAwareMachine(RuleBasedStateMachine):
         self.adopt()
         assert self.oracle.entries() == self.oracle.locked()
 
-    @rule(user=users)
-    def forget(self, user: str) -> None:
-        self.oracle.forget(user)
-        self.cache.forget(Principal("tenant", user))
+    @rule(user=users, session=st.sampled_from(SESSIONS))
+    def forget(self, user: str, session: str | None) -> None:
+        self.oracle.forget(user, session)
+        self.cache.forget(Principal("tenant", user), session)
 
     @rule(ids=prompts)
     def pin(self, ids: list[int]) -> None:
@@ -271,7 +285,7 @@ class UserAwareMachine(RuleBasedStateMachine):
         for node, depth in self.tree.store.tree.walk():
             tokens = tuple(np.frombuffer(self.tree.store.tree.path_key(node), np.int32).tolist())
             owner = None if node.is_public else node.owner_id[1]
-            facts: tuple[object, ...] = (node.prompt_epoch, node.no_promote, node.generation)
+            facts: tuple[object, ...] = (node.prompt_epoch, node.no_promote, node.generation, node.sessions)
             if node.is_public:
                 creators = {scope[1] for scope in node.creators or ()}
                 is_current = node.epoch == self.tree.epoch

@@ -17,6 +17,7 @@ class Private:
     evidence: int | None
     generation: int = 0
     no_promote: bool = False
+    sessions: set[str] | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Held:
     ids: list[int]
     length: int
     is_closed: bool = False
+    session: str | None = None
 
 
 class ViewOracle:
@@ -77,8 +79,9 @@ class ViewOracle:
             length = len(path)
         return length
 
-    def commit(self, user: str, ids: list[int], *, repeated: bool) -> Held:
-        held = Held(user, ids, self.match(user, ids))
+    def commit(self, user: str, ids: list[int], *, repeated: bool, session: str | None) -> Held:
+        held = Held(user, ids, self.match(user, ids), session=session)
+        self.tag(held)
         for path in self.paths(ids, held.length):
             if path in self.public and not repeated and user not in self.public[path].creators:
                 public = self.public[path]
@@ -103,11 +106,20 @@ class ViewOracle:
                 generation = self.public[above].generation if above else 0
                 self.public[path] = Public({held.user: self.epoch}, generation, self.epoch, pinned=True)
             elif path not in mine:
-                mine[path] = Private(evidence, no_promote=not may_promote)
+                sessions = None if held.session is None else {held.session}
+                mine[path] = Private(evidence, no_promote=not may_promote, sessions=sessions)
             elif evidence is not None:
                 mine[path].evidence = evidence
         held.ids = ids
         held.length = max(held.length, len(ids) // self.page_size * self.page_size)
+        self.tag(held)
+
+    def tag(self, held: Held) -> None:
+        """Note whose a held path is; what requests without session have used is nobody's alone."""
+        for path in self.paths(held.ids, held.length):
+            entry = self.private.get(held.user, {}).get(path)
+            if entry is not None and entry.sessions is not None:
+                entry.sessions = None if held.session is None else entry.sessions | {held.session}
 
     def release(self, held: Held) -> None:
         self.held.remove(held)
@@ -133,12 +145,19 @@ class ViewOracle:
             else:
                 del self.private[user][path]
 
-    def forget(self, user: str) -> None:
+    def forget(self, user: str, session: str | None) -> None:
+        mine = self.private.pop(user, {})
+        if session is not None:
+            for entry in mine.values():
+                entry.sessions = None if entry.sessions is None else entry.sessions - {session}
+            self.private[user] = {path: entry for path, entry in mine.items() if entry.sessions != set()}
         for held in self.held:
-            if held.user == user:
+            if held.user == user and session in (None, held.session):
                 held.is_closed = True
-                held.length = sum(self.page_size for path in self.paths(held.ids, held.length) if path in self.public)
-        self.private.pop(user, None)
+                left = {*self.public, *self.private.get(user, {})}
+                held.length = sum(self.page_size for path in self.paths(held.ids, held.length) if path in left)
+        if session is not None:
+            return
         for public in self.public.values():
             public.creators.pop(user, None)
 
@@ -281,7 +300,10 @@ class ViewOracle:
     def standing(self) -> dict[tuple[str | None, Path], tuple[object, ...]]:
         found: dict[tuple[str | None, Path], tuple[object, ...]] = {}
         for user, mine in self.private.items():
-            found.update(((user, path), (one.evidence, one.no_promote, one.generation)) for path, one in mine.items())
+            found.update(
+                ((user, path), (one.evidence, one.no_promote, one.generation, one.sessions))
+                for path, one in mine.items()
+            )
         for path, public in self.public.items():
             hits = public.hits if public.epoch == self.epoch else 0
             found[None, path] = (set(public.creators), hits, public.generation, public.pinned)
