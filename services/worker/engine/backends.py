@@ -14,6 +14,7 @@ from services.worker.engine.kernels.native_attention import NativeAttention, fit
 from services.worker.engine.kernels.native_build import BuildError, build_library, find_openmp
 from services.worker.engine.kernels.native_kernels import NativeKernels
 from services.worker.engine.kernels.native_library import NativeLibrary
+from services.worker.engine.kernels.native_prebuilt import find_prebuilt
 from services.worker.engine.kernels.torch_attention import TorchAttention
 from services.worker.engine.kernels.torch_kernels import TorchKernels
 
@@ -153,7 +154,7 @@ def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary 
     if options.backend == "torch" or device.type != "cpu":
         return None
     try:
-        return NativeLibrary(build_library(find_openmp()))
+        return NativeLibrary(find_prebuilt() or build_library(find_openmp()))
     except (BuildError, OSError) as error:
         if options.backend == "compiled":
             raise ConfigurationError(f"backend=compiled: {error}") from error

@@ -18,7 +18,8 @@ from pathlib import Path
 _SOURCES = Path(__file__).parent / "native"
 _COMPILERS = ("c++", "g++", "clang++")
 # Contraction to fused multiply-add is what the sums are built on; without errno, sqrt is one instruction.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-w")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-w")
+_THIS_PROCESSOR = ("-march=native",)
 _TIMEOUT_SECONDS = 300
 CACHE_VARIABLE = "PANDO_CACHE_DIR"
 
@@ -39,12 +40,21 @@ def build_library(openmp: Path | None, compiler: str | None = None, cache: Path 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    command = [find_compiler() if compiler is None else compiler, *_FLAGS]
-    library = (cache or cache_directory()) / f"operators-{_digest(command, openmp)}.so"
+    chosen = find_compiler() if compiler is None else compiler
+    library = (cache or cache_directory()) / f"operators-{_digest([chosen, *_FLAGS, *_THIS_PROCESSOR], openmp)}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _compile(command, openmp, library)
+        compile_library(chosen, _THIS_PROCESSOR, openmp, library)
     return library
+
+
+def compile_library(compiler: str, options: tuple[str, ...], openmp: Path | None, library: Path) -> None:
+    """Compile for the processor that `options` name, and put the result at `library`.
+
+    Raises:
+        BuildError: the compiler fails.
+    """
+    _compile([compiler, *_FLAGS, *options], openmp, library)
 
 
 def find_compiler() -> str:

@@ -1,0 +1,64 @@
+"""Whether the service in this container would serve a request: `python -m deploy.health scheduler` exits with 0 if so.
+
+It reads the settings that the service itself has read, from the environment and the file that PANDO_CONFIG names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+
+from common.errors import ConfigurationError
+from common.rpc.channel import is_serving, open_channel
+from common.settings import parse_settings
+
+if TYPE_CHECKING:
+    from common.settings import Settings
+
+SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
+TIMEOUT_S = 4.0
+
+
+def main() -> int:
+    """Ask the service that the command line names; return 0 if it would serve a request, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.health", description=__doc__, allow_abbrev=False)
+    parser.add_argument("service", choices=("gateway", *SERVICES))
+    try:
+        settings, arguments = parse_settings(parser, sys.argv[1:], os.environ)
+    except ConfigurationError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    return 0 if asyncio.run(is_healthy(settings, arguments.service)) else 1
+
+
+async def is_healthy(settings: Settings, service: str) -> bool:
+    """Return whether `service`, configured by `settings` and running on this host, would serve a request."""
+    if service == "gateway":
+        return await _answers(f"http://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")
+    address = local(getattr(settings, service).address)
+    async with open_channel(address) as channel:
+        return await is_serving(channel, f"pando.v1.{service.capitalize()}", TIMEOUT_S)
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
+            return (await client.get(url)).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def local(address: str) -> str:
+    """Return where this host reaches a server that listens on `address`, which may mean all interfaces."""
+    host, colon, port = address.rpartition(":")
+    if not colon or host == "unix":
+        return address
+    return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]', '::': '[::1]', '': '127.0.0.1'}.get(host, host) }:{port}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

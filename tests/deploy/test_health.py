@@ -1,0 +1,45 @@
+"""What containers are asked about themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.rpc.server import RpcServer
+from common.settings import GatewaySettings, SchedulerSettings, Settings
+from deploy.health import is_healthy, local
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("listening", "reached"),
+    [
+        ("0.0.0.0:50052", "127.0.0.1:50052"),
+        ("[::]:50052", "[::1]:50052"),
+        ("10.0.0.1:50052", "10.0.0.1:50052"),
+        ("unix:/run/pando/scheduler.sock", "unix:/run/pando/scheduler.sock"),
+    ],
+)
+def test_a_server_on_all_interfaces_is_reached_on_the_loopback(listening: str, reached: str) -> None:
+    assert local(listening) == reached
+
+
+async def test_a_service_is_healthy_once_it_serves(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s.sock"
+    settings = Settings(scheduler=SchedulerSettings(address=address))
+    assert not await is_healthy(settings, "scheduler")
+    server = RpcServer("pando.v1.Scheduler", address)
+    await server.start()
+    try:
+        assert not await is_healthy(settings, "scheduler")
+        await server.set_serving(True)
+        assert await is_healthy(settings, "scheduler")
+    finally:
+        await server.stop(0)
+
+
+async def test_a_gateway_that_is_away_is_not_healthy() -> None:
+    assert not await is_healthy(Settings(gateway=GatewaySettings(port=1)), "gateway")
