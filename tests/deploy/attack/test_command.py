@@ -9,7 +9,7 @@ import pytest
 
 from deploy.cli import main
 from tests.deploy.attack.conftest import CachingServer
-from tests.fakes.openai_server import free_url
+from tests.fakes.openai_server import free_url, running_server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,3 +106,28 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert main(["attack", "--url", free_url()]) == 2
     assert "pando[analysis]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_shared", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_what_is_read_from_storage_is_judged_by_a_second_server(
+    caching_server: CachingServer, tmp_path: Path, *, is_shared: bool, verdict: str
+) -> None:
+    sibling = CachingServer(is_shared=is_shared, asked=caching_server.asked)
+    caching_server.is_shared = is_shared
+    path = tmp_path / "attack.json"
+    flags = ["--oracles", "storage", *SOON, "--json", str(path)]
+    with running_server(sibling):
+        main(["attack", "--url", caching_server.url, "--sibling-url", sibling.url, *flags])
+    (entry,) = json.loads(path.read_text())
+    assert entry["verdict"] == verdict
+    assert "owners find 4 of 4" in entry["note"]
+
+
+def test_a_storage_that_gives_nothing_back_proves_nothing(
+    caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.attack.oracles.storage.POLL_S", 0)
+    with running_server(CachingServer()) as sibling:
+        flags = ["--sibling-url", sibling.url, "--oracles", "storage", *SOON]
+        assert main(["attack", "--url", caching_server.url, *flags]) == 0
+    assert "not applicable" in capsys.readouterr().out
