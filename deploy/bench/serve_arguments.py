@@ -244,6 +244,7 @@ def _file(arguments: argparse.Namespace) -> Path:
 WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
     "random": _random,
     "shared-prefix": _shared_prefix,
+    "s1": _shared_prefix,
     "sharegpt": _sharegpt,
     "trace": _trace,
     "w1": _w1,

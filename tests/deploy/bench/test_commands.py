@@ -77,6 +77,29 @@ def test_serve_shared_prefix_sends_users(server: FakeOpenAIServer) -> None:
     assert sorted(users) == sorted(f"user-{user:05d}" for user in range(3) for _ in range(2))
 
 
+def test_serve_plays_m1_and_reports_what_an_unlimited_cache_would_find(
+    server: FakeOpenAIServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    shape = ["--users", "5", "--apps", "2", "--requests", "20", "--scale", "0.02", "--think-s", "0"]
+    load = ["--workload", "m1", *shape, "--warmup", "0", "--json", str(path)]
+    assert main(["bench", "serve", "--url", server.url, *load]) == 0
+    assert "ideal hit rate within users" in capsys.readouterr().out
+    found = metrics(path)
+    assert found["requests"] == 20
+    assert 0 < found["ideal_hits_within_users"] < 1
+    assert 0 < found["ideal_hits_across_users"] < 1
+    assert {body["user"] for body in server.bodies if body.get("stream")} <= {f"user-{n:06d}" for n in range(5)}
+
+
+def test_serve_scales_s1_to_a_small_model(server: FakeOpenAIServer) -> None:
+    load = ["--workload", "s1", "--users", "4", "--apps", "2", "--scale", "0.125", "--warmup", "0"]
+    assert main(["bench", "serve", "--url", server.url, *load]) == 0
+    streamed = [body for body in server.bodies if body.get("stream")]
+    assert {len(body["prompt"]) for body in streamed} == {445 + 28}
+    assert {body["max_tokens"] for body in streamed} == {8}
+
+
 def test_serve_sharegpt_chats(server: FakeOpenAIServer, tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}]))
