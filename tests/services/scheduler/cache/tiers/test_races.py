@@ -1,0 +1,217 @@
+"""What happens to the tree while copies are under way, case by case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from common.transfers import TransferAck
+from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.demotion import Demoter
+from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver, Row, int32
+
+if TYPE_CHECKING:
+    from common.transfers import Transfer
+    from services.scheduler.cache.interface import NodeView
+    from services.scheduler.cache.tiers.host_tier import HostTier
+
+A, B, C = list(range(10, 22)), list(range(30, 42)), list(range(50, 62))  # six pages each
+
+
+class TieredDriver(Driver):
+    def __init__(
+        self, capacity: int = 64, host_pages: int = 64, policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    ) -> None:
+        self.allocator = PageAllocator(capacity)
+        rules = replace(PLAIN, promotion_principals=2, quota_share=1.0)
+        self.cache = RadixCache(self.allocator, 2, rules, HostConfig(pages=host_pages, policy=policy))
+
+    @property
+    def tier(self) -> HostTier:
+        assert self.radix.host is not None
+        return self.radix.host
+
+    def done(self, *transfers: Transfer) -> None:
+        for transfer in transfers:
+            assert self.tier.finish(TransferAck(transfer.transfer_id, transfer.pages)) is transfer
+
+    def back_up(self) -> list[Transfer]:
+        started = self.tier.plan_backups()
+        self.done(*started)
+        return started
+
+    def load(self, ids: list[int]) -> Transfer:
+        transfer = self.tier.load(ANN, int32([*ids, 0]), self.allocator.try_allocate)
+        assert transfer is not None
+        return transfer
+
+    def on_host(self, ids: list[int]) -> int:
+        match = self.tier.find(ANN, int32([*ids, 0]))
+        assert match.device_tokens == self.peek(ANN, [*ids, 0])
+        return match.host_tokens
+
+    def check(self, *rows: Row) -> None:
+        assert self.violations() == []
+        tables = {f"{number}": row.table for number, row in enumerate(rows)} | self.tier.ledger.tables()
+        assert audit(self.allocator, self.cache, tables).is_clean
+        assert account(self.allocator, self.cache, sum(map(len, tables.values()))).is_exact
+
+    def views(self) -> list[NodeView]:
+        return list(self.cache.dump())
+
+
+def hosted(ids: list[int]) -> TieredDriver:
+    """Return a cache in which ANN has `ids` on the host alone."""
+    driver = TieredDriver()
+    driver.serve(ANN, ids)
+    driver.back_up()
+    driver.cache.evict(64)
+    assert driver.on_host(ids) == len(ids)
+    return driver
+
+
+def test_a_split_divides_what_is_on_its_way_to_the_host() -> None:
+    driver = TieredDriver()
+    driver.serve(ANN, A)
+    (backup,) = driver.tier.plan_backups()
+    driver.serve(ANN, [*A[:6], 1, 1])
+    driver.done(backup)
+    upper, lower = (node for node in driver.views() if node.host_pages is not None)
+    assert upper.host_pages is not None
+    assert lower.host_pages is not None
+    assert [*upper.host_pages, *lower.host_pages] == backup.host_pages.tolist()
+    assert [*upper.pages, *lower.pages] == backup.device_pages.tolist()
+    driver.check()
+
+
+def test_a_split_divides_what_is_on_its_way_to_the_device() -> None:
+    driver = hosted(A)
+    load = driver.load(A)
+    row = driver.admit(ANN, [*A[:6], 1, 1])
+    driver.insert(row)  # computes three pages of what is being loaded
+    driver.check(row)
+    driver.done(load)
+    driver.check(row)
+    assert driver.peek(ANN, [*A, 0]) == len(A)
+    node = next(node for node in driver.views() if node.token_ids.tolist() == A[6:])
+    assert node.pages.tolist() == load.device_pages[3:].tolist()
+    driver.end(row)
+
+
+def test_what_a_row_has_computed_meanwhile_stays() -> None:
+    driver = hosted(A)
+    row = driver.admit(ANN, [*A, 0])
+    load = driver.load(A)
+    driver.insert(row)
+    before = [node.pages.tolist() for node in driver.views()]
+    driver.done(load)
+    assert [node.pages.tolist() for node in driver.views()] == before
+    driver.check(row)
+    driver.end(row)
+    driver.check()
+
+
+def test_what_is_being_loaded_keeps_its_copy_when_the_host_is_full() -> None:
+    driver = TieredDriver(capacity=64, host_pages=12)
+    for ids in (A, B):
+        driver.serve(ANN, ids)
+        driver.back_up()
+    driver.cache.evict(64)
+    load = driver.load(A)  # the colder one
+    driver.serve(ANN, C)
+    driver.check()
+    driver.back_up()
+    driver.check()
+    assert (driver.on_host(B), len(load.host_pages)) == (0, 6)
+    driver.done(load)
+    assert driver.peek(ANN, [*A, 0]) == len(A)
+
+
+def test_a_backup_is_worth_nothing_once_the_copy_above_it_has_gone() -> None:
+    driver = TieredDriver()
+    for user in (ANN, BOB):
+        driver.serve(user, A)
+    driver.next_epoch()
+    assert driver.public == [A]
+    driver.back_up()
+    driver.serve(ANN, [*A, *B])
+    (backup,) = driver.tier.plan_backups()
+    (public,) = (node for node, _ in driver.radix.store.tree.walk_public())
+    Demoter(driver.radix.store, driver.radix.leases).demote(public)
+    driver.check()
+    driver.done(backup)
+    driver.check()
+    assert not any(node.host_pages is not None for node in driver.views())
+    assert driver.tier.pages.allocator.free_pages == 64
+
+
+def test_backups_that_are_done_out_of_order_are_kept_in_order() -> None:
+    driver = TieredDriver()
+    driver.serve(ANN, A)
+    (first,) = driver.tier.plan_backups()
+    driver.serve(ANN, [*A, *B])
+    (second,) = driver.tier.plan_backups()
+    driver.done(second)
+    assert not any(node.host_pages is not None for node in driver.views())
+    driver.done(first)
+    assert all(node.host_pages is not None for node in driver.views())
+    driver.check()
+
+
+def test_whoever_is_forgotten_while_its_pages_move_leaves_nothing_behind() -> None:
+    driver = hosted(A)
+    driver.serve(ANN, B)
+    transfers = [driver.load(A), *driver.tier.plan_backups()]
+    assert len(transfers) == 2
+    driver.cache.forget(ANN)
+    driver.check()
+    driver.done(*transfers)
+    driver.check()
+    assert driver.views() == []
+    assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
+
+
+def test_a_promotion_takes_over_the_copy_and_voids_what_is_on_its_way() -> None:
+    driver = hosted(A)
+    load = driver.load(A)
+    driver.serve(BOB, A)
+    driver.serve(ANN, A)
+    driver.next_epoch()
+    assert driver.public == [A]
+    driver.check()
+    driver.done(load)
+    driver.check()
+    (node,) = driver.views()
+    assert node.host_pages is not None
+    assert driver.peek(CID, [*A, 0]) == len(A)
+
+
+def test_what_is_public_and_only_on_the_host_is_found_by_all() -> None:
+    driver = TieredDriver()
+    for user in (ANN, BOB):
+        driver.serve(user, A)
+    driver.back_up()
+    driver.cache.evict(64)
+    driver.next_epoch()
+    (node,) = driver.views()
+    assert node.state is NodeState.ON_HOST
+    assert driver.tier.find(CID, int32([*A, 0])).host_tokens == len(A)
+    driver.check()
+
+
+def test_a_flush_leaves_what_is_moving() -> None:
+    driver = hosted(A)
+    driver.serve(ANN, B)
+    driver.back_up()
+    load = driver.load(A)
+    driver.cache.flush()
+    driver.check()
+    driver.done(load)
+    assert driver.peek(ANN, [*A, 0]) == len(A)
+    assert driver.peek(ANN, [*B, 0]) == driver.on_host(B) == 0
+    driver.cache.flush()
+    assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
