@@ -85,7 +85,7 @@ class PageTree:
             if child.state is _ON_HOST and Reach.HOST not in reach:
                 break
             common = key.common_pages(child.key, first, end)
-            if common < child.size:
+            if common * self.page_bytes < len(child.key):
                 return Match(node, first, child, common)
             node = child
             first += common
