@@ -146,21 +146,32 @@ class _Lane:
         self._running.clear()
 
     def _copy(self, direction: TransferDirection, device_pages: PageIds, host_pages: PageIds) -> None:
-        count = len(device_pages)
-        staging = self._staging[:count]
         indices = torch.from_numpy(device_pages.astype(np.int64)).pin_memory().to(self._device, non_blocking=True)
+        host_runs = runs(host_pages, self._border)
         if direction is TransferDirection.DEVICE_TO_HOST:
-            for index, layer in enumerate(self._pool.layers):
-                for half, tensor in enumerate((layer.keys, layer.values)):
-                    staging[:, index, half] = tensor.view(self._pool.pages, -1).index_select(0, indices)
-            for first, page, length in runs(host_pages, self._border):
-                self._host.memory[page : page + length].copy_(staging[first : first + length], non_blocking=True)
+            gather(self._pool, indices, self._staging)
+            for first, page, length in host_runs:
+                part = self._staging[first : first + length]
+                self._host.memory[page : page + length].copy_(part, non_blocking=True)
         else:
-            for first, page, length in runs(host_pages, self._border):
-                staging[first : first + length].copy_(self._host.memory[page : page + length], non_blocking=True)
-            for index, layer in enumerate(self._pool.layers):
-                for half, tensor in enumerate((layer.keys, layer.values)):
-                    tensor.view(self._pool.pages, -1).index_copy_(0, indices, staging[:, index, half])
+            for first, page, length in host_runs:
+                part = self._host.memory[page : page + length]
+                self._staging[first : first + length].copy_(part, non_blocking=True)
+            scatter(self._pool, indices, self._staging)
+
+
+def gather(pool: KvPool, pages: torch.Tensor, staging: torch.Tensor) -> None:
+    """Collect scattered pages of all layers, [pages] int64, in the first of `staging` [pages, layers, 2, elements]."""
+    for index, layer in enumerate(pool.layers):
+        for half, tensor in enumerate((layer.keys, layer.values)):
+            staging[: len(pages), index, half] = tensor.view(pool.pages, -1).index_select(0, pages)
+
+
+def scatter(pool: KvPool, pages: torch.Tensor, staging: torch.Tensor) -> None:
+    """Do the opposite of `gather`."""
+    for index, layer in enumerate(pool.layers):
+        for half, tensor in enumerate((layer.keys, layer.values)):
+            tensor.view(pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])
 
 
 def runs(pages: PageIds, border: int) -> list[tuple[int, int, int]]:

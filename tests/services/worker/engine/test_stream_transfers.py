@@ -11,7 +11,7 @@ from common.transfers import Transfer, TransferDirection, TransferId
 from services.worker.engine.host_pool import HostPool, allocate_host_pool
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.kv_pool import KvPool, allocate_pool
-from services.worker.engine.stream_transfers import StreamTransfers, runs
+from services.worker.engine.stream_transfers import StreamTransfers, gather, runs, scatter
 from tests.services.worker.engine.scenario import ids
 
 if TYPE_CHECKING:
@@ -35,6 +35,29 @@ PAGES, HOST_PAGES = 96, 128
 )
 def test_consecutive_pages_are_copied_together(pages: list[int], expected: list[tuple[int, int, int]]) -> None:
     assert runs(ids(pages), border=8) == expected
+
+
+@pytest.mark.parametrize("layout", KvLayout)
+def test_scattered_pages_pass_through_staging_unchanged(layout: KvLayout) -> None:
+    shape = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
+    pool = allocate_pool(shape, layers=3, pages=10, layout=layout, dtype=torch.bfloat16, device=torch.device("cpu"))
+    for layer in pool.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    host = allocate_host_pool(pool, 4)
+    pages = torch.tensor([7, 2, 9])
+    before = [tensor[pages].clone() for layer in pool.layers for tensor in (layer.keys, layer.values)]
+    gather(pool, pages, host.memory)
+    # A page in staging is what the host tier takes it for.
+    assert torch.equal(host.memory[1, 2, 1], pool.layers[2].values[2].flatten())
+    assert not host.memory[3].any()
+    for layer in pool.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+    scatter(pool, pages, host.memory)
+    after = [tensor[pages] for layer in pool.layers for tensor in (layer.keys, layer.values)]
+    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert not pool.layers[0].keys[[0, 1, 3, 4, 5, 6, 8]].any()
 
 
 class Rig:
