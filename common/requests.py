@@ -72,3 +72,5 @@ class GenerateRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
+    # The conversation it belongs to, within its principal.
+    session: str | None = None

@@ -185,3 +185,5 @@ class ScheduleRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
+    # The conversation it belongs to, within its principal.
+    session: str | None = None

@@ -27,7 +27,7 @@ from common.types import (
     TokenLogprob,
     TraceContext,
 )
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
 
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -252,6 +252,15 @@ def admission_from_wire(message: common_pb2.Admission) -> Admission:
     return Admission(RequestId(message.request_id), message.prompt_tokens, rejected)
 
 
+def session_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.GenerateRequest) -> str | None:
+    """Decode which conversation a request belongs to; none, if it is not said.
+
+    Raises:
+        InvalidRequestError: it cannot be a name.
+    """
+    return check_name("session", message.session) if message.session else None
+
+
 def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
     """Encode a validated request for the scheduler."""
     message = scheduler_pb2.ScheduleRequest(
@@ -267,6 +276,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         resume=resume_to_wire(request.resume),
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
+        session=request.session,
     )
     message.token_ids.extend(request.token_ids.tolist())
     return message
@@ -297,4 +307,5 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
+        session=session_from_wire(message),
     )

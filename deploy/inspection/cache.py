@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     gone = actions.add_parser("forget", help="drop everything that is private to a user; needs the admin token")
     gone.add_argument("principal", metavar="TENANT/USER")
+    gone.add_argument("--session", metavar="ID", help="only what belongs to this conversation alone")
     pinned = actions.add_parser("pin", help="declare a prompt public; needs the admin token")
     unpinned = actions.add_parser("unpin", help="undo a pin; needs the admin token")
     for action in (pinned, unpinned):
@@ -73,7 +74,7 @@ def _chosen(arguments: argparse.Namespace) -> Callable[[Connection], None]:
         case "stats":
             return partial(show_stats, max_owners=arguments.owners)
         case "forget":
-            return partial(forget, principal=parse_principal(arguments.principal))
+            return partial(forget, principal=parse_principal(arguments.principal), session=arguments.session)
         case "pin":
             return partial(pin, prompt=Prompt.of(arguments))
         case "unpin":

@@ -22,9 +22,9 @@ def flush(connection: Connection) -> None:
     connection.console.print(f"{answer.freed_pages:,} pages freed")
 
 
-def forget(connection: Connection, *, principal: common_pb2.Principal) -> None:
-    """Drop what is private to a user."""
-    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal)
+def forget(connection: Connection, *, principal: common_pb2.Principal, session: str | None) -> None:
+    """Drop what is private to a user, or to one conversation of theirs."""
+    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal, session=session)
     answer = connection.scheduler.ForgetPrincipal(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     name = escape(f"{principal.tenant}/{principal.user}")
     connection.console.print(f"{name} is forgotten: {answer.freed_pages:,} pages freed")

@@ -94,6 +94,7 @@ class Context:
             skip_special_tokens=body.skip_special_tokens is not False,
             timeout_ms=self.limits.request_timeout_ms,
             trace=trace_of(request.headers),
+            session=body.session,
         )
 
     def stream(self, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:

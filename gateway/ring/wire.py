@@ -42,6 +42,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         resume=resume_to_wire(request.resume),
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
+        session=request.session,
     )
     match request.prompt:
         case str(text):

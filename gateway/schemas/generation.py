@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
+from common.names import check_name
 from common.sampling import MASK_64
 from common.types import CacheMode, SamplingParams, StopConditions
 from gateway.schemas.parse import Schema
@@ -86,6 +87,7 @@ class GenerationFields(Schema):
     user_id: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    session_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +118,15 @@ class GenerationFields(Schema):
         """The fields that may name a user, the first one that is set counts."""
         fields = ("user_id", "user", "safety_identifier")
         return tuple((field, getattr(self, field)) for field in fields)
+
+    @property
+    def session(self) -> str | None:
+        """The conversation that the request belongs to, if it names one.
+
+        Raises:
+            InvalidRequestError: it cannot be a name.
+        """
+        return check_name("session_id", self.session_id) if self.session_id else None
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
         """Return how tokens are drawn; a seed is drawn here if none is given, so that a resumed request repeats."""

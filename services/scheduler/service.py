@@ -136,10 +136,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def ForgetPrincipal(  # noqa: N802
         self, request: scheduler_pb2.ForgetPrincipalRequest, context: Context
     ) -> scheduler_pb2.ForgetPrincipalResponse:
-        """Drop everything that is private to one principal."""
+        """Drop everything that is private to one principal, or one of its conversations."""
         self._credentials.require_admin(_metadata(context), "forget a user")
         principal = principal_from_wire(request.principal)
-        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=self._core().memory.cache.forget(principal))
+        freed = self._core().memory.cache.forget(principal, request.session or None)
+        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=freed)
 
     async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
         """Declare a prompt public."""

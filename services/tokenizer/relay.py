@@ -235,4 +235,5 @@ def _scheduled(submission: Submission, token_ids: TokenIds) -> ScheduleRequest:
         resume=request.resume,
         timeout_ms=request.timeout_ms,
         trace=request.trace,
+        session=request.session,
     )

@@ -15,6 +15,7 @@ from common.wire import (
     reply_to_from_wire,
     resume_from_wire,
     sampling_from_wire,
+    session_from_wire,
     stop_from_wire,
     trace_from_wire,
 )
@@ -51,6 +52,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
+        session=session_from_wire(message),
     )
     return Submission(request, reply_to_from_wire(message.reply_to))
 

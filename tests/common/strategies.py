@@ -92,4 +92,5 @@ schedule_requests = st.builds(
     resume=st.none() | resumes,
     timeout_ms=st.none() | COUNT,
     trace=st.none() | traces,
+    session=st.none() | NAMES,
 )

@@ -54,15 +54,14 @@ def aware(run_root: Path) -> Iterator[Served]:
     yield from serve(settings, run_root)
 
 
-def chat(served: Served, system: str, user: str | None, question: str = "Hello?") -> int:
+def chat(served: Served, system: str, user: str | None, question: str = "Hello?", session: str | None = None) -> int:
     """Ask one question; return how many tokens of the prompt were cached."""
     body: dict[str, Any] = {
         "model": served.model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
         "max_tokens": 4,
     }
-    if user is not None:
-        body["user"] = user
+    body |= {name: value for name, value in (("user", user), ("session_id", session)) if value is not None}
     with served.http() as http:
         answer = http.post("/v1/chat/completions", json=body)
     answer.raise_for_status()
@@ -155,13 +154,6 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert chat(aware, pinned, "poet-2") >= 64
     assert "unpinned" in pando(aware, "unpin", "--system", pinned).stdout
     assert "there is no such pin" in pando(aware, "unpin", "--system", pinned).stdout
-    # Forgotten, a user begins anew.
-    private = "My diary of this week, which is nobody's business. " * 12
-    assert chat(aware, private, "ann") == 0
-    assert chat(aware, private, "ann") > 64
-    assert "is forgotten" in pando(aware, "forget", "default/ann").stdout
-    assert "default/ann" not in pando(aware, "tree", "--max-nodes", "0").stdout
-    assert chat(aware, private, "ann") < 32
     assert pando(aware, "flush", admin=False).returncode == 1
     assert "pages freed" in pando(aware, "flush").stdout
     assert aware.state().cache_accounting.nodes == 0
@@ -172,6 +164,21 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert {"inserted", "evicted", "flushed"} <= set(kinds[kinds.index("snapshot_end") :])
     sequences = [int(line.split()[0]) for line in lines[kinds.index("snapshot_end") :]]
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+def test_a_user_or_one_conversation_can_be_forgotten(aware: Served) -> None:
+    private = "My diary of this week, which is nobody's business. " * 12
+    assert chat(aware, private, "ann") == 0
+    assert chat(aware, private, "ann") > 64
+    assert "is forgotten" in pando(aware, "forget", "default/ann").stdout
+    assert "default/ann" not in pando(aware, "tree", "--max-nodes", "0").stdout
+    assert chat(aware, private, "ann") < 32
+    # One of two conversations, and only that.
+    for day in ("monday", "tuesday"):
+        chat(aware, f"What I noted on {day}. " * 20, "bob", session=day)
+    assert "is forgotten" in pando(aware, "forget", "default/bob", "--session", "monday").stdout
+    assert chat(aware, "What I noted on monday. " * 20, "bob") < 32
+    assert chat(aware, "What I noted on tuesday. " * 20, "bob") > 64
 
 
 BAD_USERS: dict[str, tuple[bytes, int]] = {

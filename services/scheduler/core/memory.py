@@ -108,6 +108,7 @@ class KvMemory:
             repeated=repeated,
             may_promote=request.cache_mode is not CacheMode.PRIVATE,
             priority=request.priority,
+            session=request.session,
         )
 
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:

@@ -227,8 +227,12 @@ def test_forget_names_whom_and_tells_what_became_free(
 ) -> None:
     assert main(["cache", "forget", "acme/ann", "--scheduler", scheduler[1], "--admin-token", "s3cret"]) == 0
     assert "acme/ann is forgotten: 77 pages freed" in capsys.readouterr().out
-    assert scheduler[0].asked == [scheduler_pb2.ForgetPrincipalRequest(principal=OWNER)]
-    assert scheduler[0].credentials == ["Bearer s3cret"]
+    assert main(["cache", "forget", "acme/ann", "--session", "monday", "--scheduler", scheduler[1]]) == 0
+    assert scheduler[0].asked == [
+        scheduler_pb2.ForgetPrincipalRequest(principal=OWNER),
+        scheduler_pb2.ForgetPrincipalRequest(principal=OWNER, session="monday"),
+    ]
+    assert scheduler[0].credentials == ["Bearer s3cret", ""]
 
 
 class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServicer):

@@ -180,6 +180,7 @@ class ScheduleRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -187,6 +188,8 @@ class ScheduleRequest(_message.Message):
     cache_mode: _common_pb2.CacheMode.ValueType
     skip_special_tokens: _builtins.bool
     timeout_ms: _builtins.int
+    session: _builtins.str
+    """The conversation it belongs to, within its principal; so that one can be forgotten alone."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal: ...
     @_builtins.property
@@ -219,19 +222,24 @@ class ScheduleRequest(_message.Message):
         resume: _common_pb2.Resume | None = ...,
         timeout_ms: _builtins.int | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        session: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "principal", b"principal", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "principal", b"principal", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "n", b"n", "principal", b"principal", "priority", b"priority", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "n", b"n", "principal", b"principal", "priority", b"priority", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
+    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
+    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
     @_typing.overload
@@ -1129,18 +1137,24 @@ class ForgetPrincipalRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PRINCIPAL_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Only what belongs to this conversation and to no other of the principal's."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal: ...
     def __init__(
         self,
         *,
         principal: _common_pb2.Principal | None = ...,
+        session: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
+    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
 Global___ForgetPrincipalRequest: _TypeAlias = ForgetPrincipalRequest  # noqa: Y015
 
