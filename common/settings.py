@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from common.errors import ConfigurationError
 from common.queue_settings import QueueSettings
+from common.rpc_settings import RpcSettings
 from common.section import Section
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class GatewaySettings(Section):
     """Interface to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0 picks a free one."""
+    certificate: Path | None = None
+    """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
+    key: Path | None = None
+    """The private key that belongs to it (PEM)."""
     tokenizer: str = "127.0.0.1:50051"
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
@@ -218,6 +223,7 @@ class Settings(BaseSettings):
 
     model: ModelSettings = ModelSettings()
     log: LogSettings = LogSettings()
+    rpc: RpcSettings = RpcSettings()
     gateway: GatewaySettings = GatewaySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

@@ -15,6 +15,7 @@ import httpx
 
 from common.errors import ConfigurationError
 from common.rpc.channel import is_serving, open_channel
+from common.rpc.security import Security, read_security
 from common.settings import parse_settings
 
 if TYPE_CHECKING:
@@ -38,15 +39,20 @@ def main() -> int:
 async def is_healthy(settings: Settings, service: str) -> bool:
     """Return whether `service`, configured by `settings` and running on this host, would serve a request."""
     if service == "gateway":
-        return await _answers(f"http://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")
-    address = local(getattr(settings, service).address)
-    async with open_channel(address) as channel:
+        scheme = "http" if settings.gateway.certificate is None else "https"
+        return await _answers(f"{scheme}://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")
+    address, security = local(getattr(settings, service).address), read_security(settings.rpc)
+    if security.probe_port and security.needs_tls(address):
+        # The certificate names the service, not the loopback.
+        address, security = f"{address.rpartition(':')[0]}:{security.probe_port}", Security(plaintext=True)
+    async with open_channel(address, security) as channel:
         return await is_serving(channel, f"pando.v1.{service.capitalize()}", TIMEOUT_S)
 
 
 async def _answers(url: str) -> bool:
     try:
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
+        # It asks itself, by an address that no certificate names.
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:
             return (await client.get(url)).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False

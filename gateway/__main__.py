@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
 
+from common.rpc.security import read_security
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
@@ -19,7 +20,7 @@ def main() -> None:
     settings = load_settings("python -m gateway", "OpenAI-compatible HTTP front end of Pando.")
 
     async def serve(stopping: asyncio.Event) -> None:
-        await Gateway(settings.gateway, REGISTRY).run(stopping)
+        await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc)).run(stopping)
 
     run_service("gateway", settings.log, serve)
 

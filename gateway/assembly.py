@@ -7,9 +7,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from common.rpc.channel import open_channel
+from common.rpc.security import UNIX_ONLY
 from gateway.api.context import Context, Limits
 from gateway.app import create_app
 from gateway.generations import Generations
+from gateway.https import https_files
 from gateway.identity import Identity, TrustedProxy, load_keys, parse_networks
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
@@ -24,23 +26,24 @@ from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from common.rpc.security import Security
     from common.settings import GatewaySettings
 
 
 class Gateway:
     """One gateway process. Build it on the event loop that it shall run on."""
 
-    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry) -> None:
+    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry, security: Security = UNIX_ONLY) -> None:
         """Build everything and listen.
 
         Raises:
-            ConfigurationError: the keys file, a network or the address is wrong.
+            ConfigurationError: the keys file, a network, a certificate or an address is wrong.
         """
         self._settings = settings
         identity = build_identity(settings)
         metrics = GatewayMetrics(registry)
-        self._tokenizer = open_channel(settings.tokenizer)
-        self._detokenizer = open_channel(settings.detokenizer)
+        self._tokenizer = open_channel(settings.tokenizer, security)
+        self._detokenizer = open_channel(settings.detokenizer, security)
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
         model = GrpcModel(tokenizer)
@@ -59,7 +62,7 @@ class Gateway:
             limits=limits(settings),
             fingerprint=fingerprint(),
         )
-        self._server = HttpServer(create_app(context), settings.host, settings.port)
+        self._server = HttpServer(create_app(context), settings.host, settings.port, https_files(settings))
 
     @property
     def port(self) -> int:

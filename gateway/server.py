@@ -11,6 +11,7 @@ import uvicorn
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
+from gateway.https import keep_renewing
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from gateway.generations import Generations
+    from gateway.https import HttpsFiles
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
@@ -28,17 +30,22 @@ GRACE_S = 2
 class HttpServer:
     """Serves an application until told to stop."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, https: HttpsFiles | None = None) -> None:
         """Listen on `host` and `port`; 0 picks a free one. Connections wait until `serve` takes them.
+
+        With `https`, only TLS is spoken.
 
         Raises:
             ConfigurationError: the address is in use or cannot be bound.
         """
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
+        self._https = https
         self._server = _Server(
             uvicorn.Config(
                 app,
+                ssl_certfile=https.certificate if https else None,
+                ssl_keyfile=https.key if https else None,
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -62,13 +69,24 @@ class HttpServer:
         self._log.info("server.listening", port=self.port)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         stop = asyncio.create_task(stopping.wait())
+        renewing = asyncio.create_task(self._renew())
         try:
             await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
             await generations.drain(drain_s)
         finally:
             stop.cancel()
+            renewing.cancel()
             self._server.should_exit = True
             await serving
+
+    async def _renew(self) -> None:
+        if self._https is None:
+            return
+        config = self._server.config
+        if not config.loaded:
+            config.load()
+        assert config.ssl is not None, "made of the files that it was given"
+        await keep_renewing(self._https, config.ssl)
 
 
 class _Server(uvicorn.Server):

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc.options import CHANNEL_OPTIONS
+from common.rpc.renewing_channel import RenewingChannel
+from common.rpc.security import UNIX_ONLY
+
+if TYPE_CHECKING:
+    from common.rpc.security import Pem, Security
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to a service of the ring at host:port or unix:path."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, security: Security = UNIX_ONLY) -> grpc.aio.Channel:
+    """Open a channel to a service of the ring at host:port or unix:path.
+
+    Raises:
+        ConfigurationError: the address is TCP, and `security` allows none.
+    """
+    if not security.needs_tls(address):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def connect(pem: Pem) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, security.channel_credentials(pem), options=CHANNEL_OPTIONS)
+
+    return RenewingChannel(security.load, connect)
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float = 1.0) -> bool:

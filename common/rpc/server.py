@@ -14,11 +14,14 @@ from grpc_reflection.v1alpha import reflection
 from common.errors import ConfigurationError
 from common.rpc.interceptors import ServerInterceptor
 from common.rpc.options import SERVER_OPTIONS
+from common.rpc.security import UNIX, UNIX_ONLY
+from common.rpc.token import TokenGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-UNIX = "unix:"
+    from common.rpc.security import Security
+
 Servicer = TypeVar("Servicer")
 
 
@@ -28,12 +31,16 @@ class RpcServer:
     Health names: "" says that the process lives, the full service name that it can serve now (`set_serving`).
     """
 
-    def __init__(self, service: str, address: str) -> None:
+    def __init__(self, service: str, address: str, security: Security = UNIX_ONLY) -> None:
         """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path."""
         self.service = service
         self.address = address
         self.port = 0
-        self._server = grpc.aio.server(interceptors=[ServerInterceptor()], options=SERVER_OPTIONS)
+        self.probe_port: int | None = None
+        self._security = security
+        guards = [TokenGuard(security.token)] if security.token and not address.startswith(UNIX) else []
+        self._server = grpc.aio.server(interceptors=[*guards, ServerInterceptor()], options=SERVER_OPTIONS)
+        self._probes: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (service, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -47,12 +54,16 @@ class RpcServer:
         """Listen. The process is alive from now on; it serves once `set_serving(True)` is called.
 
         Raises:
-            ConfigurationError: the address is in use or cannot be bound.
+            ConfigurationError: the address is in use or cannot be bound, or is TCP where that is not allowed.
         """
         if self.address.startswith(UNIX):
             _remove_stale_socket(Path(self.address.removeprefix(UNIX)))
         try:
-            self.port = self._server.add_insecure_port(self.address)
+            if self._security.needs_tls(self.address):
+                self.port = self._server.add_secure_port(self.address, self._security.server_credentials())
+            else:
+                self.port = self._server.add_insecure_port(self.address)
+            await self._start_probes()
         except RuntimeError as error:
             raise ConfigurationError(f"{self.service} cannot listen on {self.address}: {error}") from error
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -68,6 +79,18 @@ class RpcServer:
         """Say NOT_SERVING, let open calls end for `grace_s`, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        if self._probes is not None:
+            await self._probes.stop(0)
+
+    async def _start_probes(self) -> None:
+        """Answer health, and nothing else, in plaintext at a port of its own, if there shall be one."""
+        if self._security.probe_port is None or self.address.startswith(UNIX):
+            return
+        self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        host = self.address.rpartition(":")[0]
+        self.probe_port = self._probes.add_insecure_port(f"{host}:{self._security.probe_port}")
+        await self._probes.start()
 
 
 def _remove_stale_socket(path: Path) -> None:

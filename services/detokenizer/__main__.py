@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
@@ -31,7 +32,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     Raises:
         ConfigurationError: the settings cannot work.
     """
-    server = RpcServer(NAME, settings.detokenizer.address)
+    security = read_security(settings.rpc)
+    server = RpcServer(NAME, settings.detokenizer.address, security)
     hub = Hub(DecoderFactory(load_served_model(settings.model)))
     server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
     await server.start()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.rpc.channel import open_channel
+from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.stream import StreamLink
 from common.runtime import drained, run_service
@@ -49,8 +51,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
     """Run the scheduler until `stopping` is set; note the cache's decisions if there is a log."""
     loop = SchedulerLoop(settings.scheduler, decisions=decisions)
-    group = WorkerGroup(settings.scheduler.workers, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
-    channel = open_channel(settings.scheduler.detokenizer)
+    security = read_security(settings.rpc)
+    channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
+    group = WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
+    channel = open_channel(settings.scheduler.detokenizer, security)
     stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
     outlet = StreamLink(
         "detokenizer",
@@ -67,7 +71,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     if desk is not None:
         service.verdicts = desk.verdicts
-    server = RpcServer(NAME, settings.scheduler.address)
+    server = RpcServer(NAME, settings.scheduler.address, security)
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
     await server.start()
     misconfigured: Exception | None = None

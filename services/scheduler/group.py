@@ -12,13 +12,12 @@ import grpc
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
-from common.rpc.channel import open_channel
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import TransferAck
@@ -60,15 +59,21 @@ class GroupListener(Protocol):
 class WorkerGroup:
     """Keeps the ranks configured and their Execute streams open; starts over when any of them breaks."""
 
-    def __init__(self, addresses: tuple[str, ...], spec: EngineSpec, listener: GroupListener, timeout_s: float) -> None:
-        """Prepare a group of ranks at `addresses`, each configured with `spec` and its own rank number."""
+    def __init__(
+        self,
+        channels: Sequence[Callable[[], grpc.aio.Channel]],
+        spec: EngineSpec,
+        listener: GroupListener,
+        timeout_s: float,
+    ) -> None:
+        """Prepare a group of ranks that `channels` open channels to; each is configured with its number in `spec`."""
         self.state = GroupState.CONNECTING
-        self._addresses = addresses
+        self._open_channels = channels
         self._spec = spec
         self._listener = listener
         self._timeout_s = timeout_s
         self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
-        self._acks = GroupAcks(len(addresses))
+        self._acks = GroupAcks(len(channels))
         self._plans_in_flight = 0
         self._last_sign = time.monotonic()
         self._log = get_logger("group")
@@ -90,7 +95,7 @@ class WorkerGroup:
             ConfigurationError: a rank refuses its configuration; trying again would not help.
         """
         while True:
-            channels = [open_channel(address) for address in self._addresses]
+            channels = [open_channel() for open_channel in self._open_channels]
             try:
                 await self._run_once([worker_pb2_grpc.WorkerStub(channel) for channel in channels])
             except (GroupLostError, grpc.aio.AioRpcError) as error:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from common.rpc.channel import is_serving, open_channel
+from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
@@ -47,9 +48,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     Raises:
         ConfigurationError: the settings cannot work.
     """
-    server = RpcServer(NAME, settings.tokenizer.address)
+    security = read_security(settings.rpc)
+    server = RpcServer(NAME, settings.tokenizer.address, security)
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
-        async with open_channel(settings.tokenizer.scheduler) as channel:
+        async with open_channel(settings.tokenizer.scheduler, security) as channel:
             link, relay, service = build(settings, load_served_model(settings.model), channel, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             await server.start()

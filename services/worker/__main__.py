@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
+from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import run_service
 from common.settings import Settings, WorkerSettings, load_settings
@@ -34,8 +35,9 @@ def main() -> None:
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, or until the engine hangs."""
+    security = read_security(settings.rpc)
     executor = Executor(make_engine(settings.worker))
-    server = RpcServer(NAME, settings.worker.address)
+    server = RpcServer(NAME, settings.worker.address, security)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
     await server.start()
     await server.set_serving(True)

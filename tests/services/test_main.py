@@ -33,7 +33,8 @@ def test_help_names_the_settings(service: str) -> None:
 
 def test_a_model_that_is_not_there_ends_the_process_with_what_would_help(service: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'socket'}"
-    done = run(service, "--model.reference", str(tmp_path / "missing"), f"--{service}.address", address)
+    arguments = ("--model.reference", str(tmp_path / "missing"), f"--{service}.address", address)
+    done = run(service, *arguments, "--rpc.plaintext", "true")
     assert done.returncode == 1
     assert "no such model" in done.stderr
     assert "smollm2-135m-instruct" in done.stderr
@@ -47,7 +48,7 @@ def test_an_unknown_flag_is_an_error(service: str) -> None:
 async def test_the_process_lives_until_it_is_told_to_stop(service: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'socket'}"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"services.{service}", f"--{service}.address", address
+        sys.executable, "-m", f"services.{service}", f"--{service}.address", address, "--rpc.plaintext", "true"
     )
     channel = open_channel(address)
     try:

@@ -8,6 +8,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.errors import ConfigurationError, PandoError, QueueFullError
 from common.rpc.channel import is_serving, open_channel
+from common.rpc.security import Security
 from common.rpc.server import RpcServer
 from common.rpc.status import to_error
 from common.types import ErrorCode
@@ -110,10 +111,10 @@ async def test_reflection_lists_the_service(channel: grpc.aio.Channel) -> None:
 
 
 async def test_an_address_in_use_is_a_clear_error() -> None:
-    server = RpcServer(NAME, "127.0.0.1:0")
+    server = RpcServer(NAME, "127.0.0.1:0", Security(plaintext=True))
     await server.start()
     with pytest.raises(ConfigurationError, match="cannot listen"):
-        await RpcServer(NAME, f"127.0.0.1:{server.port}").start()
+        await RpcServer(NAME, f"127.0.0.1:{server.port}", Security(plaintext=True)).start()
     await server.stop(0)
 
 
