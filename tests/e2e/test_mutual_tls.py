@@ -1,0 +1,183 @@
+"""The whole ring over TCP with mutual TLS and a token; whoever has neither is refused at each port."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.supervisor.layout import free_port
+from deploy.supervisor.process import child_environment
+from tests.fakes.certificates import Authority, Identity
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HOST = "127.0.0.1"
+SERVICES = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
+TOKEN = "a-secret-of-all-services"
+
+
+class TlsRing:
+    """The five services as processes, each with a certificate of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority = Authority(directory)
+        self.stranger = Authority(directory / "other", "somebody")
+        self.ports = {name: free_port(HOST) for name in SERVICES}
+        self.identities = {name: self.authority.issue(name) for name in SERVICES}
+        self._directory = directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"https://localhost:{self.ports['gateway']}"
+
+    def start(self) -> None:
+        for name in SERVICES:
+            self._start(name)
+        wait_until(self.is_ready, timeout_s=60, what=self._logs)
+
+    def is_ready(self) -> bool:
+        try:
+            return self.https().get(f"{self.url}/ready").status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def https(self) -> httpx.Client:
+        context = ssl.create_default_context(cafile=str(self.authority.path))
+        return httpx.Client(verify=context, trust_env=False, timeout=30)
+
+    def address(self, name: str) -> str:
+        return f"{HOST}:{self.ports[name]}"
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            process.wait(30)
+
+    def _start(self, name: str) -> None:
+        identity = self.identities[name]
+        settings = {
+            "model.load_format": "fake",
+            "rpc.certificate": identity.certificate,
+            "rpc.key": identity.key,
+            "rpc.authority": identity.authority,
+            "rpc.token": TOKEN,
+            "gateway.host": HOST,
+            "gateway.port": self.ports["gateway"],
+            "gateway.certificate": self.identities["gateway"].certificate,
+            "gateway.key": self.identities["gateway"].key,
+            "gateway.tokenizer": self.address("tokenizer"),
+            "gateway.detokenizer": self.address("detokenizer"),
+            "tokenizer.address": self.address("tokenizer"),
+            "tokenizer.scheduler": self.address("scheduler"),
+            "scheduler.address": self.address("scheduler"),
+            "scheduler.workers": f'["{self.address("worker")}"]',
+            "scheduler.detokenizer": self.address("detokenizer"),
+            "worker.address": self.address("worker"),
+            "detokenizer.address": self.address("detokenizer"),
+        }
+        flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        module = name if name == "gateway" else f"services.{name}"
+        with closing(self._log(name).open("wb")) as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *flags],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=child_environment(os.environ),
+                )
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
+
+    def _logs(self) -> str:
+        return "\n".join(f"{name}: {self._log(name).read_text()[-2000:]}" for name in SERVICES)
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[TlsRing]:
+    directory = Path(tempfile.mkdtemp(prefix="pando-tls-"))
+    ring = TlsRing(directory)
+    try:
+        ring.start()
+        yield ring
+    finally:
+        ring.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_a_completion_goes_through_the_encrypted_ring(ring: TlsRing) -> None:
+    body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 5}
+    with ring.https() as http:
+        answer = http.post(f"{ring.url}/v1/completions", json=body)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_the_gateway_speaks_no_plaintext(ring: TlsRing) -> None:
+    with pytest.raises(httpx.HTTPError), httpx.Client(trust_env=False) as http:
+        http.get(ring.url.replace("https", "http") + "/health")
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
+@pytest.mark.parametrize("who", ["stranger", "expired", "nobody", "plaintext"])
+def test_others_are_refused_at_each_port(ring: TlsRing, service: str, who: str) -> None:
+    assert check(ring.address(service), credentials(ring.identities["gateway"])) is None
+    match who:
+        case "stranger":
+            identity = ring.stranger.issue("guest", believes=ring.authority.path)
+            refused = check(ring.address(service), credentials(identity))
+        case "expired":
+            refused = check(ring.address(service), credentials(ring.authority.issue("late", expired=True)))
+        case "nobody":
+            bare = grpc.ssl_channel_credentials(ring.authority.path.read_bytes())
+            refused = check(ring.address(service), bare)
+        case _:
+            refused = check(ring.address(service), None)
+    assert refused is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
+def test_a_certificate_without_the_token_is_not_enough(ring: TlsRing, service: str) -> None:
+    method = {"worker": "GetState", "scheduler": "GetState", "tokenizer": "GetModel", "detokenizer": "Subscribe"}
+    with grpc.secure_channel(ring.address(service), credentials(ring.identities["gateway"])) as channel:
+        call: Any = channel.unary_stream(f"/pando.v1.{service.capitalize()}/{method[service]}")
+        with pytest.raises(grpc.RpcError) as refused:
+            next(iter(call(b"", timeout=5)))
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def credentials(identity: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        identity.authority.read_bytes(), identity.key.read_bytes(), identity.certificate.read_bytes()
+    )
+
+
+def check(address: str, encrypted: grpc.ChannelCredentials | None) -> grpc.StatusCode | None:
+    """Ask for health, which needs no token; return the status of a refusal."""
+    channel = grpc.secure_channel(address, encrypted) if encrypted else grpc.insecure_channel(address)
+    with channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return None
