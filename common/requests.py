@@ -42,6 +42,8 @@ class ChatPrompt:
     continue_final_message: bool = False
     # One object with extra variables for the template.
     template_variables_json: str | None = None
+    # What the answer shall begin with.
+    assistant_prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,4 @@ class GenerateRequest:
     trace: TraceContext | None = None
     # The conversation it belongs to, within its principal.
     session: str | None = None
+    max_context_tokens: int | None = None

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from common.errors import ConfigurationError
+from common.identity_settings import IdentitySettings
 from common.queue_settings import QueueSettings
 from common.rpc_settings import RpcSettings
 from common.section import Section
@@ -47,6 +48,10 @@ class ModelSettings(Section):
     else float32."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the KV pool; auto follows dtype."""
+    tool_style: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
+    """How the model writes tool calls; auto: as its chat template does."""
+    reasoning_style: Literal["auto", "none", "think"] = "auto"
+    """think: reasoning stands in <think> blocks; auto: if the chat template knows them."""
     max_context: int = Field(default=0, ge=0)
     """Tokens of prompt and output together; 0: the model's own limit."""
 
@@ -65,7 +70,7 @@ class LogSettings(Section):
     """auto: console on a terminal, JSON lines otherwise."""
 
 
-class GatewaySettings(Section):
+class GatewaySettings(IdentitySettings):
     """HTTP front end."""
 
     host: str = "127.0.0.1"
@@ -80,22 +85,16 @@ class GatewaySettings(Section):
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
-    keys_file: Path | None = None
-    """TOML file of API keys ([[keys]] with id, sha256, tenant, and perhaps cache); absent: no key is asked for."""
-    default_tenant: str = Field(default="default", min_length=1, max_length=64)
-    """Tenant of every caller while no keys are asked for."""
-    trusted_proxies: tuple[str, ...] = ()
-    """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
-    tenant_header: str = "x-pando-tenant"
-    """Header in which a trusted proxy names the tenant; it makes an API key unnecessary."""
-    user_header: str = "x-pando-user"
-    """Header in which a trusted proxy names the user."""
+    scheduler: str | None = "127.0.0.1:50052"
+    """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)
     """Prompts that may be open at the same time; more are answered with 429."""
     stream_buffer_bytes: int = Field(default=1024 * 1024, ge=1024)
     """How much of a stream may wait for a slow client before its request is aborted."""
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    """A stream on which nothing has been sent for so long gets a comment, so that nobody on the way closes it."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Limit of a request from arrival to finish; absent: only the scheduler's own limits."""
     resume_attempts: int = Field(default=5, ge=0)

@@ -65,6 +65,8 @@ class StopConditions:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     include_stop_text: bool = False
+    # Regular expressions; see `common/patterns`.
+    stop_patterns: tuple[str, ...] = ()
 
 
 class CacheMode(Enum):
@@ -104,6 +106,15 @@ class TraceContext:
 
     traceparent: str
     tracestate: str | None = None
+
+
+class ToolStyle(Enum):
+    """How a model writes tool calls; see `ToolStyle` in the contract."""
+
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
 
 
 class FinishReason(Enum):

@@ -104,6 +104,7 @@ def stop_to_wire(stop: StopConditions) -> common_pb2.StopConditions:
         stop_strings=stop.stop_strings,
         ignore_eos=stop.ignore_eos,
         include_stop_text=stop.include_stop_text,
+        stop_patterns=stop.stop_patterns,
     )
 
 
@@ -116,6 +117,7 @@ def stop_from_wire(message: common_pb2.StopConditions) -> StopConditions:
         stop_strings=tuple(message.stop_strings),
         ignore_eos=message.ignore_eos,
         include_stop_text=message.include_stop_text,
+        stop_patterns=tuple(message.stop_patterns),
     )
 
 

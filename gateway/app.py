@@ -12,7 +12,8 @@ from common.errors import PandoError
 from gateway.api import chat, completions, models, operations, tokenization
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
-from gateway.middleware import CLIENT_GONE_STATUS, RequestContext
+from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, RequestContext
+from gateway.quotas.quotas import LimitedError
 
 if TYPE_CHECKING:
     from gateway.api.context import Context
@@ -32,8 +33,10 @@ def create_app(context: Context) -> FastAPI:
     return app
 
 
-async def _on_pando_error(_request: Request, error: Exception) -> Response:
+async def _on_pando_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PandoError)
+    if isinstance(error, LimitedError):
+        request.scope[EXTRA_HEADERS].extend(error.headers)
     return error_response(error)
 
 

@@ -6,15 +6,23 @@ import asyncio
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigurationError
 from common.rpc.channel import open_channel
 from common.rpc.security import UNIX_ONLY
 from gateway.api.context import Context, Limits
 from gateway.app import create_app
 from gateway.generations import Generations
 from gateway.https import https_files
-from gateway.identity import Identity, TrustedProxy, load_keys, parse_networks
+from gateway.identity.identity import Identity
+from gateway.identity.keys import KeyRing, load_keys
+from gateway.identity.proxies import TrustedProxy, parse_networks
+from gateway.identity.signing_keys import open_signing_keys
+from gateway.identity.tokens import SignedTokens, TokenRules
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
+from gateway.quotas.quotas import Quotas
+from gateway.quotas.rules import load_rules
+from gateway.reloading import Reloading
 from gateway.resume import ResumePolicy
 from gateway.ring.client import GrpcRing
 from gateway.ring.model import GrpcModel
@@ -24,10 +32,13 @@ from gateway.server import HttpServer
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prometheus_client import CollectorRegistry
 
     from common.rpc.security import Security
     from common.settings import GatewaySettings
+    from gateway.identity.keys import ApiKey
 
 
 class Gateway:
@@ -57,6 +68,7 @@ class Gateway:
             model=model,
             served=served,
             identity=identity,
+            quotas=build_quotas(settings),
             readiness=RingReadiness(self._ring, self._tokenizer),
             metrics=metrics,
             limits=limits(settings),
@@ -93,15 +105,53 @@ def fingerprint() -> str:
 
 
 def build_identity(settings: GatewaySettings) -> Identity:
-    """Return who decides the principals.
+    """Return who decides whose a request is.
 
     Raises:
-        ConfigurationError: the keys file or a network is wrong.
+        ConfigurationError: the keys file, a network or what concerns tokens is wrong.
     """
-    keys = load_keys(settings.keys_file) if settings.keys_file else None
+    keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
     proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
-    return Identity(keys, proxy, settings.default_tenant)
+    return Identity(keys, proxy, settings.default_tenant, _build_tokens(settings))
+
+
+def build_quotas(settings: GatewaySettings) -> Quotas:
+    """Return who holds tenants and users to their limits.
+
+    Raises:
+        ConfigurationError: the limits file is wrong.
+    """
+    return Quotas(Reloading(settings.limits_file, load_rules) if settings.limits_file else None)
+
+
+class ReloadedKeys:
+    """Implements `gateway.identity.identity.Keys` with a file that may change."""
+
+    def __init__(self, path: Path) -> None:
+        """Load `path`."""
+        self._ring = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Return the key that `secret` is, by the file as it is now."""
+        return self._ring.value.find(secret)
+
+
+def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
+    if settings.jwt_keys is None:
+        return None
+    if settings.jwt_issuer is None or settings.jwt_audience is None:
+        raise ConfigurationError("gateway.jwt_keys needs gateway.jwt_issuer and gateway.jwt_audience")
+    rules = TokenRules(
+        issuer=settings.jwt_issuer,
+        audience=settings.jwt_audience,
+        algorithms=settings.jwt_algorithms,
+        default_tenant=settings.default_tenant,
+        tenant_claim=settings.jwt_tenant_claim,
+        user_claim=settings.jwt_user_claim,
+        admin_scope=settings.jwt_admin_scope,
+    )
+    return SignedTokens(rules, open_signing_keys(settings.jwt_keys, settings.jwt_cache_s))
 
 
 def resume_policy(settings: GatewaySettings) -> ResumePolicy:
@@ -120,4 +170,5 @@ def limits(settings: GatewaySettings) -> Limits:
         body_bytes=settings.max_body_bytes,
         stream_buffer_bytes=settings.stream_buffer_bytes,
         request_timeout_ms=None if timeout_s is None else round(timeout_s * 1000),
+        keep_alive_s=settings.keep_alive_s,
     )

@@ -71,6 +71,7 @@ class Generation:
         self._pace = Pace(metrics, asyncio.get_running_loop().time)
         self._outbox = Outbox(buffer_bytes)
         self._loop = asyncio.get_running_loop()
+        self._opened_at = self._loop.time()
         self._routes: dict[RequestId, _Route] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unfinished = sum(len(entry.choices) for entry in entries)
@@ -230,7 +231,8 @@ class Generation:
         self._log.debug("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
         self._metrics.resumptions.inc()
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
-        self._ring.submit(choice.continuation(request_id), self)
+        elapsed_ms = round((self._loop.time() - self._opened_at) * 1000)
+        self._ring.submit(choice.continuation(request_id, elapsed_ms), self)
 
     def _end(self, failure: RequestFailure | None) -> None:
         self._over = True

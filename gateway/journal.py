@@ -105,15 +105,18 @@ class ChoiceRecord:
         self.finish = Finish(FinishReason.LENGTH)
         return ChoiceUpdate(self.index, "", 0, (), self.finish)
 
-    def continuation(self, request_id: RequestId) -> GenerateRequest:
+    def continuation(self, request_id: RequestId, elapsed_ms: int = 0) -> GenerateRequest:
         """Return the request that continues this choice alone, from the last token received.
 
-        Its `stop` is unchanged: limits count from the first generated token, those in `resume` included.
+        Its `stop` is unchanged: limits count from the first generated token, those in `resume` included. Its time limit
+        goes on, too: `elapsed_ms` of it have passed.
         """
         request = self.request
         sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
-        return replace(request, request_id=request_id, n=1, sampling=sampling, resume=resume)
+        # One whose time is over is told so by the scheduler, like any other.
+        timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
+        return replace(request, request_id=request_id, n=1, sampling=sampling, resume=resume, timeout_ms=timeout_ms)
 
 
 class JournalEntry:

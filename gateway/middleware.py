@@ -13,6 +13,8 @@ from common.logs import get_logger
 from gateway.errors import internal_error_response
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from gateway.metrics import GatewayMetrics
@@ -23,6 +25,8 @@ SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 # What metrics and logs show if the client went away before there was a status.
 CLIENT_GONE_STATUS = 499
+# Where in the scope of a request stand headers that its answer shall have, whatever becomes of it.
+EXTRA_HEADERS = "pando.headers"
 
 
 class RequestContext:
@@ -40,7 +44,9 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        exchange = _Exchange(send, request_id)
+        extra = [(REQUEST_ID_HEADER, request_id)]
+        scope[EXTRA_HEADERS] = extra
+        exchange = _Exchange(send, extra)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(http_request_id=request_id.decode())
         started = time.monotonic()
@@ -71,18 +77,18 @@ class RequestContext:
 
 
 class _Exchange:
-    """The sending half of one request: adds the request id, remembers what was sent."""
+    """The sending half of one request: adds headers, remembers what was sent."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, extra: Iterable[tuple[bytes, bytes]]) -> None:
         self.status: int | None = None
         self.complete = False
         self._send = send
-        self._request_id = request_id
+        self._extra = extra
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, self._request_id)]}
+            message = {**message, "headers": [*message.get("headers", ()), *self._extra]}
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
         await self._send(message)

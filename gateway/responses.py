@@ -9,17 +9,20 @@ from starlette.responses import Response
 
 from common.errors import RequestFailedError
 from gateway.errors import error_event
+from gateway.middleware import EXTRA_HEADERS
 from gateway.render.shapes import DONE, WholeChoice, collect
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import Receive, Scope, Send
 
     from common.requests import GenerateRequest
     from gateway.generation import Generation
     from gateway.generations import Generations
+    from gateway.journal import ChoiceUpdate
+    from gateway.quotas.quotas import Lease
     from gateway.render.shapes import StreamRenderer, WholeRenderer
 
 EVENT_STREAM_HEADERS = [
@@ -28,6 +31,8 @@ EVENT_STREAM_HEADERS = [
     # Tells nginx and its like not to hold the events back.
     (b"x-accel-buffering", b"no"),
 ]
+# A comment of the event stream format, which clients pass over.
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Delivery(Protocol):
@@ -49,11 +54,15 @@ class GenerationResponse(Response):
         generations: Generations,
         requests: Sequence[GenerateRequest],
         delivery: Delivery,
-        *,
+        take: Callable[[], Lease],
         buffer_bytes: int | None = None,
     ) -> None:
-        """Prepare to submit `requests`; at most about `buffer_bytes` of their text wait for a slow client."""
+        """Prepare to submit `requests`, once `take` has charged for them.
+
+        At most about `buffer_bytes` of their text wait for a slow client.
+        """
         super().__init__()
+        self._take = take
         self._generations = generations
         self._requests = requests
         self._delivery = delivery
@@ -65,8 +74,20 @@ class GenerationResponse(Response):
         Raises:
             PandoError: the requests could not be taken, or failed before anything was sent.
         """
+        lease = self._take()
+        scope[EXTRA_HEADERS].extend(lease.headers())
+        used_tokens = 0
+        try:
+            generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)
+            try:
+                await self._serve(generation, receive, send)
+            finally:
+                used_tokens = generation.usage.prompt_tokens + generation.usage.completion_tokens
+        finally:
+            lease.settle(used_tokens)
+
+    async def _serve(self, generation: Generation, receive: Receive, send: Send) -> None:
         watch = ClientWatch(receive)
-        generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)
         generation.on_overflow = watch.cut
         cause = None
         try:
@@ -82,24 +103,36 @@ class GenerationResponse(Response):
 class StreamDelivery:
     """Sends each update as it comes. The status line waits for the first one, so that early failures have their own."""
 
-    def __init__(self, renderer: StreamRenderer) -> None:
-        """Write events with `renderer`."""
+    def __init__(self, renderer: StreamRenderer, keep_alive_s: float) -> None:
+        """Write events with `renderer`, and a comment whenever there were none for `keep_alive_s`."""
         self._renderer = renderer
+        self._keep_alive_s = keep_alive_s
 
     async def deliver(self, generation: Generation, send: Send) -> None:
-        """Send the events, then the end mark; a failure on the way is an event of its own before it."""
-        updates = await generation.next_updates()
+        """Send the events, then the end mark; a failure on the way is an event of its own before it.
+
+        A client that has to wait long gets its status line and comments meanwhile.
+        """
+        updates = await self._next(generation)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         try:
-            while updates:
-                events = b"".join(map(self._renderer.events, updates))
+            while updates is None or updates:
+                events = KEEP_ALIVE if updates is None else b"".join(map(self._renderer.events, updates))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-                updates = await generation.next_updates()
+                updates = await self._next(generation)
             ending = self._renderer.ending(generation.usage)
         except RequestFailedError as error:
             ending = b"data: " + error_event(error) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _next(self, generation: Generation) -> Sequence[ChoiceUpdate] | None:
+        """Wait for updates; None if that took long."""
+        try:
+            async with asyncio.timeout(self._keep_alive_s):
+                return await generation.next_updates()
+        except TimeoutError:
+            return None
 
 
 class WholeDelivery:

@@ -95,7 +95,12 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     shared = settings.model_copy(
         update={
             "gateway": settings.gateway.model_copy(
-                update={"port": port, "tokenizer": sockets["tokenizer"], "detokenizer": sockets["detokenizer"]}
+                update={
+                    "port": port,
+                    "tokenizer": sockets["tokenizer"],
+                    "detokenizer": sockets["detokenizer"],
+                    "scheduler": sockets["scheduler"],
+                }
             ),
             "tokenizer": settings.tokenizer.model_copy(
                 update={"address": sockets["tokenizer"], "scheduler": sockets["scheduler"]}

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.api.schema import documented
+from gateway.identity.caller import identify
 from gateway.render.chat import ChatStream, WholeChat
 from gateway.schemas import refusals
 from gateway.schemas.chat import ChatCompletionBody
@@ -25,20 +26,21 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=documented(ChatCompletionBody))
     async def create_chat_completion(request: Request) -> Response:
         """Continue a conversation."""
-        caller = context.caller(request)
+        caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.CHAT)
         body = parse(ChatCompletionBody, raw)
+        asker = identify(caller, body.user_names)
         card = await context.served.require(body.model)
         if not card.has_chat_template:
             message = f"The model '{card.name}' has no chat template; use /v1/completions."
             raise InvalidRequestError(message, param="messages")
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
-        generate = context.generate_request(request, head, caller, body, body.to_prompt())
+        generate = context.generate_request(request, head, asker, body, body.to_prompt())
         logprobs = bool(body.logprobs)
         if body.stream:
             chunks = ChatStream(head, logprobs=logprobs, include_usage=body.wants_usage_in_stream)
-            return context.stream([generate], chunks)
-        return context.whole([generate], WholeChat(head, logprobs=logprobs))
+            return context.stream(asker, [generate], chunks)
+        return context.whole(asker, [generate], WholeChat(head, logprobs=logprobs))
 
     return router

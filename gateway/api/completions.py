@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from common.types import RequestId
 from gateway.api.schema import documented
-from gateway.render.completions import CompletionStream, WholeCompletion
+from gateway.identity.caller import identify
+from gateway.render.completions import BestOf, CompletionStream, WholeCompletion
 from gateway.schemas import refusals
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.parse import parse
@@ -30,22 +31,23 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=documented(CompletionBody))
     async def create_completion(request: Request) -> Response:
         """Continue texts or token sequences."""
-        caller = context.caller(request)
+        caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.COMPLETIONS)
-        refusals.check_best_of(raw)
         body = parse(CompletionBody, raw)
+        asker = identify(caller, body.user_names)
         card = await context.served.require(body.model)
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
-        first = context.generate_request(request, head, caller, body, body.prompt[0])
+        first = context.generate_request(request, head, asker, body, body.prompt[0])
         requests = _one_per_prompt(first, body.prompt)
         echoes = await _echoes(context, body) if body.echo else None
         logprobs = body.logprobs is not None
         if body.stream:
             usage = body.wants_usage_in_stream
             chunks = CompletionStream(head, logprobs=logprobs, include_usage=usage, echoes=echoes)
-            return context.stream(requests, chunks)
-        return context.whole(requests, WholeCompletion(head, logprobs=logprobs, echoes=echoes))
+            return context.stream(asker, requests, chunks)
+        whole = WholeCompletion(head, logprobs=logprobs, echoes=echoes)
+        return context.whole(asker, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole)
 
     return router
 
@@ -70,4 +72,4 @@ async def _echoes(context: Context, body: CompletionBody) -> list[str]:
         return await context.model.detokenize(prompt.ids, skip_special_tokens=skip)
 
     texts = await asyncio.gather(*map(text_of, body.prompt))
-    return [text for text in texts for _ in range(body.choices)]
+    return [text for text in texts for _ in range(body.returned)]

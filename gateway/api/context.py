@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
-from common.types import CacheMode, RequestId
+from common.types import RequestId
 from gateway.body import read_object
-from gateway.identity import principal_of
+from gateway.estimates import announced_tokens
+from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
 from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
 from gateway.trace import trace_of
@@ -21,9 +24,12 @@ if TYPE_CHECKING:
 
     from common.requests import Prompt
     from gateway.generations import Generations
-    from gateway.identity import Caller, Identity
+    from gateway.identity.caller import Asker, Caller
+    from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
+    from gateway.quotas.quotas import Quotas
     from gateway.render.shapes import StreamRenderer, WholeRenderer
+    from gateway.responses import Delivery
     from gateway.ring.port import Model, Readiness
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
@@ -37,6 +43,7 @@ class Limits:
     body_bytes: int
     stream_buffer_bytes: int
     request_timeout_ms: int | None
+    keep_alive_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +54,31 @@ class Context:
     model: Model
     served: ServedModel
     identity: Identity
+    quotas: Quotas
     readiness: Readiness
     metrics: GatewayMetrics
     limits: Limits
     fingerprint: str
 
-    def caller(self, request: Request) -> Caller:
+    async def caller(self, request: Request) -> Caller:
         """Return whose request this is.
 
         Raises:
-            UnauthenticatedError: a key is asked for, and there is none or an unknown one.
+            UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
         """
-        return self.identity.caller(request.headers, request.client.host if request.client else None)
+        return await self.identity.caller(request.headers, request.client.host if request.client else None)
+
+    async def admin(self, request: Request) -> Caller:
+        """Return whose request this is, if that one may administrate.
+
+        Raises:
+            UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
+            PermissionDeniedError: it is the credential of an ordinary user.
+        """
+        caller = await self.caller(request)
+        if not caller.is_admin:
+            raise PermissionDeniedError("This needs the credential of an administrator.")
+        return caller
 
     async def body(self, request: Request) -> dict[str, object]:
         """Return the JSON object in the body (see `read_object` for what it raises)."""
@@ -72,7 +92,7 @@ class Context:
         self,
         request: Request,
         head: ResponseHead,
-        caller: Caller,
+        asker: Asker,
         body: ChatCompletionBody | CompletionBody,
         prompt: Prompt,
     ) -> GenerateRequest:
@@ -83,25 +103,30 @@ class Context:
         """
         return GenerateRequest(
             request_id=RequestId(head.id),
-            principal=principal_of(caller, body.user_names),
+            principal=asker.principal,
             model=head.model,
             prompt=prompt,
             sampling=body.sampling(body.logprobs_wanted),
             stop=body.stop_conditions(body.token_limit),
             n=body.choices,
             priority=body.priority or 0,
-            cache_mode=caller.cache_mode.at_least(body.cache_mode or CacheMode.DEFAULT),
+            cache_mode=asker.cache_mode(body.cache_mode),
             skip_special_tokens=body.skip_special_tokens is not False,
             timeout_ms=self.limits.request_timeout_ms,
             trace=trace_of(request.headers),
             session=body.session,
+            max_context_tokens=self.quotas.max_context(asker.subject),
         )
 
-    def stream(self, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
+    def stream(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
         """Submit `requests` and answer with events as they come."""
-        delivery = StreamDelivery(renderer)
-        return GenerationResponse(self.generations, requests, delivery, buffer_bytes=self.limits.stream_buffer_bytes)
+        return self._respond(asker, requests, StreamDelivery(renderer, self.limits.keep_alive_s))
 
-    def whole(self, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
+    def whole(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
         """Submit `requests` and answer in one piece."""
-        return GenerationResponse(self.generations, requests, WholeDelivery(renderer))
+        return self._respond(asker, requests, WholeDelivery(renderer))
+
+    def _respond(self, asker: Asker, requests: Sequence[GenerateRequest], delivery: Delivery) -> GenerationResponse:
+        charge = Charge(asker.subject, len(requests), sum(map(announced_tokens, requests)))
+        limit = self.limits.stream_buffer_bytes if isinstance(delivery, StreamDelivery) else None
+        return GenerationResponse(self.generations, requests, delivery, partial(self.quotas.take, charge), limit)

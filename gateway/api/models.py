@@ -19,14 +19,14 @@ def create_router(context: Context) -> APIRouter:
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
         """Return what is served."""
-        context.caller(request)
+        await context.caller(request)
         card = await context.served.card()
         return _json({"object": "list", "data": [model_object(card)]})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
         """Return one model."""
-        context.caller(request)
+        await context.caller(request)
         return _json(model_object(await context.served.require(name)))
 
     return router

@@ -23,7 +23,7 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/tokenize", openapi_extra=documented(TokenizeTextBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
         """Encode a text, or a conversation by the model's chat template."""
-        context.caller(request)
+        await context.caller(request)
         raw = await context.body(request)
         encoded = await _encode_chat(raw) if "messages" in raw else await _encode_text(raw)
         limit = (await context.served.card()).max_context_tokens
@@ -35,7 +35,7 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """Decode token ids."""
-        context.caller(request)
+        await context.caller(request)
         body = parse(DetokenizeBody, await context.body(request))
         await context.served.require(body.model)
         skip = bool(body.skip_special_tokens)

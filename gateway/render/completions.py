@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, token_string, usage_object
+from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, matched_stop, token_string, usage_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from common.deltas import LogprobText
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
-    from gateway.render.shapes import ResponseHead, WholeChoice
+    from gateway.render.shapes import ResponseHead, WholeChoice, WholeRenderer
 
 
 @dataclass(slots=True)
@@ -58,6 +58,8 @@ class CompletionStream:
             logprobs = orjson.dumps(shape)
         reason = b"null" if update.finish is None else orjson.dumps(FINISH_REASONS[update.finish.reason])
         delta = orjson.dumps(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + reason
+        if update.finish is not None:
+            delta += b',"matched_stop":' + orjson.dumps(matched_stop(update.finish))
         return choice.prefix + delta + self._tail
 
     def ending(self, usage: Usage) -> bytes:
@@ -88,7 +90,31 @@ class WholeCompletion:
             "text": echo + "".join(choice.text),
             "logprobs": logprobs_object(choice.logprobs, 0)[0] if self._logprobs else None,
             "finish_reason": choice.finish_reason,
+            "matched_stop": choice.matched_stop,
         }
+
+
+class BestOf:
+    """Keeps of every prompt's choices those with the highest log probability per token, best first."""
+
+    def __init__(self, renderer: WholeRenderer, generated: int, returned: int) -> None:
+        """Hand `returned` of each `generated` choices to `renderer`."""
+        self._renderer = renderer
+        self._generated = generated
+        self._returned = returned
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        """Return the JSON body; its token counts are those of all choices."""
+        kept: list[WholeChoice] = []
+        for first in range(0, len(choices), self._generated):
+            ranked = sorted(choices[first : first + self._generated], key=_mean_logprob, reverse=True)
+            kept += ranked[: self._returned]
+        return self._renderer.body(kept, usage)
+
+
+def _mean_logprob(choice: WholeChoice) -> float:
+    values = [finite_logprob(entry.token) for entry in choice.logprobs]
+    return sum(values) / len(values) if values else float("-inf")
 
 
 def logprobs_object(logprobs: Sequence[LogprobText], offset: int) -> tuple[dict[str, object], int]:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.deltas import LogprobText, TokenText
+    from common.types import Finish
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
 
@@ -39,6 +40,7 @@ class WholeChoice:
     text: list[str] = field(default_factory=list)
     logprobs: list[LogprobText] = field(default_factory=list)
     finish_reason: str = "stop"
+    matched_stop: int | str | None = None
 
 
 class StreamRenderer(Protocol):
@@ -66,6 +68,12 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
         choice.logprobs.extend(update.logprobs)
         if update.finish is not None:
             choice.finish_reason = FINISH_REASONS[update.finish.reason]
+            choice.matched_stop = matched_stop(update.finish)
+
+
+def matched_stop(finish: Finish) -> int | str | None:
+    """Return the stop token or text that ended a choice; None if the model ended it by itself."""
+    return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id
 
 
 def usage_object(usage: Usage) -> dict[str, object]:

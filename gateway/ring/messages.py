@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.types import ToolStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,10 @@ class ModelInfo:
     vocabulary_size: int
     has_chat_template: bool
     created_unix_s: int
+    # None: the chat template knows no tools.
+    tool_style: ToolStyle | None = None
+    has_reasoning: bool = False
+    begins_with_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatPrompt, TokenPrompt
-from common.types import RequestId
+from common.types import RequestId, ToolStyle
 from common.wire import (
     cache_mode_to_wire,
     finish_from_wire,
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from protos.gen.pando.v1 import detokenizer_pb2
 
 
+_TOOL_STYLES = {
+    tokenizer_pb2.TOOL_STYLE_UNSPECIFIED: None,
+    tokenizer_pb2.TOOL_STYLE_HERMES: ToolStyle.HERMES,
+    tokenizer_pb2.TOOL_STYLE_LLAMA3: ToolStyle.LLAMA3,
+    tokenizer_pb2.TOOL_STYLE_MISTRAL: ToolStyle.MISTRAL,
+    tokenizer_pb2.TOOL_STYLE_PYTHONIC: ToolStyle.PYTHONIC,
+}
+
+
 def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_pb2.GenerateRequest:
     """Encode a request whose text goes to `reply_to`."""
     message = tokenizer_pb2.GenerateRequest(
@@ -43,6 +52,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
         session=request.session,
+        max_context_tokens=request.max_context_tokens,
     )
     match request.prompt:
         case str(text):
@@ -64,6 +74,7 @@ def chat_to_wire(chat: ChatPrompt) -> tokenizer_pb2.ChatPrompt:
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         template_variables_json=chat.template_variables_json,
+        assistant_prefix=chat.assistant_prefix,
     )
 
 
@@ -111,4 +122,7 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         vocabulary_size=message.vocabulary_size,
         has_chat_template=message.has_chat_template,
         created_unix_s=message.created_unix_s,
+        tool_style=_TOOL_STYLES[message.tool_style],
+        has_reasoning=message.has_reasoning,
+        begins_with_reasoning=message.begins_with_reasoning,
     )

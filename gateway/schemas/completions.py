@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
 from common.requests import TokenPrompt
-from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
+from gateway.schemas.generation import INT32_MAX, MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
 # Choices of one response, over all its prompts.
@@ -48,6 +48,7 @@ class CompletionBody(GenerationFields):
     """A request for completions of texts."""
 
     prompt: Annotated[list[str | TokenPrompt], BeforeValidator(_prompts)] = Field(strict=False)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -56,10 +57,31 @@ class CompletionBody(GenerationFields):
         if len(self.prompt) * self.choices > MAX_TOTAL_CHOICES:
             message = f"Prompts times 'n' must be at most {MAX_TOTAL_CHOICES}, got {len(self.prompt) * self.choices}."
             raise InvalidRequestError(message, param="prompt")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            message = f"'best_of' ({self.best_of}) must not be less than 'n' ({self.n or 1})."
+            raise InvalidRequestError(message, param="best_of")
+        if self.is_contest and self.stream:
+            message = "'best_of' greater than 'n' cannot be streamed: the best are known at the end only."
+            raise InvalidRequestError(message, param="best_of")
         if self.echo and self.logprobs is not None:
             message = "'echo' together with 'logprobs' is not supported by this server: prompts have no logprobs here."
             raise InvalidRequestError(message, param="echo")
         return self
+
+    @property
+    def returned(self) -> int:
+        """How many continuations of each prompt are returned."""
+        return self.n or 1
+
+    @property
+    def choices(self) -> int:
+        """How many continuations of each prompt are generated."""
+        return max(self.returned, self.best_of or 1)
+
+    @property
+    def is_contest(self) -> bool:
+        """Whether more are generated than returned."""
+        return self.choices > self.returned
 
     @property
     def token_limit(self) -> int:
@@ -69,4 +91,5 @@ class CompletionBody(GenerationFields):
     @property
     def logprobs_wanted(self) -> int | None:
         """How many alternatives to report beside each token's own log probability; None: nothing."""
-        return self.logprobs
+        # The best ones are told by their log probabilities.
+        return self.logprobs if self.logprobs is not None or not self.is_contest else 0

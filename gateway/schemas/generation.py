@@ -18,6 +18,7 @@ MAX_CHOICES = 128
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_STOP_PATTERNS = 4
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
@@ -48,6 +49,10 @@ def _bias_ids(value: dict[str, float] | None) -> dict[str, float] | None:
 
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StopPatterns = Annotated[
+    Annotated[list[str], Field(max_length=MAX_STOP_PATTERNS)] | None,
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 StopTexts = Annotated[list[str] | None, BeforeValidator(_stop_texts)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, Bias] | None, Field(max_length=MAX_BIASES), AfterValidator(_bias_ids)]
@@ -71,7 +76,9 @@ class GenerationFields(Schema):
     stop: StopTexts = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
+    stop_regex: StopPatterns = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -88,6 +95,7 @@ class GenerationFields(Schema):
     user: str | None = None
     safety_identifier: str | None = None
     session_id: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +124,7 @@ class GenerationFields(Schema):
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        fields = ("user_id", "user", "safety_identifier")
+        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key")
         return tuple((field, getattr(self, field)) for field in fields)
 
     @property
@@ -159,5 +167,6 @@ class GenerationFields(Schema):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop_strings=tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
-            include_stop_text=bool(self.include_stop_str_in_output),
+            include_stop_text=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            stop_patterns=tuple(self.stop_regex or ()),
         )

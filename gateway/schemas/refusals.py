@@ -29,14 +29,6 @@ def check(body: Mapping[str, object], refusals: Iterable[Refusal]) -> None:
             raise InvalidRequestError(message, param=refusal.field)
 
 
-def check_best_of(body: Mapping[str, object]) -> None:
-    """Raise InvalidRequestError if more choices are to be generated than returned."""
-    best_of, choices = body.get("best_of"), body.get("n")
-    returned = choices if isinstance(choices, int) else 1
-    if isinstance(best_of, int) and best_of > returned:
-        raise InvalidRequestError("'best_of' greater than 'n' is not supported by this server.", param="best_of")
-
-
 def _never(_value: object) -> bool:
     return False
 

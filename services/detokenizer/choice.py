@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.deltas import Delta, PromptUsage
 from common.types import Finish, FinishReason
+from services.detokenizer.pattern_stops import PatternStopMatcher
 from services.detokenizer.stops import StopAutomaton, StopMatcher
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ class Choice:
         self._min_tokens = spec.min_tokens
         self._include_stop_text = spec.include_stop_text
         self._decoder = decoder
-        automaton = StopAutomaton(spec.stop_strings) if any(spec.stop_strings) else None
-        self._matcher = (
-            StopMatcher(automaton, include_stop_text=spec.include_stop_text) if automaton is not None else None
-        )
+        self._matcher = _matcher_of(spec)
         self._usage: PromptUsage | None = PromptUsage(spec.prompt_tokens, 0)
         # Text decoded from a predecessor's ids that its client was not sent; characters it was sent beyond that.
         self._undelivered = ""
@@ -137,3 +135,11 @@ class Choice:
         skipped = text[self._unskipped :]
         self._unskipped = max(self._unskipped - len(text), 0)
         return skipped
+
+
+def _matcher_of(spec: ChoiceSpec) -> StopMatcher | PatternStopMatcher | None:
+    if spec.stop_patterns:
+        return PatternStopMatcher(spec.stop_patterns, spec.stop_strings, include_stop_text=spec.include_stop_text)
+    if any(spec.stop_strings):
+        return StopMatcher(StopAutomaton(spec.stop_strings), include_stop_text=spec.include_stop_text)
+    return None

@@ -25,6 +25,7 @@ class ChoiceSpec:
     min_tokens: int = 0
     prompt_tokens: int = 0
     resume: Resume | None = None
+    stop_patterns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
         min_tokens=message.min_tokens,
         prompt_tokens=message.prompt_tokens,
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
+        stop_patterns=tuple(message.stop_patterns),
     )
 
 

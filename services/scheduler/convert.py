@@ -164,6 +164,7 @@ def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
         subscriber_id=request.reply_to.subscriber_id,
         stop_strings=stop.stop_strings,
         include_stop_text=stop.include_stop_text,
+        stop_patterns=stop.stop_patterns,
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=stop.min_tokens,
         prompt_tokens=sequence.prompt_tokens,

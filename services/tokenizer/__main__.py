@@ -23,6 +23,7 @@ from services.tokenizer.limits import Limits
 from services.tokenizer.relay import Relay
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.service import EncodingPool, TokenizerService
+from services.tokenizer.template_style import style_of
 
 if TYPE_CHECKING:
     import grpc
@@ -74,7 +75,8 @@ def build(
     """Make the service's objects."""
     limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
-    pool = EncodingPool(Encoder(model, templates), executor)
+    style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
+    pool = EncodingPool(Encoder(model, templates, style), executor)
     link = SchedulerLink(channel)
     relay = Relay(limits, link, pool.encode, settings.tokenizer.max_pending_requests)
     return link, relay, TokenizerService(relay, pool, limits, int(time.time()))

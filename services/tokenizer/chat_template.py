@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from common.errors import InvalidRequestError
+from services.tokenizer.rendering_budget import BoundedEnvironment, RenderingBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # A value decoded from JSON; templates read free-form schemas.
 Json: TypeAlias = Any
 
+RENDER_LIMIT_S: Final = 5.0
+MAX_RENDERED_CHARACTERS: Final = 64 * 1024 * 1024
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 # Put behind a message that is to be continued, to find its end in the rendered text; whether the blank comes through
 # shows whether the template trims messages.
@@ -44,9 +47,14 @@ class ChatTemplates:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
+        limit_s: float = RENDER_LIMIT_S,
     ) -> None:
-        """Compile `sources`, by name; a template that doesn't compile fails when it is asked for."""
-        self._environment = _environment(now)
+        """Compile `sources`, by name; a template that doesn't compile fails when it is asked for.
+
+        Rendering is given up after `limit_s`: some templates take quadratic time.
+        """
+        self._budget = RenderingBudget(limit_s, MAX_RENDERED_CHARACTERS)
+        self._environment = _environment(now, self._budget)
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
@@ -72,12 +80,15 @@ class ChatTemplates:
             _mark_final(messages, add_generation_prompt=chat.add_generation_prompt)
         context = {"documents": None} | self._special_tokens | variables
         try:
-            text = self._template(has_tools=tools is not None).render(
+            pieces = self._template(has_tools=tools is not None).generate(
                 messages=messages, tools=tools, add_generation_prompt=chat.add_generation_prompt, **context
             )
+            text = self._budget.collect(pieces)
         except _TEMPLATE_FAILURES as error:
             raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
-        return _cut_at_mark(text, messages[-1]["content"]) if chat.continue_final_message else text
+        if chat.continue_final_message:
+            text = _cut_at_mark(text, messages[-1]["content"])
+        return text + (chat.assistant_prefix or "")
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
@@ -88,9 +99,9 @@ class ChatTemplates:
         return self._compiled[name]
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+def _environment(now: Callable[[], datetime], budget: RenderingBudget) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = BoundedEnvironment(
+        budget, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise

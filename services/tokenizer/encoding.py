@@ -8,6 +8,7 @@ import numpy as np
 
 from common.errors import ContextLengthError, PandoError
 from common.requests import ChatPrompt, TokenPrompt
+from services.tokenizer.template_style import TemplateStyle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.tokenizer.chat_template import ChatTemplates
 
+NO_STYLE = TemplateStyle()
 Encoded: TypeAlias = "TokenIds | PandoError"
 
 
 class Encoder:
     """Tokenizer and chat templates of one model. Thread-safe: the tokenizer is immutable and frees the interpreter."""
 
-    def __init__(self, model: TextModel, templates: ChatTemplates) -> None:
-        """Encode for `model`."""
+    def __init__(self, model: TextModel, templates: ChatTemplates, style: TemplateStyle = NO_STYLE) -> None:
+        """Encode for `model`, whose templates are of `style`."""
+        self.style = style
         self._tokenizer = model.tokenizer
         self._templates = templates
         self._max_context_tokens = model.max_context_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from common.patterns.program import compile_pattern
 from common.requests import ChatPrompt
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ MAX_LOGIT_BIASES: Final = 1024
 # Bound the detokenizer's work and memory for one request.
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 4096
+MAX_STOP_PATTERNS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,11 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         wrong = low if low < 0 else high
         message = f"token id {wrong} is outside the vocabulary of {limits.vocabulary_size}"
         raise InvalidRequestError(message, param=param)
-    context, length = limits.max_context_tokens, len(token_ids)
+    context, length = allowed_context(request, limits), len(token_ids)
     asked = request.stop.max_tokens
     what = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
-    maximum = f"This model's maximum context length is {context} tokens."
+    whose = "This model's" if context == limits.max_context_tokens else "Your"
+    maximum = f"{whose} maximum context length is {context} tokens."
     if length >= context:
         message = f"{maximum} However, your {what} resulted in {length} tokens. Please reduce the length of the {what}."
         raise ContextLengthError(message, param=param)
@@ -78,6 +81,12 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
             f"completion). Please reduce the length of the {what} or completion."
         )
         raise ContextLengthError(message, param=param)
+
+
+def allowed_context(request: GenerateRequest, limits: Limits) -> int:
+    """Return how many tokens prompt and output may have together."""
+    own = request.max_context_tokens
+    return limits.max_context_tokens if own is None else min(own, limits.max_context_tokens)
 
 
 def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
@@ -107,6 +116,9 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
         raise InvalidRequestError("a stop text must not be empty", param="stop")
     _check_range(len(stop.stop_strings), 0, MAX_STOP_STRINGS, "stop", "the number of texts")
     _check_range(sum(map(len, stop.stop_strings)), 0, MAX_STOP_CHARACTERS, "stop", "the number of characters")
+    _check_range(len(stop.stop_patterns), 0, MAX_STOP_PATTERNS, "stop_regex", "the number of expressions")
+    for pattern in stop.stop_patterns:
+        compile_pattern(pattern)
 
 
 def _check_resume(resume: Resume, request: GenerateRequest, limits: Limits) -> None:

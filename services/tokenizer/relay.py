@@ -6,14 +6,14 @@ A request is known here from its arrival until its admission has been relayed, a
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError, UnavailableError
 from common.logs import get_logger
 from common.types import Admission, RequestFailure, ScheduleRequest
-from services.tokenizer.limits import check_prompt, check_request
+from services.tokenizer.limits import allowed_context, check_prompt, check_request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -195,7 +195,7 @@ class Relay:
             check_prompt(encoded, request, self._limits)
         except PandoError as error:
             return Admission(request.request_id, len(encoded), error.to_failure())
-        return _scheduled(submission, encoded)
+        return _scheduled(submission, encoded, self._limits)
 
     def _forward(self, requests: Sequence[ScheduleRequest]) -> None:
         if not requests:
@@ -219,15 +219,19 @@ def _aborted() -> RequestFailure:
     return InvalidRequestError("the request was aborted before it was admitted").to_failure()
 
 
-def _scheduled(submission: Submission, token_ids: TokenIds) -> ScheduleRequest:
+def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> ScheduleRequest:
     request = submission.request
+    stop = request.stop
+    if stop.max_tokens is None and request.max_context_tokens is not None:
+        # The scheduler knows the model's context, and not what of it this requester may use.
+        stop = replace(stop, max_tokens=allowed_context(request, limits) - len(token_ids))
     return ScheduleRequest(
         request_id=request.request_id,
         principal=request.principal,
         reply_to=submission.reply_to,
         token_ids=token_ids,
         sampling=request.sampling,
-        stop=request.stop,
+        stop=stop,
         n=request.n,
         priority=request.priority,
         cache_mode=request.cache_mode,

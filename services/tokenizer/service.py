@@ -18,7 +18,7 @@ from common.types import RequestId
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.relay import GatewaySession
-from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire
+from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire, tool_style_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -136,12 +136,16 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.GetModelRequest, context: Context
     ) -> tokenizer_pb2.GetModelResponse:
         """Tell what is served."""
+        style = self._pool.encoder.style
         return tokenizer_pb2.GetModelResponse(
             model=self._limits.model,
             max_context_tokens=self._limits.max_context_tokens,
             vocabulary_size=self._limits.vocabulary_size,
             has_chat_template=self._pool.encoder.has_chat_template,
             created_unix_s=self._created_unix_s,
+            tool_style=tool_style_to_wire(style.tools),
+            has_reasoning=style.has_reasoning,
+            begins_with_reasoning=style.begins_with_reasoning,
         )
 
 

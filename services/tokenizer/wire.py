@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.requests import Prompt
-    from common.types import Admission
+    from common.types import Admission, ToolStyle
 
 
 def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
@@ -53,6 +53,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
+        max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
     )
     return Submission(request, reply_to_from_wire(message.reply_to))
 
@@ -66,12 +67,18 @@ def chat_from_wire(message: tokenizer_pb2.ChatPrompt) -> ChatPrompt:
         add_generation_prompt=message.add_generation_prompt,
         continue_final_message=message.continue_final_message,
         template_variables_json=message.template_variables_json if has_variables else None,
+        assistant_prefix=message.assistant_prefix if message.HasField("assistant_prefix") else None,
     )
 
 
 def admissions_to_wire(admissions: Sequence[Admission]) -> tokenizer_pb2.TokenizerSubmitResponse:
     """Encode what a gateway is owed."""
     return tokenizer_pb2.TokenizerSubmitResponse(admissions=[admission_to_wire(admission) for admission in admissions])
+
+
+def tool_style_to_wire(style: ToolStyle | None) -> tokenizer_pb2.ToolStyle.ValueType:
+    """Encode how the model writes tool calls."""
+    return tokenizer_pb2.ToolStyle.Value(f"TOOL_STYLE_{style.name if style else 'UNSPECIFIED'}")
 
 
 def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:

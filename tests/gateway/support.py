@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from common.settings import GatewaySettings
 from gateway.api.context import Context
 from gateway.app import create_app
-from gateway.assembly import build_identity, limits, resume_policy
+from gateway.assembly import build_identity, build_quotas, limits, resume_policy
 from gateway.generations import Generations
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
@@ -50,6 +50,7 @@ class FakedGateway:
                 model=self.model,
                 served=ServedModel(self.model),
                 identity=build_identity(self.settings),
+                quotas=build_quotas(self.settings),
                 readiness=self.readiness,
                 metrics=self.metrics,
                 limits=limits(self.settings),

@@ -310,6 +310,7 @@ class StopConditions(_message.Message):
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_TEXT_FIELD_NUMBER: _builtins.int
+    STOP_PATTERNS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Upper bound on generated tokens; absent: up to the end of the context."""
     min_tokens: _builtins.int
@@ -326,6 +327,12 @@ class StopConditions(_message.Message):
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the row, matched across token borders."""
 
+    @_builtins.property
+    def stop_patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Regular expressions that end the row like stop_strings, at the first character at which one matches; the syntax is
+        that of `common/patterns`.
+        """
+
     def __init__(
         self,
         *,
@@ -335,10 +342,11 @@ class StopConditions(_message.Message):
         stop_strings: _abc.Iterable[_builtins.str] | None = ...,
         ignore_eos: _builtins.bool = ...,
         include_stop_text: _builtins.bool = ...,
+        stop_patterns: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "include_stop_text", b"include_stop_text", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "include_stop_text", b"include_stop_text", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_patterns", b"stop_patterns", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.gen.pando.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ToolStyle:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolStyle.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_STYLE_UNSPECIFIED: _ToolStyle.ValueType  # 0
+    """The chat template knows no tools."""
+    TOOL_STYLE_HERMES: _ToolStyle.ValueType  # 1
+    """<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen write it."""
+    TOOL_STYLE_LLAMA3: _ToolStyle.ValueType  # 2
+    """{"name": …, "parameters": …}, alone or behind <|python_tag|>, as Llama 3 writes it."""
+    TOOL_STYLE_MISTRAL: _ToolStyle.ValueType  # 3
+    """[TOOL_CALLS] and a list of objects, as Mistral writes it."""
+    TOOL_STYLE_PYTHONIC: _ToolStyle.ValueType  # 4
+    """[name(argument=value), …], as Llama 3.2 and 4 write it."""
+
+class ToolStyle(_ToolStyle, metaclass=_ToolStyleEnumTypeWrapper):
+    """Notations of tool calls."""
+
+TOOL_STYLE_UNSPECIFIED: ToolStyle.ValueType  # 0
+"""The chat template knows no tools."""
+TOOL_STYLE_HERMES: ToolStyle.ValueType  # 1
+"""<tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen write it."""
+TOOL_STYLE_LLAMA3: ToolStyle.ValueType  # 2
+"""{"name": …, "parameters": …}, alone or behind <|python_tag|>, as Llama 3 writes it."""
+TOOL_STYLE_MISTRAL: ToolStyle.ValueType  # 3
+"""[TOOL_CALLS] and a list of objects, as Mistral writes it."""
+TOOL_STYLE_PYTHONIC: ToolStyle.ValueType  # 4
+"""[name(argument=value), …], as Llama 3.2 and 4 write it."""
+Global___ToolStyle: _TypeAlias = ToolStyle  # noqa: Y015
 
 @_typing.final
 class TokenizerSubmitRequest(_message.Message):
@@ -84,6 +117,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique for all time, chosen by the gateway."""
     model: _builtins.str
@@ -100,6 +134,8 @@ class GenerateRequest(_message.Message):
     """Limit from arrival to finish; absent: the scheduler's own limits only."""
     session: _builtins.str
     """The conversation it belongs to, within its principal."""
+    max_context_tokens: _builtins.int
+    """What the requester may use of the model's context, prompt and output together; absent: all of it."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal: ...
     @_builtins.property
@@ -138,11 +174,14 @@ class GenerateRequest(_message.Message):
         timeout_ms: _builtins.int | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
         session: _builtins.str | None = ...,
+        max_context_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "chat", b"chat", "principal", b"principal", "prompt", b"prompt", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt", b"prompt", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "chat", b"chat", "model", b"model", "n", b"n", "principal", b"principal", "priority", b"priority", "prompt", b"prompt", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "principal", b"principal", "priority", b"priority", "prompt", b"prompt", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
@@ -153,6 +192,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context_tokens) -> _WhichOneofReturnType__max_context_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
     @_typing.overload
@@ -195,12 +236,15 @@ class ChatPrompt(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    ASSISTANT_PREFIX_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Open an assistant turn after the messages (the default of the API)."""
     continue_final_message: _builtins.bool
     """Leave the last message open so that the model continues it."""
     template_variables_json: _builtins.str
     """Extra variables for the template, one JSON object."""
+    assistant_prefix: _builtins.str
+    """Put behind the opened assistant turn: the model continues an answer that begins so."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -215,13 +259,19 @@ class ChatPrompt(_message.Message):
         add_generation_prompt: _builtins.bool = ...,
         continue_final_message: _builtins.bool = ...,
         template_variables_json: _builtins.str | None = ...,
+        assistant_prefix: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_template_variables_json", b"_template_variables_json", "template_variables_json", b"template_variables_json"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_assistant_prefix", b"_assistant_prefix", "_template_variables_json", b"_template_variables_json", "assistant_prefix", b"assistant_prefix", "template_variables_json", b"template_variables_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_template_variables_json", b"_template_variables_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_assistant_prefix", b"_assistant_prefix", "_template_variables_json", b"_template_variables_json", "add_generation_prompt", b"add_generation_prompt", "assistant_prefix", b"assistant_prefix", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__assistant_prefix: _TypeAlias = _typing.Literal["assistant_prefix"]  # noqa: Y015
+    _WhichOneofArgType__assistant_prefix: _TypeAlias = _typing.Literal["_assistant_prefix", b"_assistant_prefix"]  # noqa: Y015
     _WhichOneofReturnType__template_variables_json: _TypeAlias = _typing.Literal["template_variables_json"]  # noqa: Y015
     _WhichOneofArgType__template_variables_json: _TypeAlias = _typing.Literal["_template_variables_json", b"_template_variables_json"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__assistant_prefix) -> _WhichOneofReturnType__assistant_prefix | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__template_variables_json) -> _WhichOneofReturnType__template_variables_json | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
@@ -446,6 +496,9 @@ class GetModelResponse(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    TOOL_STYLE_FIELD_NUMBER: _builtins.int
+    HAS_REASONING_FIELD_NUMBER: _builtins.int
+    BEGINS_WITH_REASONING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name clients use."""
     max_context_tokens: _builtins.int
@@ -454,6 +507,12 @@ class GetModelResponse(_message.Message):
     has_chat_template: _builtins.bool
     created_unix_s: _builtins.int
     """Unix seconds at which this service loaded the model."""
+    tool_style: Global___ToolStyle.ValueType
+    """How the model writes tool calls, as its chat template shows them."""
+    has_reasoning: _builtins.bool
+    """Whether the chat template knows <think> blocks."""
+    begins_with_reasoning: _builtins.bool
+    """Whether the chat template itself opens the block, so that an answer begins inside it."""
     def __init__(
         self,
         *,
@@ -462,10 +521,13 @@ class GetModelResponse(_message.Message):
         vocabulary_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         created_unix_s: _builtins.int = ...,
+        tool_style: Global___ToolStyle.ValueType = ...,
+        has_reasoning: _builtins.bool = ...,
+        begins_with_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "has_chat_template", b"has_chat_template", "max_context_tokens", b"max_context_tokens", "model", b"model", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_with_reasoning", b"begins_with_reasoning", "created_unix_s", b"created_unix_s", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "tool_style", b"tool_style", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

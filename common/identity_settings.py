@@ -1,0 +1,46 @@
+"""Settings about who may ask, and how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from common.section import Section
+
+# All of them asymmetric: who can check a token must not be able to make one.
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+
+
+class IdentitySettings(Section):
+    """Keys, tokens, trusted proxies and limits of the gateway."""
+
+    keys_file: Path | None = None
+    """TOML file of API keys, written by `pando keys`; read again when it changes. Absent: no key is asked for."""
+    limits_file: Path | None = None
+    """TOML file with limits of tenants and their users; read again when it changes. Absent: no limits."""
+    default_tenant: str = Field(default="default", min_length=1, max_length=64)
+    """Tenant of every caller while no keys are asked for."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
+    tenant_header: str = "x-pando-tenant"
+    """Header in which a trusted proxy names the tenant; it makes an API key unnecessary."""
+    user_header: str = "x-pando-user"
+    """Header in which a trusted proxy names the user."""
+    jwt_keys: str | None = None
+    """JSON Web Key Set that signs tokens: a file or an https URL. Absent: tokens are not accepted."""
+    jwt_issuer: str | None = None
+    """What `iss` of a token must be; needed with jwt_keys."""
+    jwt_audience: str | None = None
+    """What `aud` of a token must contain; needed with jwt_keys."""
+    jwt_algorithms: tuple[Algorithm, ...] = ("RS256", "ES256", "EdDSA")
+    """Signatures that are accepted."""
+    jwt_tenant_claim: str | None = None
+    """Claim that names the tenant; absent: everybody belongs to default_tenant."""
+    jwt_user_claim: str = "sub"
+    """Claim that names the user."""
+    jwt_admin_scope: str | None = None
+    """Tokens whose `scope` has this word may administrate; absent: no token may."""
+    jwt_cache_s: float = Field(default=300.0, ge=1)
+    """How long keys that came from a URL are kept before they are asked for again."""

@@ -1,0 +1,96 @@
+"""Whose request this is: from what a credential says and what the body names to a principal."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.names import MAX_NAME_BYTES, check_name
+from common.types import CacheMode, Principal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STRICTNESS = (CacheMode.DEFAULT, CacheMode.PRIVATE, CacheMode.NONE)
+ANONYMOUS = "anonymous"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the connection and its credential say.
+
+    `user` is whom the credential stands for. With `may_act_for`, requests may speak for any user of the tenant;
+    without, the user that a request names is a part of the credential's own principal and of nobody else's.
+    """
+
+    tenant: str
+    user: str | None = None
+    key_id: str | None = None
+    may_act_for: bool = False
+    is_admin: bool = False
+    cache: CacheMode = CacheMode.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose limits a request counts against. Names that a client makes up do not multiply its limits."""
+
+    tenant: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """A caller with the user that its request names."""
+
+    caller: Caller
+    principal: Principal
+    subject: Subject
+
+    def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
+        """Return the stricter one of what the request wants and what its credential allows."""
+        return max(wanted or CacheMode.DEFAULT, self.caller.cache, key=_STRICTNESS.index)
+
+
+def identify(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Asker:
+    """Return who asks, if the fields `named` (field, value) may name a user; the first one set counts.
+
+    Nobody named, and a credential that stands for nobody: a fresh principal, equal to no other.
+
+    Raises:
+        InvalidRequestError: the name is too long or has control characters.
+    """
+    name = next((check_name(field, value) for field, value in named if value), None)
+    if caller.may_act_for:
+        user = name or caller.user
+        subject = user or ANONYMOUS
+    else:
+        user = _own_user(caller, name)
+        subject = caller.user or f"/{caller.key_id}"
+    user = user or f"{ANONYMOUS}-{secrets.token_hex(16)}"
+    return Asker(caller, Principal(caller.tenant, user), Subject(caller.tenant, subject))
+
+
+def _own_user(caller: Caller, name: str | None) -> str | None:
+    """Return a part of the credential's own principal.
+
+    No two credentials can meet here: what stands before the first slash is the escaped user, or nothing before the id
+    of a key that stands for nobody.
+    """
+    own = _escaped(caller.user) if caller.user else None
+    if name is None:
+        return own
+    return _bounded(f"{own}/{name}" if own else f"/{_escaped(caller.key_id or '')}/{name}")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def _bounded(name: str) -> str:
+    encoded = name.encode()
+    if len(encoded) <= MAX_NAME_BYTES:
+        return name
+    return f"//{hashlib.sha256(encoded).hexdigest()}"

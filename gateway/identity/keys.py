@@ -1,0 +1,141 @@
+"""API keys as they are stored: hashes with what each key stands for, in a TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import tempfile
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError, InvalidRequestError
+from common.names import check_name
+from common.types import CacheMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+KEY_BYTES = 32
+MAX_ID_CHARACTERS = 64
+HEADER = "# API keys of Pando, by their SHA-256; written by `pando keys`. A running gateway reads changes by itself.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key: only its hash is known here. See `Caller` for what the other fields grant."""
+
+    id: str
+    sha256: str
+    tenant: str
+    user: str | None = None
+    act_for_users: bool = False
+    admin: bool = False
+    cache: CacheMode = CacheMode.DEFAULT
+    # ISO date, for people.
+    created: str | None = None
+
+
+class KeyRing:
+    """All keys of a file."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        """Index `keys` by their hash."""
+        self._keys = {key.sha256: key for key in keys}
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Return the key that `secret` is.
+
+        The look-up is by hash, so its timing tells nothing about how much of a guessed secret was right.
+        """
+        digest = hash_of(secret)
+        key = self._keys.get(digest)
+        return key if key is not None and hmac.compare_digest(key.sha256, digest) else None
+
+
+def new_secret(key_id: str) -> str:
+    """Return a key that nobody can guess; it begins with its id, so that people can tell which one it is."""
+    return f"pando-{key_id}-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def hash_of(secret: str) -> str:
+    """Return the SHA-256 of a key; 256 random bits need no slower hash."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def load_keys(path: Path, *, may_be_empty: bool = False) -> list[ApiKey]:
+    """Read a keys file: TOML with one `[[keys]]` table per key, with the fields of `ApiKey`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or an entry is malformed or repeated.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"keys file {path}: {error}") from error
+    entries = document.get("keys", [] if may_be_empty else None)
+    if document.keys() - {"keys"} or not isinstance(entries, list) or not (entries or may_be_empty):
+        raise ConfigurationError(f"keys file {path}: expected [[keys]] tables and nothing else")
+    keys = [_parse_key(f"keys file {path}: key {number}", entry) for number, entry in enumerate(entries, start=1)]
+    for name in ("id", "sha256"):
+        if len({getattr(key, name) for key in keys}) != len(keys):
+            raise ConfigurationError(f"keys file {path}: two keys have the same {name}")
+    return keys
+
+
+def save_keys(path: Path, keys: Iterable[ApiKey]) -> None:
+    """Replace a keys file in one step, readable by its owner only.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+    text = HEADER + "".join(map(_dump_key, keys))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(scratch).replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"keys file {path}: {error}") from error
+
+
+def _dump_key(key: ApiKey) -> str:
+    lines = ["\n[[keys]]"]
+    for field in fields(key):
+        value = getattr(key, field.name)
+        if value == field.default:
+            continue
+        text = value.value if isinstance(value, CacheMode) else value
+        # A JSON string is a TOML basic string, and names have no control characters.
+        lines.append(f"{field.name} = {json.dumps(text, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+def _parse_key(where: str, entry: object) -> ApiKey:
+    values = dict(entry) if isinstance(entry, dict) else {}
+    kinds = {field.name: str for field in fields(ApiKey)} | {"act_for_users": bool, "admin": bool}
+    if unknown := values.keys() - kinds.keys():
+        raise ConfigurationError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
+    if missing := {"id", "sha256", "tenant"} - values.keys():
+        raise ConfigurationError(f"{where} lacks {', '.join(sorted(missing))}")
+    for name, value in values.items():
+        if not isinstance(value, kinds[name]) or value == "":
+            raise ConfigurationError(f"{where}: {name} must be a {'text' if kinds[name] is str else 'truth value'}")
+    if not SHA256_HEX.fullmatch(values["sha256"]):
+        raise ConfigurationError(f"{where}: sha256 must be 64 lowercase hexadecimal digits")
+    try:
+        for name in ("id", "tenant", "user"):
+            check_name(name, values.get(name, ""))
+        values["cache"] = CacheMode(values.get("cache", "default"))
+        return ApiKey(**values)
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"{where}: {error.message}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: cache must be default, private or none") from error

@@ -1,0 +1,120 @@
+"""One tool call that is written as a JSON object."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from gateway.parsing.objects import ObjectScanner, Scan
+from gateway.parsing.pieces import CallArguments, CallStart
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from gateway.parsing.pieces import Piece
+
+NAME = "name"
+ARGUMENTS = ("arguments", "parameters")
+
+
+class CallReader:
+    """Reads `{"name": …, "arguments": …}`, or only arguments if `name` was read before.
+
+    A call is reported as soon as its name is known to be a tool's. What turns out to be no call before that is kept in
+    `raw`, so that it can be shown as text.
+    """
+
+    def __init__(self, index: int, tools: AbstractSet[str], name: str | None = None) -> None:
+        """Begin call number `index`, of one of `tools`."""
+        self.raw = ""
+        self.has_started = False
+        self.is_over = False
+        self.is_wrong = name is not None and name not in tools
+        self.pieces: list[Piece] = []
+        self._index = index
+        self._tools = tools
+        self._is_bare = name is not None
+        self._scanner = ObjectScanner()
+        self._value = ""
+        self._arguments: str | None = None
+        if name is not None and not self.is_wrong:
+            self._start(name)
+
+    def step(self, character: str) -> None:
+        """Take the next character."""
+        self.raw += character
+        scan = self._scanner.step(character)
+        if self._is_bare:
+            self._step_bare(character, scan)
+            return
+        match scan:
+            case Scan.VALUE:
+                self._step_value(character)
+            case Scan.VALUE_END:
+                self._end_value()
+            case Scan.OBJECT_END:
+                self._end_value()
+                self._end()
+            case Scan.WRONG:
+                self.is_wrong = True
+            case _:
+                pass
+
+    def _step_bare(self, character: str, scan: Scan) -> None:
+        self.is_wrong = scan is Scan.WRONG
+        self.is_over = scan is Scan.OBJECT_END
+        if not self.is_wrong:
+            self.pieces.append(CallArguments(self._index, character))
+
+    def _step_value(self, character: str) -> None:
+        self._value += character
+        # Arguments in a string are known when that is complete.
+        if self.has_started and self._scanner.key in ARGUMENTS and self._value[0] != '"':
+            self.pieces.append(CallArguments(self._index, character))
+
+    def _end_value(self) -> None:
+        value, self._value = self._value, ""
+        if not value:
+            return
+        if self._scanner.key == NAME and not self.has_started:
+            self._end_name(value)
+        elif self._scanner.key in ARGUMENTS and self._arguments is None:
+            self._arguments = value
+            if self.has_started and value[0] == '"':
+                self.pieces.append(CallArguments(self._index, _unquoted(value)))
+
+    def _end_name(self, value: str) -> None:
+        try:
+            name = json.loads(value)
+        except ValueError:
+            name = None
+        if not isinstance(name, str) or name not in self._tools:
+            self.is_wrong = True
+            return
+        self._start(name)
+        if self._arguments is not None:
+            self.pieces.append(CallArguments(self._index, _unquoted(self._arguments)))
+
+    def _end(self) -> None:
+        if self.is_wrong:
+            return
+        if not self.has_started:
+            self.is_wrong = True
+            return
+        self.is_over = True
+        if self._arguments is None:
+            self.pieces.append(CallArguments(self._index, "{}"))
+
+    def _start(self, name: str) -> None:
+        self.has_started = True
+        self.pieces.append(CallStart(self._index, name))
+
+
+def _unquoted(value: str) -> str:
+    """Return arguments that some models write as JSON in a string."""
+    if not value.startswith('"'):
+        return value
+    try:
+        return str(json.loads(value))
+    except ValueError:
+        return value

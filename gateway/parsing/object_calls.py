@@ -1,0 +1,206 @@
+"""Tool calls as JSON objects between marks: the notations of Hermes and Qwen, Llama 3, and Mistral."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from gateway.parsing.call_reader import CallReader
+from gateway.parsing.pieces import Text, merged, overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from gateway.parsing.pieces import Piece
+
+MAX_NAME_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """Where objects stand. Characters of `lead` may come before the first, those of `separators` between two."""
+
+    opening: str
+    closing: str = ""
+    lead: str = ""
+    separators: str = ""
+    # An answer that begins with an object is a call without a mark.
+    may_be_bare: bool = False
+    # `name{…}` or `name[ARGS]{…}` may stand for an object with name and arguments.
+    may_have_names_before: bool = False
+    # What ends a list of objects; anything else behind an object is text again.
+    end: str = ""
+
+
+HERMES = Notation("<tool_call>", "</tool_call>")
+LLAMA3 = Notation("<|python_tag|>", separators=";,", may_be_bare=True)
+MISTRAL = Notation("[TOOL_CALLS]", lead="[", separators=",", may_have_names_before=True, end="]")
+
+
+class _State(Enum):
+    START = auto()
+    TEXT = auto()
+    LEAD = auto()
+    NAME = auto()
+    CALL = auto()
+    BEHIND = auto()
+    # Behind a call whose end mark has passed: white space there is nobody's.
+    GAP = auto()
+
+
+class ObjectCallParser:
+    """Implements `gateway.parsing.pieces.Parser` for a notation."""
+
+    def __init__(self, notation: Notation, tools: AbstractSet[str]) -> None:
+        """Read calls of `tools`; objects that name no tool are text."""
+        self._notation = notation
+        self._tools = tools
+        self._state = _State.START if notation.may_be_bare else _State.TEXT
+        self._held = ""
+        # Mark and lead of the call that is being read, to be shown if it is none.
+        self._prefix = ""
+        self._calls = 0
+        self._reader = CallReader(0, tools)
+        self._pieces: list[Piece] = []
+        self._steps = {
+            _State.START: self._step_start,
+            _State.TEXT: self._step_text,
+            _State.LEAD: self._step_lead,
+            _State.NAME: self._step_name,
+            _State.CALL: self._step_call,
+            _State.BEHIND: self._step_behind,
+            _State.GAP: self._step_gap,
+        }
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """Return what is certain by now."""
+        self._held += text
+        while self._held and self._steps[self._state]():
+            pass
+        return self._take()
+
+    def flush(self) -> Sequence[Piece]:
+        """Return the rest; a call that was cut off stays as far as it came."""
+        if self._state in (_State.LEAD, _State.NAME) or (self._state is _State.CALL and not self._reader.has_started):
+            raw = self._reader.raw if self._state is _State.CALL else ""
+            self._pieces.append(Text(self._prefix + raw))
+        if self._state in (_State.START, _State.TEXT, _State.NAME):
+            self._pieces.append(Text(self._held))
+        self._held = ""
+        return self._take()
+
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = merged(self._pieces), []
+        return pieces
+
+    # --- each step returns whether to go on with what is held ---------------------------------------------------------
+
+    def _step_start(self) -> bool:
+        start = self._held.lstrip()
+        if not start or (len(start) < len(self._notation.opening) and self._notation.opening.startswith(start)):
+            return False
+        if start[0] == "{":
+            self._prefix = self._held[: len(self._held) - len(start)]
+            self._held = start
+            self._begin_call()
+        else:
+            self._state = _State.TEXT
+        return True
+
+    def _step_text(self) -> bool:
+        opening = self._notation.opening
+        before, mark, rest = self._held.partition(opening)
+        if mark:
+            shown = before.rstrip()
+            self._pieces.append(Text(shown))
+            self._prefix, self._held = before[len(shown) :] + mark, rest
+            self._state = _State.LEAD
+            return True
+        certain = self._held[: len(self._held) - overlap(self._held, opening)].rstrip()
+        self._pieces.append(Text(certain))
+        self._held = self._held[len(certain) :]
+        return False
+
+    def _step_lead(self) -> bool:
+        character = self._held[0]
+        if character == "{":
+            self._begin_call()
+        elif character.isspace() or character in self._notation.lead:
+            self._prefix += character
+            self._held = self._held[1:]
+        elif self._notation.may_have_names_before and (character.isalnum() or character in "_-"):
+            self._state = _State.NAME
+        else:
+            self._give_up(self._prefix)
+        return True
+
+    def _step_name(self) -> bool:
+        name, brace, _ = self._held.partition("{")
+        if not brace and len(name) <= MAX_NAME_CHARACTERS:
+            return False
+        self._prefix += name
+        self._held = self._held[len(name) :]
+        self._begin_call(name.partition("[")[0].strip())
+        return True
+
+    def _begin_call(self, name: str | None = None) -> None:
+        self._reader = CallReader(self._calls, self._tools, name)
+        self._state = _State.CALL
+        if self._reader.is_wrong:
+            self._give_up(self._prefix)
+
+    def _step_call(self) -> bool:
+        reader = self._reader
+        for position, character in enumerate(self._held):
+            reader.step(character)
+            if reader.is_over or reader.is_wrong:
+                self._held = self._held[position + 1 :]
+                self._end_call()
+                return True
+        self._pieces += reader.pieces
+        reader.pieces = []
+        self._held = ""
+        return False
+
+    def _end_call(self) -> None:
+        reader = self._reader
+        self._pieces += reader.pieces
+        self._calls += reader.has_started
+        if reader.is_over:
+            self._prefix = ""
+            self._state = _State.BEHIND
+        else:
+            self._give_up("" if reader.has_started else self._prefix + reader.raw)
+
+    def _step_behind(self) -> bool:
+        notation, rest = self._notation, self._held.lstrip()
+        if not rest:
+            self._held = ""
+            return False
+        if notation.closing and rest.startswith(notation.closing):
+            self._held, self._state = rest.removeprefix(notation.closing), _State.GAP
+        elif notation.closing and notation.closing.startswith(rest):
+            return False
+        elif rest[0] in notation.separators or (rest[0] == "{" and notation.separators):
+            self._prefix = ""
+            self._held = rest.lstrip(notation.separators + " \t\r\n")
+            self._state = _State.LEAD
+        elif notation.end and rest[0] in notation.end:
+            self._held, self._state = rest[1:], _State.GAP
+        else:
+            self._held, self._state = rest, _State.TEXT
+        return True
+
+    def _step_gap(self) -> bool:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._state = _State.TEXT
+        return bool(self._held)
+
+    def _give_up(self, text: str) -> None:
+        """Show as text what looked like a call; what follows is text, too, until the next mark."""
+        self._pieces.append(Text(text))
+        self._prefix = ""
+        self._state = _State.TEXT

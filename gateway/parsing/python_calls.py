@@ -1,0 +1,136 @@
+"""Tool calls as a list of Python calls: `[name(argument="value"), …]`, the notation of Llama 3.2 and 4."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import TYPE_CHECKING
+
+from gateway.parsing.pieces import CallArguments, CallStart, Text, merged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from gateway.parsing.pieces import Piece
+
+# Longer than any call that makes sense; Python's parser shall not be given more.
+MAX_CALL_CHARACTERS = 64 * 1024
+_OPENING, _CLOSING = "([{", ")]}"
+_TAGS = ("<|python_start|>", "<|python_end|>")
+
+
+class PythonCallParser:
+    """Implements `gateway.parsing.pieces.Parser`. An answer that does not begin with a list is text."""
+
+    def __init__(self, tools: AbstractSet[str]) -> None:
+        """Read calls of `tools`."""
+        self._tools = tools
+        self._held = ""
+        self._is_text = False
+        self._is_list = False
+        self._calls = 0
+        self._position = 0
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """Return what is certain by now."""
+        if self._is_text:
+            return [Text(text)]
+        self._held += text
+        if not self._is_list and not self._begin():
+            return self._as_text() if self._is_text else []
+        pieces: list[Piece] = []
+        while (end := self._end_of_call()) is not None:
+            source, self._held, self._position = self._held[:end], self._held[end:], 0
+            pieces += self._call(source)
+            if self._is_text:
+                break
+        if self._is_text or len(self._held) > MAX_CALL_CHARACTERS:
+            self._is_text = True
+            pieces += self._as_text()
+        return merged(pieces)
+
+    def flush(self) -> Sequence[Piece]:
+        """Return the rest; behind calls only what is more than the end of the list."""
+        rest = self._held.strip().removesuffix(_TAGS[1]).strip()
+        if self._calls and rest in ("", "]"):
+            return []
+        return self._as_text()
+
+    def _begin(self) -> bool:
+        """Whether the list has begun; sets `_is_text` if it never will."""
+        start = self._held.lstrip()
+        tag = _TAGS[0]
+        if start.startswith(tag):
+            start = start.removeprefix(tag).lstrip()
+        elif tag.startswith(start):
+            return False
+        if not start:
+            return False
+        self._is_list = start[0] == "["
+        self._is_text = not self._is_list
+        # `_held` keeps the bracket while it may still have to be shown; no call has one at its beginning.
+        if self._is_list:
+            self._held, self._position = start, 1
+        return self._is_list
+
+    def _end_of_call(self) -> int | None:
+        """Return where the call at the beginning of what is held ends, None if it has not."""
+        held = self._held
+        while self._position < len(held):
+            character = held[self._position]
+            self._position += 1
+            if self._quote:
+                self._step_quoted(character)
+            elif character in "'\"":
+                self._quote = character
+            elif character in _OPENING:
+                self._depth += 1
+            elif character in _CLOSING:
+                self._depth -= 1
+                if self._depth == 0:
+                    return self._position
+                if self._depth < 0:
+                    self._depth = 0
+                    self._is_text = not self._calls
+        return None
+
+    def _step_quoted(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._quote:
+            self._quote = ""
+
+    def _call(self, source: str) -> list[Piece]:
+        found = parse_call(source.lstrip("[,] \t\r\n"), self._tools)
+        if found is None:
+            self._is_text = True
+            return [Text(source)]
+        name, arguments = found
+        pieces: list[Piece] = [CallStart(self._calls, name), CallArguments(self._calls, arguments)]
+        self._calls += 1
+        return pieces
+
+    def _as_text(self) -> list[Piece]:
+        held, self._held = self._held, ""
+        return merged([Text(held)])
+
+
+def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
+    """Return name and JSON arguments of the Python call `source`; None if it is no call of `tools` with plain values."""
+    try:
+        tree = ast.parse(source, mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args:
+            return None
+        name = ast.unparse(tree.func)
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in tree.keywords}
+        if name not in tools or None in arguments:
+            return None
+        return name, json.dumps(arguments, ensure_ascii=False)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,64 @@
+"""Files that may change while this process runs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+T = TypeVar("T")
+
+INTERVAL_S = 1.0
+
+
+class Reloading(Generic[T]):
+    """The value of a file. A file that cannot be read any more leaves the last good value in force, and says so."""
+
+    def __init__(self, path: Path, load: Callable[[Path], T], clock: Callable[[], float] = time.monotonic) -> None:
+        """Load `path` now.
+
+        Raises:
+            ConfigurationError: it cannot be loaded.
+        """
+        self._path = path
+        self._load = load
+        self._clock = clock
+        self._signature = self._look()
+        self._value = load(path)
+        self._looked_at = clock()
+        self._log = get_logger("reloading")
+
+    @property
+    def value(self) -> T:
+        """The file's content, at most a second old."""
+        now = self._clock()
+        if now - self._looked_at >= INTERVAL_S:
+            self._looked_at = now
+            self._refresh()
+        return self._value
+
+    def _refresh(self) -> None:
+        signature = self._look()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._value = self._load(self._path)
+        except ConfigurationError as error:
+            self._log.error("file.not_reloaded", reason=str(error))
+        else:
+            self._log.info("file.reloaded", path=str(self._path))
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """Return what changes when the file does."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequestError
+from common.patterns.matcher import MAX_SPAN, Match, PatternMatcher
+from common.patterns.program import compile_pattern, literal_program
+
+LITERALS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", "ab"])
+
+
+def _more(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "*?", "{0,2}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    )
+
+
+PATTERNS = st.recursive(LITERALS, _more, max_leaves=6)
+
+
+def expected(pattern: str, text: str) -> Match | None:
+    """Search all substrings with Python's own engine: the first end, and for it the first start."""
+    whole = re.compile(pattern)
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            if whole.fullmatch(text, start, end):
+                return Match(start, end)
+    return None
+
+
+def find(pattern: str, text: str) -> Match | None:
+    matcher = PatternMatcher(compile_pattern(pattern))
+    return next((match for character in text if (match := matcher.step(character)) is not None), None)
+
+
+@settings(max_examples=400, deadline=None)
+@given(PATTERNS, st.text("abc1\n", max_size=12))
+@example("a.*b|ab", "acccb")
+@example("(?:ab|b)c", "abc")
+def test_finds_what_a_search_of_all_substrings_finds(pattern: str, text: str) -> None:
+    if re.fullmatch(pattern, ""):
+        with pytest.raises(InvalidRequestError, match="empty text"):
+            compile_pattern(pattern)
+    else:
+        assert find(pattern, text) == expected(pattern, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PATTERNS.filter(lambda pattern: not re.fullmatch(pattern, "")), st.text("abc1", max_size=10))
+def test_a_match_never_begins_in_what_was_not_pending(pattern: str, text: str) -> None:
+    matcher = PatternMatcher(compile_pattern(pattern))
+    released = 0
+    for count, character in enumerate(text, start=1):
+        match = matcher.step(character)
+        if match is not None:
+            assert match.start >= released
+            return
+        released = count - matcher.pending
+        assert 0 <= matcher.pending <= count
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(a)\1",
+        "(?=a)b",
+        "(?<!a)b",
+        "^a",
+        "a$",
+        r"\bword",
+        "(?i)a",
+        "(?i:a)",
+        "a(",
+        "[",
+        "",
+        "a*",
+        "x" * 600,
+        "(?:a{99}){99}",
+        "(?>a)",
+        "a++",
+    ],
+)
+def test_what_needs_to_look_back_or_is_wrong_is_refused_by_name(pattern: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        compile_pattern(pattern)
+    assert refused.value.param == "stop_regex"
+
+
+def test_expressions_that_kill_backtracking_engines_take_linear_time() -> None:
+    matcher = PatternMatcher(compile_pattern("(?:a+)+b"))
+    started = time.perf_counter()
+    for _ in range(3000):
+        assert matcher.step("a") is None
+    assert time.perf_counter() - started < 2.0
+    assert matcher.step("b") is not None
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    matcher = PatternMatcher(compile_pattern("a(?s:.)*b") if False else compile_pattern("(?s)a.*b"))
+    for _ in range(MAX_SPAN + 500):
+        matcher.step("a")
+        assert matcher.pending <= MAX_SPAN
+
+
+def test_literals_match_themselves() -> None:
+    matcher = PatternMatcher(literal_program("a.b"))
+    assert [matcher.step(character) for character in "axb a.b"][-1] == Match(4, 7)

@@ -1,0 +1,166 @@
+"""Answers with tool calls and reasoning, cut in every possible way."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import ToolStyle
+from gateway.parsing.answers import Reading, call_prefix
+from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text, merged
+
+if TYPE_CHECKING:
+    from gateway.parsing.pieces import Piece
+
+TOOLS = frozenset({"get_weather", "add"})
+A = '{"city": "Pa\\"r}is", "n": [1, {"x": "]"}]}'
+H, L, M, P = ToolStyle.HERMES, ToolStyle.LLAMA3, ToolStyle.MISTRAL, ToolStyle.PYTHONIC
+
+
+def call(index: int, name: str, arguments: str) -> list[Piece]:
+    return [CallStart(index, name), CallArguments(index, arguments)]
+
+
+ONE = call(0, "get_weather", A)
+TWO = [*ONE, *call(1, "add", '{"a": 1}')]
+
+CASES: list[tuple[Reading, str, list[Piece]]] = [
+    (Reading(H, TOOLS), "Hello there", [Text("Hello there")]),
+    (Reading(H, TOOLS), f'<tool_call>\n{{"name": "get_weather", "arguments": {A}}}\n</tool_call>', ONE),
+    (Reading(H, TOOLS), f'<tool_call>{{"arguments": {A}, "name": "get_weather"}}</tool_call>', ONE),
+    (Reading(H, TOOLS), f'<tool_call>{{"id": 7, "name":"get_weather" , "arguments" : {A} }} </tool_call>\n', ONE),
+    (
+        Reading(H, TOOLS),
+        f'I look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {A}}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        [Text("I look."), *TWO],
+    ),
+    (
+        Reading(H, TOOLS, may_call_in_parallel=False),
+        f'<tool_call>{{"name": "get_weather", "arguments": {A}}}</tool_call>'
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+        ONE,
+    ),
+    (Reading(H, TOOLS), '<tool_call>{"name": "add"}</tool_call> Done', [*call(0, "add", "{}"), Text("Done")]),
+    (
+        Reading(H, TOOLS),
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        call(0, "add", '{"a": 1}'),
+    ),
+    (
+        Reading(H, TOOLS),
+        '<tool_call>{"name": "rm", "arguments": {}}',
+        [Text('<tool_call>{"name": "rm", "arguments": {}}')],
+    ),
+    (Reading(H, TOOLS), "a <tool_cal l> b\n", [Text("a <tool_cal l> b\n")]),
+    (Reading(H, TOOLS), "<tool_call>nonsense", [Text("<tool_call>nonsense")]),
+    (Reading(H, TOOLS), '<tool_call>{"nam', [Text('<tool_call>{"nam')]),
+    (Reading(H, TOOLS), '<tool_call>{"name": "add", "arguments": {"a"', call(0, "add", '{"a"')),
+    (Reading(L, TOOLS), f'{{"name": "get_weather", "parameters": {A}}}', ONE),
+    (
+        Reading(L, TOOLS),
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {A}}}; {{"name": "add", "parameters": {{"a": 1}}}}',
+        TWO,
+    ),
+    (Reading(L, TOOLS), '{"answer": 42}', [Text('{"answer": 42}')]),
+    (Reading(L, TOOLS), ' {"a": [1, 2]} is JSON', [Text(' {"a": [1, 2]} is JSON')]),
+    (Reading(L, TOOLS), "Hello {}", [Text("Hello {}")]),
+    (
+        Reading(M, TOOLS),
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {A}}}, {{"name": "add", "arguments": {{"a": 1}}}}]',
+        TWO,
+    ),
+    (Reading(M, TOOLS), f"[TOOL_CALLS]get_weather[ARGS]{A}", ONE),
+    (Reading(M, TOOLS), f'Hm. [TOOL_CALLS]get_weather{A}[TOOL_CALLS]add{{"a": 1}}', [Text("Hm."), *TWO]),
+    (Reading(M, TOOLS), "[TOOL_CALLS]rm{}", [Text("[TOOL_CALLS]rm{}")]),
+    (Reading(M, TOOLS), "[TOOL_CALLSx", [Text("[TOOL_CALLSx")]),
+    (
+        Reading(P, TOOLS),
+        "[get_weather(city='Pa)ris', n=[1, 2]), add(a=1)]",
+        [*call(0, "get_weather", '{"city": "Pa)ris", "n": [1, 2]}'), *call(1, "add", '{"a": 1}')],
+    ),
+    (Reading(P, TOOLS), "<|python_start|>[add(a=1)]<|python_end|>", call(0, "add", '{"a": 1}')),
+    (Reading(P, TOOLS), "[rm(a=1)]", [Text("[rm(a=1)]")]),
+    (Reading(P, TOOLS), "[1, 2] are numbers", [Text("[1, 2] are numbers")]),
+    (Reading(P, TOOLS), "[add(__import__('os'))]", [Text("[add(__import__('os'))]")]),
+    (Reading(P, TOOLS), "[add(a=1", [Text("[add(a=1")]),
+    (Reading(has_reasoning=True), "<think>\nI see.\n</think>\n\nYes.", [Reasoning("I see."), Text("Yes.")]),
+    (Reading(has_reasoning=True), "No <think>later</think>", [Text("No <think>later</think>")]),
+    (Reading(has_reasoning=True), " plain", [Text(" plain")]),
+    (Reading(has_reasoning=True), "<think>on and on ", [Reasoning("on and on")]),
+    (Reading(has_reasoning=True), "<think></think>x", [Text("x")]),
+    (Reading(has_reasoning=True, begins_with_reasoning=True), "Hm </ </think> y", [Reasoning("Hm </"), Text("y")]),
+    (Reading(has_reasoning=True, begins_with_reasoning=True), "<think>Hm</think>y", [Reasoning("Hm"), Text("y")]),
+    (
+        Reading(H, TOOLS, has_reasoning=True, begins_with_reasoning=True),
+        f'Let me <tool_call> see</think>\n<tool_call>{{"name": "get_weather", "arguments": {A}}}</tool_call>',
+        [Reasoning("Let me <tool_call> see"), *ONE],
+    ),
+]
+
+
+def read(reading: Reading, parts: list[str]) -> list[Piece]:
+    parser = reading.parser()
+    pieces: list[Piece] = []
+    for part in parts:
+        pieces += parser.feed(part)
+    return merged([*pieces, *parser.flush()])
+
+
+@pytest.mark.parametrize(("reading", "text", "expected"), CASES, ids=[text[:40] for _, text, _ in CASES])
+def test_wherever_an_answer_is_cut_it_is_read_alike(reading: Reading, text: str, expected: list[Piece]) -> None:
+    assert read(reading, [text]) == expected
+    assert read(reading, list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(reading, [text[:cut], text[cut:]]) == expected
+
+
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>")
+CALLS = ('{"name": "add", "arguments": {"a": 1}}', "add", "[add(a=1)", '"name"', '"add"')
+FRAGMENTS = st.sampled_from([*'{}[]()",:; \n\\a<>=', *MARKS, *CALLS])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from([None, H, L, M, P]),
+    st.booleans(),
+    st.booleans(),
+    st.lists(FRAGMENTS, max_size=25).map("".join),
+    st.lists(st.integers(1, 7), min_size=1, max_size=5),
+)
+def test_no_answer_is_read_differently_when_it_is_cut(
+    style: ToolStyle | None, thinks: bool, begins: bool, text: str, sizes: list[int]
+) -> None:
+    reading = Reading(style, TOOLS, thinks, thinks and begins)
+    parts, position, index = [], 0, 0
+    while position < len(text):
+        parts.append(text[position : position + sizes[index % len(sizes)]])
+        position += len(parts[-1])
+        index += 1
+    whole = read(reading, [text])
+    assert read(reading, parts) == whole
+    starts = [piece.index for piece in whole if isinstance(piece, CallStart)]
+    assert starts == list(range(len(starts)))
+
+
+@pytest.mark.parametrize("style", list(ToolStyle))
+def test_an_answer_that_had_to_begin_with_a_call_is_read_with_its_beginning(style: ToolStyle) -> None:
+    prefix = call_prefix(style, "add", begins_with_reasoning=False)
+    rest = {H: '{"a": 1}}</tool_call>', L: '{"a": 1}}', M: '{"a": 1}}]', P: "a=1)]"}[style]
+    assert read(Reading(style, TOOLS, prefix=prefix), list(rest)) == call(0, "add", '{"a": 1}')
+    prefix = call_prefix(style, None, begins_with_reasoning=True)
+    rest = {H: 'add", "arguments": {}}', L: 'add", "parameters": {}}', M: 'add", "arguments": {}}]', P: "add()]"}[style]
+    reading = Reading(style, TOOLS, has_reasoning=True, begins_with_reasoning=True, prefix=prefix)
+    assert read(reading, [rest]) == call(0, "add", "{}")
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    parser = Reading(H, TOOLS).parser()
+    assert parser.feed('<tool_call>{"name": "add", "argu') == [CallStart(0, "add")]
+    assert parser.feed('ments": {"a": ') == [CallArguments(0, '{"a": ')]
+    assert parser.feed("1") == [CallArguments(0, "1")]
+    assert json.loads('{"a": 1}') == {"a": 1}

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from common.errors import InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt
+from services.tokenizer.chat_template import ChatTemplates
+
+HELLO = ChatPrompt((ChatMessage("user", "Hello"),))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% set y = messages[0].content %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_a_template_that_would_never_end_is_given_up(source: str) -> None:
+    templates = ChatTemplates({"default": source}, {}, limit_s=0.2)
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="takes longer than") as refused:
+        templates.render(HELLO)
+    assert time.monotonic() - started < 5
+    assert refused.value.param == "messages"
+    assert ChatTemplates({"default": "{{ messages[0].content }}"}, {}, limit_s=0.2).render(HELLO) == "Hello"
+
+
+def test_an_answer_that_shall_begin_so_stands_behind_the_prompt() -> None:
+    templates = ChatTemplates({"default": "{{ messages[0].content }}:"}, {})
+    chat = ChatPrompt(HELLO.messages, assistant_prefix="<tool_call>")
+    assert templates.render(chat) == "Hello:<tool_call>"
