@@ -35,6 +35,11 @@ class Reading:
         """Whether there is nothing but text."""
         return self.tool_style is None and not self.has_reasoning
 
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether marks are special tokens, which are left out of the text otherwise."""
+        return self.tool_style in (ToolStyle.MISTRAL, ToolStyle.LLAMA3, ToolStyle.PYTHONIC)
+
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
         return AnswerParser(self)

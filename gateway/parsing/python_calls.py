@@ -122,7 +122,7 @@ class PythonCallParser:
 
 
 def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
-    """Return name and JSON arguments of the Python call `source`; None if it is no call of `tools` with plain values."""
+    """Return name and JSON arguments of a Python call; None if it is no call of `tools` with plain values."""
     try:
         tree = ast.parse(source, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:

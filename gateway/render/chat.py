@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, usage_object
+from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, matched_stop, usage_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from gateway.render.shapes import ResponseHead, WholeChoice
 
 
-class ChatStream:
-    """Writes chat chunks. Everything that repeats is serialised once, because this runs for every token."""
+class ChatChunks:
+    """Frames chat chunks. Everything that repeats is serialised once, because this runs for every token."""
 
-    def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool) -> None:
-        """Prepare the stream; `include_usage` adds a last chunk with token counts, and null counts to the others."""
-        self._logprobs = logprobs
+    def __init__(self, head: ResponseHead, *, include_usage: bool) -> None:
+        """Prepare frames; `include_usage` adds a last chunk with token counts, and null counts to the others."""
         self._include_usage = include_usage
         common = {
             "id": head.id,
@@ -36,28 +35,54 @@ class ChatStream:
         # By choice index: the start of a chunk up to the delta.
         self._prefixes: dict[int, bytes] = {}
 
-    def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the chunks for one update: the role once, then text, then the finish on its own."""
-        prefix = self._prefixes.get(update.index)
-        events = b""
-        if prefix is None:
-            prefix = self._prefixes[update.index] = self._head + b'{"index":%d,"delta":' % update.index
-            role = b'{"role":"assistant","content":"","refusal":null}'
-            events = prefix + role + b',"logprobs":null,"finish_reason":null' + self._tail
-        if update.text or (self._logprobs and update.logprobs):
-            logprobs = orjson.dumps(logprobs_object(update.logprobs)) if self._logprobs else b"null"
-            delta = b'{"content":' + orjson.dumps(update.text) + b'},"logprobs":' + logprobs
-            events += prefix + delta + b',"finish_reason":null' + self._tail
-        if update.finish is not None:
-            reason = orjson.dumps(FINISH_REASONS[update.finish.reason])
-            events += prefix + b'{},"logprobs":null,"finish_reason":' + reason + self._tail
-        return events
+    def has_begun(self, index: int) -> bool:
+        """Whether the role of choice `index` has been told."""
+        return index in self._prefixes
 
-    def ending(self, usage: Usage) -> bytes:
+    def role(self, index: int, content: bytes = b'""') -> bytes:
+        """Return the first chunk of a choice; `content` is JSON."""
+        self._prefixes[index] = self._head + b'{"index":%d,"delta":' % index
+        return self.delta(index, b'{"role":"assistant","content":' + content + b',"refusal":null}')
+
+    def delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
+        """Return a chunk of a choice that has begun."""
+        return self._prefixes[index] + delta + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._tail
+
+    def finish(self, index: int, reason: str, stop: int | str | None) -> bytes:
+        """Return the last chunk of a choice."""
+        end = b'{},"logprobs":null,"finish_reason":' + orjson.dumps(reason) + b',"matched_stop":' + orjson.dumps(stop)
+        return self._prefixes[index] + end + self._tail
+
+    def ending(self, usage: Usage, reasoning_tokens: int = 0) -> bytes:
         """Return the usage chunk, if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n" + DONE
+        counts = orjson.dumps(usage_object(usage, reasoning_tokens))
+        return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
+
+
+class ChatStream:
+    """Writes chat chunks of answers that are nothing but text."""
+
+    def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool) -> None:
+        """Prepare the stream."""
+        self._logprobs = logprobs
+        self._chunks = ChatChunks(head, include_usage=include_usage)
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the chunks for one update: the role once, then text, then the finish on its own."""
+        chunks, index = self._chunks, update.index
+        events = b"" if chunks.has_begun(index) else chunks.role(index)
+        if update.text or (self._logprobs and update.logprobs):
+            logprobs = orjson.dumps(logprobs_object(update.logprobs)) if self._logprobs else b"null"
+            events += chunks.delta(index, b'{"content":' + orjson.dumps(update.text) + b"}", logprobs)
+        if update.finish is not None:
+            events += chunks.finish(index, FINISH_REASONS[update.finish.reason], matched_stop(update.finish))
+        return events
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return what follows the last update."""
+        return self._chunks.ending(usage)
 
 
 class WholeChat:
@@ -87,6 +112,7 @@ class WholeChat:
             "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
             "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
+            "matched_stop": choice.matched_stop,
         }
 
 

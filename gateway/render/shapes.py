@@ -41,6 +41,8 @@ class WholeChoice:
     logprobs: list[LogprobText] = field(default_factory=list)
     finish_reason: str = "stop"
     matched_stop: int | str | None = None
+    # Tokens of each entry of `text`.
+    tokens: list[int] = field(default_factory=list)
 
 
 class StreamRenderer(Protocol):
@@ -65,6 +67,7 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
     for update in updates:
         choice = choices[update.index]
         choice.text.append(update.text)
+        choice.tokens.append(update.tokens)
         choice.logprobs.extend(update.logprobs)
         if update.finish is not None:
             choice.finish_reason = FINISH_REASONS[update.finish.reason]
@@ -76,14 +79,14 @@ def matched_stop(finish: Finish) -> int | str | None:
     return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id
 
 
-def usage_object(usage: Usage) -> dict[str, object]:
+def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, object]:
     """Return token counts in OpenAI's shape."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

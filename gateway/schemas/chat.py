@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,14 @@ from common.errors import InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt
 from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
 from gateway.schemas.parse import Schema, to_json
+from gateway.schemas.tools import MAX_TOOLS, Choice, Tools, names_of, reading_of, with_tools
 
+if TYPE_CHECKING:
+    from gateway.parsing.answers import Reading
+    from gateway.ring.messages import ModelInfo
+
+# What templates call the switch that turns reasoning off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -43,18 +50,6 @@ def _tool_calls(value: object) -> object:
     return value
 
 
-def _tools(value: object) -> object:
-    for tool in value if isinstance(value, list) else []:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if (
-            not isinstance(function, dict)
-            or tool.get("type") != "function"
-            or not isinstance(function.get("name"), str)
-        ):
-            raise PydanticCustomError("tools", 'each tool should have type "function" and a function with a name')
-    return value
-
-
 class Message(Schema):
     """One message of the conversation."""
 
@@ -83,14 +78,27 @@ class Conversation(Schema):
     """What makes a chat prompt."""
 
     messages: list[Message] = Field(min_length=1)
-    tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(_tools)] = None  # Any: JSON schemas
-    tool_choice: str | None = None
+    tools: Tools = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Choice = Field(None, strict=False)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # Any: whatever the model's template reads
 
-    def to_prompt(self) -> ChatPrompt:
-        """Return the conversation for the chat template.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
+        """The tools that may be called."""
+        is_forbidden = self.tool_choice is not None and self.tool_choice.mode == "none"
+        return [] if is_forbidden else self.tools or []
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends with the opened turn of the assistant."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def to_prompt(self, assistant_prefix: str = "") -> ChatPrompt:
+        """Return the conversation for the chat template; the answer shall begin with `assistant_prefix`.
 
         Raises:
             InvalidRequestError: the flags contradict each other, or some JSON is nested too deeply.
@@ -98,15 +106,18 @@ class Conversation(Schema):
         if self.continue_final_message and self.add_generation_prompt:
             message = "'continue_final_message' and 'add_generation_prompt' must not both be true."
             raise InvalidRequestError(message, param="continue_final_message")
-        tools = self.tools if self.tools and self.tool_choice != "none" else ()
-        variables = self.chat_template_kwargs
-        generates = self.add_generation_prompt
+        if assistant_prefix and not self.opens_answer:
+            message = "'tool_choice' cannot ask for a call where no answer begins."
+            raise InvalidRequestError(message, param="tool_choice")
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        variables = effort | (self.chat_template_kwargs or {})
         return ChatPrompt(
             messages=tuple(message.to_message() for message in self.messages),
-            tools_json=tuple(to_json(tool, "tools") for tool in tools),
-            add_generation_prompt=not self.continue_final_message if generates is None else generates,
+            tools_json=tuple(to_json(tool, "tools") for tool in self.callable_tools),
+            add_generation_prompt=self.opens_answer,
             continue_final_message=bool(self.continue_final_message),
             template_variables_json=to_json(variables, "chat_template_kwargs") if variables else None,
+            assistant_prefix=assistant_prefix or None,
         )
 
 
@@ -114,6 +125,8 @@ class ChatCompletionBody(GenerationFields, Conversation):
     """A request for chat completions."""
 
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -122,6 +135,19 @@ class ChatCompletionBody(GenerationFields, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         return self
+
+    def reading(self, card: ModelInfo) -> Reading:
+        """Return how the answers of the model are read.
+
+        Raises:
+            InvalidRequestError: tools are asked for that cannot be called.
+        """
+        variables = self.chat_template_kwargs or {}
+        is_off = any(variables.get(name) is False for name in THINKING_VARIABLES)
+        thinks = self.separate_reasoning is not False
+        reading = reading_of(card, thinks=thinks, opens_thought=self.opens_answer and not is_off)
+        in_parallel = self.parallel_tool_calls is not False
+        return with_tools(reading, card, names_of(self.callable_tools), self.tool_choice, in_parallel=in_parallel)
 
     @property
     def token_limit(self) -> int | None:

@@ -72,7 +72,6 @@ COMMON = (
 
 CHAT = (
     *COMMON,
-    Refusal("tool_choice", _is_optional_choice, '"none" and "auto" are'),
     Refusal("functions", _is_empty, "use 'tools'"),
     Refusal("function_call", _is_optional_choice, "use 'tools'"),
     Refusal("modalities", _is_text_modality, 'only ["text"] is'),

@@ -15,7 +15,7 @@ HELLO = ChatPrompt((ChatMessage("user", "Hello"),))
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% set y = messages[0].content %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(9999) %}{% set y = messages[0].role %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     ],
 )

@@ -1,0 +1,195 @@
+"""Tool calls and reasoning as clients see them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import orjson
+import pytest
+
+from common.requests import ChatPrompt
+from common.types import FinishReason, ToolStyle
+from tests.fakes.ring import CARD, LENGTH, FakeModel, logprob, says
+from tests.gateway.listening import listening
+from tests.gateway.support import FakedGateway, error_of, events, faked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def gateway_of(words: Sequence[str], style: ToolStyle | None = ToolStyle.HERMES, **card: Any) -> FakedGateway:
+    gateway = faked(says(*words))
+    model = FakeModel(dataclasses.replace(CARD, tool_style=style, **card))
+    return FakedGateway(gateway.ring, model=model)
+
+
+async def chunks_of(gateway: FakedGateway, **fields: Any) -> list[dict[str, Any]]:
+    response = await gateway.chat(stream=True, **fields)
+    assert response.status_code == 200, response.text
+    return [orjson.loads(event) for event in events(response.text) if event != "[DONE]"]
+
+
+async def test_whole_answer_with_a_call() -> None:
+    gateway = gateway_of(["I look. ", CALL])
+    [choice] = (await gateway.chat(tools=[WEATHER])).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "I look."
+    [call] = message["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert [json.loads(tool) for tool in prompt.tools_json] == [WEATHER]
+
+
+async def test_streamed_call_has_id_and_name_once_and_then_only_arguments() -> None:
+    chunks = await chunks_of(gateway_of(list(CALL)), tools=[WEATHER])
+    first, *middle, last = [chunk["choices"][0] for chunk in chunks]
+    assert first["delta"] == {"role": "assistant", "content": None, "refusal": None}
+    calls = [choice["delta"]["tool_calls"][0] for choice in middle]
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert calls[0]["type"] == "function"
+    assert all(call.keys() == {"index", "function"} and call["function"]["arguments"] for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Paris"}'
+    assert {call["index"] for call in calls} == {0}
+    assert last["finish_reason"] == "tool_calls"
+    assert all(choice["finish_reason"] is None for choice in middle)
+
+
+async def test_a_call_cut_off_by_the_limit_says_length() -> None:
+    gateway = gateway_of([])
+    gateway.ring.script = says(CALL[:50], finish=LENGTH)
+    [choice] = (await gateway.chat(tools=[WEATHER])).json()["choices"]
+    assert choice["finish_reason"] == FinishReason.LENGTH.value
+    assert choice["message"]["tool_calls"]
+
+
+async def test_tools_that_must_not_be_called_are_not_shown_to_the_model_and_nothing_is_read_as_a_call() -> None:
+    gateway = gateway_of([CALL])
+    [choice] = (await gateway.chat(tools=[WEATHER], tool_choice="none")).json()["choices"]
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools_json == ()
+
+
+@pytest.mark.parametrize(
+    ("choice", "prefix", "answer"),
+    [
+        ("required", '<tool_call>\n{"name": "', 'get_weather", "arguments": {}}</tool_call>'),
+        (
+            {"type": "function", "function": {"name": "get_weather"}},
+            '<tool_call>\n{"name": "get_weather", "arguments": ',
+            "{}}",
+        ),
+    ],
+)
+async def test_a_call_that_must_be_made_is_begun_in_the_prompt(choice: object, prefix: str, answer: str) -> None:
+    gateway = gateway_of([answer])
+    response = await gateway.chat(tools=[WEATHER], tool_choice=choice)
+    [call] = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": "{}"}
+    prompt = gateway.ring.submitted[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.assistant_prefix == prefix
+
+
+async def test_one_call_only_if_none_may_be_parallel() -> None:
+    gateway = gateway_of([CALL, CALL])
+    for parallel, count in ((False, 1), (True, 2)):
+        answer = await gateway.chat(tools=[WEATHER], parallel_tool_calls=parallel)
+        assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required", "add_generation_prompt": False}, "tool_choice"),
+        ({"tools": [WEATHER] * 300}, "tools"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert error_of(await gateway_of(["x"]).chat(**fields), 400)["param"] == param
+
+
+async def test_a_model_whose_template_knows_no_tools_refuses_them() -> None:
+    gateway = gateway_of(["x"], style=None)
+    assert error_of(await gateway.chat(tools=[WEATHER]), 400)["param"] == "tools"
+    assert (await gateway.chat(tools=[WEATHER], tool_choice="none")).status_code == 200
+    assert (await gateway.chat(tools=[])).status_code == 200
+
+
+async def test_marks_that_are_special_tokens_are_asked_for() -> None:
+    gateway = gateway_of(["x"], style=ToolStyle.MISTRAL)
+    await gateway.chat(tools=[WEATHER])
+    await gateway.chat()
+    await gateway.chat(tools=[WEATHER], skip_special_tokens=True)
+    assert [request.skip_special_tokens for request in gateway.ring.submitted] == [False, True, True]
+
+
+async def test_reasoning_is_separated_and_counted() -> None:
+    gateway = gateway_of(["<think>", "Hm", "m", "</think>", "Yes"], has_reasoning=True)
+    whole = (await gateway.chat()).json()
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hmm", "Yes")
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    chunks = await chunks_of(gateway, stream_options={"include_usage": True})
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hmm"
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes"
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    left = (await gateway.chat(separate_reasoning=False)).json()["choices"][0]["message"]
+    assert left["content"] == "<think>Hmm</think>Yes"
+
+
+async def test_a_template_that_opens_the_block_unless_it_is_told_not_to() -> None:
+    gateway = gateway_of(["Hm</think>Yes"], has_reasoning=True, begins_with_reasoning=True)
+    assert (await gateway.chat()).json()["choices"][0]["message"]["reasoning_content"] == "Hm"
+    gateway.ring.script = says("Yes")
+    answer = await gateway.chat(chat_template_kwargs={"enable_thinking": False})
+    assert answer.json()["choices"][0]["message"]["content"] == "Yes"
+
+
+async def test_log_probabilities_beside_calls_are_all_sent() -> None:
+    gateway = gateway_of([])
+    words = ["Hi ", *CALL.partition("name")]
+    gateway.ring.script = says(*words, logprobs=[logprob(word, -1.0) for word in words])
+    chunks = await chunks_of(gateway, tools=[WEATHER], logprobs=True)
+    entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [token["token"] for entry in entries if entry for token in entry["content"]] == words
+
+
+async def test_the_sdk_accumulates_streamed_calls() -> None:
+    gateway = gateway_of(["<think>Hm</think>", *CALL, CALL], has_reasoning=True)
+    async with (
+        listening(gateway) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as sdk,
+    ):
+        tools: Any = [WEATHER]
+        async with sdk.chat.completions.stream(
+            model="tiny", messages=[{"role": "user", "content": "Weather?"}], tools=tools
+        ) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+    assert message.tool_calls is not None
+    assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Paris"}'] * 2
+    assert len({call.id for call in message.tool_calls}) == 2
