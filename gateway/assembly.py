@@ -24,12 +24,13 @@ from gateway.quotas.quotas import Quotas
 from gateway.quotas.rules import load_rules
 from gateway.reloading import Reloading
 from gateway.resume import ResumePolicy
+from gateway.ring.administration import GrpcAdministration
 from gateway.ring.client import GrpcRing
 from gateway.ring.model import GrpcModel
 from gateway.ring.readiness import RingReadiness
 from gateway.served_model import ServedModel
 from gateway.server import HttpServer
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +56,9 @@ class Gateway:
         metrics = GatewayMetrics(registry)
         self._tokenizer = open_channel(settings.tokenizer, security)
         self._detokenizer = open_channel(settings.detokenizer, security)
+        self._tokenizer = open_channel(settings.tokenizer)
+        self._detokenizer = open_channel(settings.detokenizer)
+        self._scheduler = None if settings.scheduler is None else open_channel(settings.scheduler)
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
         model = GrpcModel(tokenizer)
@@ -70,6 +74,9 @@ class Gateway:
             identity=identity,
             quotas=build_quotas(settings),
             readiness=RingReadiness(self._ring, self._tokenizer),
+            administration=GrpcAdministration(
+                None if self._scheduler is None else scheduler_pb2_grpc.SchedulerStub(self._scheduler)
+            ),
             metrics=metrics,
             limits=limits(settings),
             fingerprint=fingerprint(),
@@ -94,6 +101,8 @@ class Gateway:
         finally:
             await self._tokenizer.close()
             await self._detokenizer.close()
+            if self._scheduler is not None:
+                await self._scheduler.close()
 
 
 def fingerprint() -> str:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.deltas import PromptUsage
 from common.logs import get_logger
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.journal import Verdict
@@ -34,6 +35,12 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    # Of each prompt.
+    prompts: tuple[PromptUsage, ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """Return the totals, for logs."""
+        return {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
 
 
 @dataclass(slots=True)
@@ -83,11 +90,12 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        known = [(entry, entry.prompt_usage) for entry in self.entries]
+        prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in self.entries)
         return Usage(
-            prompt_tokens=sum(usage.prompt_tokens if usage else entry.prompt_tokens for entry, usage in known),
-            cached_tokens=sum(usage.cached_tokens for _, usage in known if usage),
+            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
             completion_tokens=sum(entry.completion_tokens for entry in self.entries),
+            prompts=prompts,
         )
 
     def start(self) -> None:

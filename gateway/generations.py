@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from structlog.contextvars import bind_contextvars
@@ -15,15 +14,17 @@ from gateway.generation import Generation
 from gateway.journal import JournalEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from common.requests import GenerateRequest
+    from common.types import Principal
     from gateway.journal import Journal
     from gateway.metrics import GatewayMetrics
     from gateway.resume import ResumePolicy
     from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000
+ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
 SHUTDOWN = RequestFailure(
     ErrorCode.UNAVAILABLE, "this server is shutting down", retryable=True, retry_after_ms=RETRY_AFTER_MS
 )
@@ -84,7 +85,23 @@ class Generations:
         usage = generation.usage
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
-        bind_contextvars(**asdict(usage))
+        bind_contextvars(**usage.counts())
+
+    def abort(self, request_id: str | None, owner: Callable[[Principal], bool]) -> int:
+        """End the request called exactly `request_id`, or all, of those whose principal `owner` accepts.
+
+        What stands behind a dot in the id of a request makes it unique, and is no part of its name.
+
+        Returns how many there were.
+        """
+        found = [
+            generation
+            for generation in self._open
+            if request_id in (None, *_names(generation)) and owner(generation.entries[0].request.principal)
+        ]
+        for generation in found:
+            generation.fail(ABORTED, "request")
+        return len(found)
 
     async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
         """Look for requests that the ring has forgotten, until cancelled."""
@@ -92,6 +109,11 @@ class Generations:
             await asyncio.sleep(interval_s)
             for generation in list(self._open):
                 generation.end_silence(limit_s)
+
+    @property
+    def open_requests(self) -> int:
+        """Number of prompts that are being continued."""
+        return len(self._journal)
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, wait up to `limit_s` for the open ones to end, and fail what is left then."""
@@ -108,3 +130,9 @@ def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
     for request in requests:
         yield JournalEntry(request, first)
         first += request.n
+
+
+def _names(generation: Generation) -> tuple[str, str]:
+    """Return the whole id of a generation's first request, and the part of it that a client may have chosen."""
+    whole = generation.entries[0].request.request_id
+    return whole, whole.rpartition(".")[0] or whole

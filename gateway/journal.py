@@ -23,9 +23,16 @@ class ChoiceUpdate:
 
     index: int
     text: str
-    tokens: int
+    token_ids: Sequence[int] = ()
     logprobs: Sequence[LogprobText] = ()
     finish: Finish | None = None
+    # In the first update of a choice.
+    prompt_usage: PromptUsage | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are new."""
+        return len(self.token_ids)
 
 
 class Verdict(Enum):
@@ -92,18 +99,20 @@ class ChoiceRecord:
 
     def apply(self, delta: Delta) -> ChoiceUpdate:
         """Take over a FRESH delta."""
+        # A resumed choice's report is about another prompt.
+        usage = delta.prompt_usage if not self.token_ids else None
         self.token_ids.extend(delta.token_ids)
         self.delivered_characters += len(delta.text)
         self.finish = delta.finish
         self.was_admitted = True
         self.interrupted_at = None
         self.tries = 0
-        return ChoiceUpdate(self.index, delta.text, len(delta.token_ids), delta.logprobs, delta.finish)
+        return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage)
 
     def end_at_limit(self) -> ChoiceUpdate:
         """Finish an exhausted choice whose own end got lost."""
         self.finish = Finish(FinishReason.LENGTH)
-        return ChoiceUpdate(self.index, "", 0, (), self.finish)
+        return ChoiceUpdate(self.index, "", (), (), self.finish)
 
     def continuation(self, request_id: RequestId, elapsed_ms: int = 0) -> GenerateRequest:
         """Return the request that continues this choice alone, from the last token received.

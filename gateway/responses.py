@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from common.errors import RequestFailedError
-from gateway.errors import error_event
 from gateway.middleware import EXTRA_HEADERS
-from gateway.render.shapes import DONE, WholeChoice, collect
+from gateway.render.shapes import WholeChoice, collect
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class StreamDelivery:
                 updates = await self._next(generation)
             ending = self._renderer.ending(generation.usage)
         except RequestFailedError as error:
-            ending = b"data: " + error_event(error) + b"\n\n" + DONE
+            ending = self._renderer.failure(error)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _next(self, generation: Generation) -> Sequence[ChoiceUpdate] | None:

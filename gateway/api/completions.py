@@ -39,7 +39,7 @@ def create_router(context: Context) -> APIRouter:
         card = await context.served.require(body.model)
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
         first = context.generate_request(request, head, asker, body, body.prompt[0])
-        requests = _one_per_prompt(first, body.prompt)
+        requests = one_per_prompt(first, body.prompt)
         echoes = await _echoes(context, body) if body.echo else None
         logprobs = body.logprobs is not None
         if body.stream:
@@ -52,7 +52,7 @@ def create_router(context: Context) -> APIRouter:
     return router
 
 
-def _one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
+def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
     """Return a request for each prompt; ids stay unique, and a single prompt keeps the response's own."""
     if len(prompts) == 1:
         return [first]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.quotas.quotas import Quotas
     from gateway.render.shapes import StreamRenderer, WholeRenderer
     from gateway.responses import Delivery
-    from gateway.ring.port import Model, Readiness
+    from gateway.ring.port import Administration, Model, Readiness
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
     from gateway.served_model import ServedModel
@@ -56,6 +56,7 @@ class Context:
     identity: Identity
     quotas: Quotas
     readiness: Readiness
+    administration: Administration
     metrics: GatewayMetrics
     limits: Limits
     fingerprint: str

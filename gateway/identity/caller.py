@@ -67,22 +67,35 @@ def identify(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Asker:
         user = name or caller.user
         subject = user or ANONYMOUS
     else:
-        user = _own_user(caller, name)
+        user = _own_user(caller, name or _nobody()) if name or caller.user is None else _escaped(caller.user)
         subject = caller.user or f"/{caller.key_id}"
-    user = user or f"{ANONYMOUS}-{secrets.token_hex(16)}"
+    user = user or _nobody()
     return Asker(caller, Principal(caller.tenant, user), Subject(caller.tenant, subject))
 
 
-def _own_user(caller: Caller, name: str | None) -> str | None:
-    """Return a part of the credential's own principal.
+def owns(caller: Caller, principal: Principal) -> bool:
+    """Whether `principal` is one that the caller's requests may have."""
+    if caller.tenant != principal.tenant:
+        return False
+    own = _own_prefix(caller)
+    return caller.may_act_for or principal.user == own or principal.user.startswith(f"{own}/")
+
+
+def _own_user(caller: Caller, name: str) -> str:
+    return _bounded(f"{_own_prefix(caller)}/{name}")
+
+
+def _own_prefix(caller: Caller) -> str:
+    """Return how all users that are parts of the credential's own principal begin, before a slash.
 
     No two credentials can meet here: what stands before the first slash is the escaped user, or nothing before the id
     of a key that stands for nobody.
     """
-    own = _escaped(caller.user) if caller.user else None
-    if name is None:
-        return own
-    return _bounded(f"{own}/{name}" if own else f"/{_escaped(caller.key_id or '')}/{name}")
+    return _escaped(caller.user) if caller.user else f"/{_escaped(caller.key_id or '')}"
+
+
+def _nobody() -> str:
+    return f"{ANONYMOUS}-{secrets.token_hex(16)}"
 
 
 def _escaped(name: str) -> str:

@@ -92,7 +92,7 @@ class AnswerParser:
         self.has_calls = self.has_calls or any(isinstance(piece, CallStart) for piece in pieces)
         if self._may_call_in_parallel:
             return list(pieces)
-        return [piece for piece in pieces if not (isinstance(piece, CallStart | CallArguments) and piece.index)]
+        return [piece for piece in pieces if not (isinstance(piece, CallStart | CallArguments) and piece.call)]
 
 
 def tool_parser(style: ToolStyle, tools: AbstractSet[str]) -> Parser:

@@ -23,14 +23,14 @@ class Reasoning(NamedTuple):
 class CallStart(NamedTuple):
     """A tool call begins; calls are numbered from 0."""
 
-    index: int
+    call: int
     name: str
 
 
 class CallArguments(NamedTuple):
     """More of the JSON text of a call's arguments."""
 
-    index: int
+    call: int
     text: str
 
 
@@ -59,8 +59,8 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
                 result[-1] = Text(text + more)
             case Reasoning(more), Reasoning(text):
                 result[-1] = Reasoning(text + more)
-            case CallArguments(index, more), CallArguments(same, text) if index == same:
-                result[-1] = CallArguments(index, text + more)
+            case CallArguments(call, more), CallArguments(same, text) if call == same:
+                result[-1] = CallArguments(call, text + more)
             case _:
                 result.append(piece)
     return result

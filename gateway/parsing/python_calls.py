@@ -37,18 +37,18 @@ class PythonCallParser:
 
     def feed(self, text: str) -> Sequence[Piece]:
         """Return what is certain by now."""
-        if self._is_text:
+        if self._has_given_up():
             return [Text(text)]
         self._held += text
         if not self._is_list and not self._begin():
-            return self._as_text() if self._is_text else []
+            return self._as_text() if self._has_given_up() else []
         pieces: list[Piece] = []
         while (end := self._end_of_call()) is not None:
             source, self._held, self._position = self._held[:end], self._held[end:], 0
             pieces += self._call(source)
-            if self._is_text:
+            if self._has_given_up():
                 break
-        if self._is_text or len(self._held) > MAX_CALL_CHARACTERS:
+        if self._has_given_up() or len(self._held) > MAX_CALL_CHARACTERS:
             self._is_text = True
             pieces += self._as_text()
         return merged(pieces)
@@ -59,6 +59,9 @@ class PythonCallParser:
         if self._calls and rest in ("", "]"):
             return []
         return self._as_text()
+
+    def _has_given_up(self) -> bool:
+        return self._is_text
 
     def _begin(self) -> bool:
         """Whether the list has begun; sets `_is_text` if it never will."""

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, matched_stop, usage_object
+from gateway.render.shapes import DONE, FINISH_REASONS, failed_stream, finite_logprob, matched_stop, usage_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.deltas import LogprobText, TokenText
+    from common.errors import PandoError
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
     from gateway.render.shapes import ResponseHead, WholeChoice
@@ -83,6 +84,10 @@ class ChatStream:
     def ending(self, usage: Usage) -> bytes:
         """Return what follows the last update."""
         return self._chunks.ending(usage)
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return what tells of a failure in the middle."""
+        return failed_stream(error)
 
 
 class WholeChat:

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.render.shapes import DONE, FINISH_REASONS, finite_logprob, matched_stop, token_string, usage_object
+from gateway.render.shapes import (
+    DONE,
+    FINISH_REASONS,
+    failed_stream,
+    finite_logprob,
+    matched_stop,
+    token_string,
+    usage_object,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.deltas import LogprobText
+    from common.errors import PandoError
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
     from gateway.render.shapes import ResponseHead, WholeChoice, WholeRenderer
@@ -67,6 +76,10 @@ class CompletionStream:
         if not self._include_usage:
             return DONE
         return self._head + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n" + DONE
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return what tells of a failure in the middle."""
+        return failed_stream(error)
 
 
 class WholeCompletion:

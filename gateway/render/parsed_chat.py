@@ -12,11 +12,12 @@ import orjson
 from common.types import FinishReason, ToolStyle
 from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text
 from gateway.render.chat import ChatChunks, logprobs_object
-from gateway.render.shapes import FINISH_REASONS, matched_stop, usage_object
+from gateway.render.shapes import FINISH_REASONS, failed_stream, matched_stop, usage_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from common.errors import PandoError
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
     from gateway.parsing.answers import AnswerParser, Reading
@@ -114,6 +115,10 @@ class ParsedChatStream:
     def ending(self, usage: Usage) -> bytes:
         """Return what follows the last update."""
         return self._chunks.ending(usage, self._reasoning_tokens)
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return what tells of a failure in the middle."""
+        return failed_stream(error)
 
     def _begin(self, index: int, pieces: Sequence[Piece]) -> bytes:
         if self._chunks.has_begun(index):

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from common.types import FinishReason
+from gateway.errors import error_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.deltas import LogprobText, TokenText
+    from common.errors import PandoError
     from common.types import Finish
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
@@ -43,6 +45,7 @@ class WholeChoice:
     matched_stop: int | str | None = None
     # Tokens of each entry of `text`.
     tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 class StreamRenderer(Protocol):
@@ -54,6 +57,9 @@ class StreamRenderer(Protocol):
     def ending(self, usage: Usage) -> bytes:
         """Return what follows the last update, the end mark included."""
 
+    def failure(self, error: PandoError) -> bytes:
+        """Return what tells of a failure in the middle, the end mark included."""
+
 
 class WholeRenderer(Protocol):
     """Writes a response in one piece."""
@@ -62,12 +68,18 @@ class WholeRenderer(Protocol):
         """Return the JSON body."""
 
 
+def failed_stream(error: PandoError) -> bytes:
+    """Return the event for a failure in the middle, and the end mark."""
+    return b"data: " + error_event(error) + b"\n\n" + DONE
+
+
 def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> None:
     """Add `updates` to the choices they belong to."""
     for update in updates:
         choice = choices[update.index]
         choice.text.append(update.text)
         choice.tokens.append(update.tokens)
+        choice.token_ids.extend(update.token_ids)
         choice.logprobs.extend(update.logprobs)
         if update.finish is not None:
             choice.finish_reason = FINISH_REASONS[update.finish.reason]

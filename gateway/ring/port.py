@@ -61,3 +61,16 @@ class Readiness(Protocol):
 
     async def missing(self) -> list[str]:
         """Return what is missing, each in a few words; empty when a request would be served."""
+
+
+class Administration(Protocol):
+    """What administrators ask of the scheduler.
+
+    Every method raises a PandoError: what the scheduler reported, or UnavailableError if it is away.
+    """
+
+    async def flush_cache(self) -> int:
+        """Drop every cache entry that no running request needs; return how many pages that gave."""
+
+    async def state(self) -> dict[str, object]:
+        """Return the scheduler's figures, as JSON."""

@@ -79,7 +79,7 @@ class Conversation(Schema):
 
     messages: list[Message] = Field(min_length=1)
     tools: Tools = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Choice = Field(None, strict=False)
+    tool_choice: Choice = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # Any: whatever the model's template reads

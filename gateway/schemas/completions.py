@@ -18,7 +18,7 @@ MAX_TOTAL_CHOICES = 1024
 EXPECTED = "should be a text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
-def _prompts(value: object) -> object:
+def parse_prompts(value: object) -> object:
     """Return any of the four forms of a prompt as a list of texts and token prompts."""
     if isinstance(value, str):
         return [value]
@@ -47,7 +47,7 @@ def _token_prompt(ids: list[object]) -> TokenPrompt:
 class CompletionBody(GenerationFields):
     """A request for completions of texts."""
 
-    prompt: Annotated[list[str | TokenPrompt], BeforeValidator(_prompts)] = Field(strict=False)
+    prompt: Annotated[list[str | TokenPrompt], BeforeValidator(parse_prompts)] = Field(strict=False)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

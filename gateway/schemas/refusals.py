@@ -68,6 +68,14 @@ COMMON = (
     Refusal("guided_regex", _is_empty, LEAVE_OUT),
     Refusal("guided_choice", _is_empty, LEAVE_OUT),
     Refusal("guided_grammar", _is_empty, LEAVE_OUT),
+    Refusal("regex", _is_empty, LEAVE_OUT),
+    Refusal("ebnf", _is_empty, LEAVE_OUT),
+    Refusal("json_schema", _is_empty, LEAVE_OUT),
+    Refusal("structural_tag", _is_empty, LEAVE_OUT),
+    Refusal("lora_path", _is_empty, LEAVE_OUT),
+    Refusal("session_params", _is_empty, LEAVE_OUT),
+    Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
+    Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
 )
 
 CHAT = (
@@ -79,6 +87,27 @@ CHAT = (
     Refusal("web_search_options", _never, LEAVE_OUT),
     Refusal("chat_template", _never, "the model's own template is used"),
     Refusal("echo", _is_empty, LEAVE_OUT),
+    Refusal("best_of", lambda value: value == 1, "use 'n'"),
+    Refusal("verbosity", lambda value: value == "medium", 'only "medium" is'),
+)
+
+NATIVE = (
+    Refusal("input_embeds", _is_empty, "use 'text' or 'input_ids'"),
+    Refusal("image_data", _is_empty, LEAVE_OUT),
+    Refusal("audio_data", _is_empty, LEAVE_OUT),
+    Refusal("video_data", _is_empty, LEAVE_OUT),
+    Refusal("lora_path", _is_empty, LEAVE_OUT),
+    Refusal("session_params", _is_empty, LEAVE_OUT),
+    Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
+    Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
+    Refusal("token_ids_logprob", _is_empty, LEAVE_OUT),
+    # Only what is generated has log probabilities: from the end of the prompt on.
+    Refusal("logprob_start_len", lambda value: value == -1, "-1 is"),
+)
+
+NATIVE_SAMPLING = tuple(
+    Refusal(name, _is_empty, LEAVE_OUT)
+    for name in ("json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width")
 )
 
 COMPLETIONS = (

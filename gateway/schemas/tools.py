@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, InstanceOf, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
@@ -74,7 +74,7 @@ def _tools(value: object) -> object:
 
 
 Tools: TypeAlias = Annotated[list[dict[str, Any]] | None, BeforeValidator(_tools)]  # Any: JSON schemas
-Choice: TypeAlias = Annotated[ToolChoice | None, BeforeValidator(_choice), WithJsonSchema(CHOICE_SCHEMA)]
+Choice: TypeAlias = Annotated[InstanceOf[ToolChoice] | None, BeforeValidator(_choice), WithJsonSchema(CHOICE_SCHEMA)]
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON schemas

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatPrompt, GenerateRequest
-from common.types import Admission, Finish, FinishReason, RequestFailure, RequestId
+from common.types import Admission, Finish, FinishReason, RequestFailure, RequestId, ToolStyle
 from gateway.ring.messages import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ Script = Callable[[GenerateRequest], Iterable[Event]]
 STOP = Finish(FinishReason.STOP)
 LENGTH = Finish(FinishReason.LENGTH)
 PROMPT = PromptUsage(prompt_tokens=7, cached_tokens=4)
-CARD = ModelInfo("tiny", 2048, 1_114_112, has_chat_template=True, created_unix_s=1_700_000_000)
+CARD = ModelInfo(
+    "tiny", 2048, 1_114_112, has_chat_template=True, created_unix_s=1_700_000_000, tool_style=ToolStyle.HERMES
+)
 
 
 class FakeRing:
@@ -153,3 +155,17 @@ class FakeReadiness:
 
     async def missing(self) -> list[str]:
         return self.lacking
+
+
+@dataclass
+class FakeAdministration:
+    """Implements `gateway.ring.port.Administration`."""
+
+    flushes: int = 0
+
+    async def flush_cache(self) -> int:
+        self.flushes += 1
+        return 42
+
+    async def state(self) -> dict[str, object]:
+        return {"running_rows": 0}

@@ -17,7 +17,7 @@ from gateway.generations import Generations
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel
-from tests.fakes.ring import FakeModel, FakeReadiness, FakeRing, Script, says
+from tests.fakes.ring import FakeAdministration, FakeModel, FakeReadiness, FakeRing, Script, says
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,6 +35,7 @@ class FakedGateway:
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     model: FakeModel = field(default_factory=FakeModel)
     readiness: FakeReadiness = field(default_factory=FakeReadiness)
+    administration: FakeAdministration = field(default_factory=FakeAdministration)
     journal: Journal = field(default_factory=Journal)
     peer: str = "127.0.0.1"
 
@@ -52,6 +53,7 @@ class FakedGateway:
                 identity=build_identity(self.settings),
                 quotas=build_quotas(self.settings),
                 readiness=self.readiness,
+                administration=self.administration,
                 metrics=self.metrics,
                 limits=limits(self.settings),
                 fingerprint="pando-test",

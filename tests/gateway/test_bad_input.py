@@ -90,8 +90,6 @@ async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, par
     "fields",
     [
         {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
         {"modalities": ["text", "audio"]},

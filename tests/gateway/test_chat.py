@@ -25,6 +25,7 @@ async def test_whole_chat_completion_has_openai_shape() -> None:
             "message": {"role": "assistant", "content": "Hi there", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "matched_stop": None,
         }
     ]
     assert body["usage"] == {

@@ -15,7 +15,9 @@ async def test_whole_completion_has_openai_shape() -> None:
     body = (await gateway_saying(" Paris", ".").complete()).json()
     assert body["object"] == "text_completion"
     assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop"}]
+    assert body["choices"] == [
+        {"index": 0, "text": " Paris.", "logprobs": None, "finish_reason": "stop", "matched_stop": None}
+    ]
     assert body["usage"]["completion_tokens"] == 2
 
 

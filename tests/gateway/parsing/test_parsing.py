@@ -143,7 +143,7 @@ def test_no_answer_is_read_differently_when_it_is_cut(
         index += 1
     whole = read(reading, [text])
     assert read(reading, parts) == whole
-    starts = [piece.index for piece in whole if isinstance(piece, CallStart)]
+    starts = [piece.call for piece in whole if isinstance(piece, CallStart)]
     assert starts == list(range(len(starts)))
 
 

@@ -1,0 +1,99 @@
+"""What SGLang's test kits ask beside generating: emptying the cache, aborting, information."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from common.errors import InvalidRequestError, UnavailableError
+from gateway.api.schema import documented
+from gateway.identity.caller import owns
+from gateway.schemas.native import AbortBody
+from gateway.schemas.parse import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from gateway.api.context import Context
+
+    Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+
+    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache(request: Request) -> Response:
+        """Drop what the prefix cache holds for nobody who runs."""
+        await context.admin(request)
+        pages = await context.administration.flush_cache()
+        return Response(f"Cache flushed: {pages} pages.\n", media_type="text/plain")
+
+    @router.post("/abort_request", openapi_extra=documented(AbortBody))
+    async def abort_request(request: Request) -> Response:
+        """End a request of one's own, or anybody's with an administrator's credential."""
+        caller = await context.caller(request)
+        body = parse(AbortBody, await context.body(request))
+        if body.abort_all:
+            await context.admin(request)
+        elif not body.rid:
+            raise InvalidRequestError("'rid' should name a request.", param="rid")
+        rid = None if body.abort_all else body.rid
+        count = context.generations.abort(rid, lambda owner: caller.is_admin or owns(caller, owner))
+        return Response(orjson.dumps({"aborted": count}), media_type="application/json")
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """Say whether a request would be served now; nothing is generated, so that a long prefill is no failure."""
+        missing = await context.readiness.missing()
+        if context.generations.draining or missing:
+            raise UnavailableError("; ".join(missing) or "this server is shutting down")
+        return Response(b'{"status":"ready"}', media_type="application/json")
+
+    for path in ("/get_model_info", "/model_info"):
+        router.add_api_route(path, _model_info(context), methods=["GET"])
+    for path in ("/get_server_info", "/server_info"):
+        router.add_api_route(path, _server_info(context), methods=["GET"])
+    return router
+
+
+def _model_info(context: Context) -> Endpoint:
+    async def model_info(request: Request) -> Response:
+        """Return what is served."""
+        await context.caller(request)
+        card = await context.served.card()
+        info = {
+            "model_path": card.name,
+            "tokenizer_path": card.name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "max_model_len": card.max_context_tokens,
+        }
+        return Response(orjson.dumps(info), media_type="application/json")
+
+    return model_info
+
+
+def _server_info(context: Context) -> Endpoint:
+    async def server_info(request: Request) -> Response:
+        """Return the scheduler's figures."""
+        await context.admin(request)
+        card = await context.served.card()
+        info = {
+            "version": metadata.version("pando"),
+            "served_model_name": card.name,
+            "model_path": card.name,
+            "max_model_len": card.max_context_tokens,
+            "open_requests": context.generations.open_requests,
+            "internal_states": [await context.administration.state()],
+        }
+        return Response(orjson.dumps(info), media_type="application/json")
+
+    return server_info

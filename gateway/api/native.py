@@ -1,0 +1,56 @@
+"""/generate, as SGLang's own clients and test kits call it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+from common.names import check_name
+from gateway.api.completions import one_per_prompt
+from gateway.api.schema import documented
+from gateway.identity.caller import identify
+from gateway.render.native import NativeShape, NativeStream, WholeNative
+from gateway.render.shapes import ResponseHead
+from gateway.schemas import refusals
+from gateway.schemas.native import GenerateBody
+from gateway.schemas.parse import parse
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+
+    @router.post("/generate", openapi_extra=documented(GenerateBody))
+    async def generate(request: Request) -> Response:
+        """Continue a text, or several."""
+        caller = await context.caller(request)
+        raw = await context.body(request)
+        refusals.check(raw, refusals.NATIVE)
+        sampling = raw.get("sampling_params")
+        refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
+        body = parse(GenerateBody, raw)
+        asker = identify(caller, body.user_names)
+        card = await context.served.require(body.model)
+        completion = body.to_completion(card.name)
+        name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
+        # A client may use its own id twice; the ring's ids are unique for all time.
+        head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
+        first = context.generate_request(request, head, asker, completion, completion.prompt[0])
+        requests = one_per_prompt(first, completion.prompt)
+        shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw))
+        if body.stream:
+            return context.stream(asker, requests, NativeStream(shape, len(requests)))
+        return context.whole(asker, requests, WholeNative(shape))
+
+    return router
+
+
+def is_batch_of(raw: dict[str, object]) -> bool:
+    """Whether the client sent a list of prompts."""
+    ids = raw.get("input_ids")
+    return isinstance(raw.get("text"), list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))

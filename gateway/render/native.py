@@ -1,0 +1,119 @@
+"""Answers of /generate, in SGLang's shape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import orjson
+
+from common.deltas import PromptUsage
+from common.types import FinishReason
+from gateway.render.shapes import DONE, WholeChoice, collect, failed_stream, finite_logprob, matched_stop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.deltas import LogprobText
+    from common.errors import PandoError
+    from common.types import Finish
+    from gateway.generation import Usage
+    from gateway.journal import ChoiceUpdate
+
+
+@dataclass(slots=True)
+class NativeShape:
+    """What the answers to one request have in common."""
+
+    id: str
+    choices_per_prompt: int
+    logprobs: bool
+    # A batch is answered by a list even if it has one prompt.
+    is_batch: bool
+    started: float = field(default_factory=time.monotonic)
+
+    def answer(self, index: int, choice: WholeChoice, finish: object, usage: PromptUsage) -> dict[str, object]:
+        """Return one choice as it is now."""
+        meta: dict[str, object] = {
+            "id": self.id if not self.is_batch else f"{self.id}-{index}",
+            "finish_reason": finish,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": usage.cached_tokens,
+            "e2e_latency": time.monotonic() - self.started,
+            "weight_version": "default",
+        }
+        if self.logprobs:
+            meta["output_token_logprobs"] = [_triple(entry) for entry in choice.logprobs]
+            meta["output_top_logprobs"] = [
+                [[finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")] for token in entry.top]
+                for entry in choice.logprobs
+            ]
+        return {"text": "".join(choice.text), "output_ids": choice.token_ids, "meta_info": meta}
+
+
+class WholeNative:
+    """Writes answers in one piece."""
+
+    def __init__(self, shape: NativeShape) -> None:
+        """Prepare the body."""
+        self._shape = shape
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        """Return the JSON body: an object, or a list for a batch or several choices."""
+        shape = self._shape
+        answers = [
+            shape.answer(index, choice, finish_object(choice), usage.prompts[index // shape.choices_per_prompt])
+            for index, choice in enumerate(choices)
+        ]
+        return orjson.dumps(answers if shape.is_batch or len(answers) > 1 else answers[0])
+
+
+class NativeStream:
+    """Writes events, each with the whole text so far."""
+
+    def __init__(self, shape: NativeShape, prompts: int) -> None:
+        """Prepare the stream of answers to so many prompts."""
+        self._shape = shape
+        self._choices = [WholeChoice() for _ in range(prompts * shape.choices_per_prompt)]
+        self._usages = [PromptUsage(0, 0)] * len(self._choices)
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the event for one update."""
+        choice = self._choices[update.index]
+        collect([update], self._choices)
+        if update.prompt_usage is not None:
+            self._usages[update.index] = update.prompt_usage
+        finish = None if update.finish is None else finish_of(update.finish, len(choice.token_ids))
+        answer = self._shape.answer(update.index, choice, finish, self._usages[update.index])
+        if len(self._choices) > 1:
+            answer["index"] = update.index
+        return b"data: " + orjson.dumps(answer) + b"\n\n"
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the end mark."""
+        return DONE
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return what tells of a failure in the middle."""
+        return failed_stream(error)
+
+
+def finish_object(choice: WholeChoice) -> dict[str, object]:
+    """Return why a whole choice ended."""
+    if choice.finish_reason == "length":
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": "stop", "matched": choice.matched_stop}
+
+
+def finish_of(finish: Finish, tokens: int) -> dict[str, object]:
+    """Return why a choice of so many tokens ended."""
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": tokens}
+    return {"type": "stop", "matched": matched_stop(finish)}
+
+
+def _triple(entry: LogprobText) -> list[object]:
+    token = entry.token
+    return [finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")]

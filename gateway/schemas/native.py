@@ -1,0 +1,109 @@
+"""The bodies of /generate and its companions, as SGLang's clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from common.requests import TokenPrompt
+from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
+from gateway.schemas.completions import CompletionBody, parse_prompts
+from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
+from gateway.schemas.parse import Schema, parse
+
+DEFAULT_NEW_TOKENS = 128
+
+
+class NativeSampling(Schema):
+    """`sampling_params`."""
+
+    max_new_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    min_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    stop: StopTexts = None
+    stop_token_ids: list[TokenId] | None = None
+    stop_regex: StopPatterns = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Biases = None
+    sampling_seed: int | None = None
+    n: int | None = None
+
+
+def _ids(value: object) -> object:
+    if value is None:
+        return None
+    prompts = parse_prompts(value)
+    if not isinstance(prompts, list) or not all(isinstance(prompt, TokenPrompt) for prompt in prompts):
+        raise PydanticCustomError("input_ids", "should be a list of token ids, or a list of such lists")
+    return prompts
+
+
+def _texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerateBody(Schema):
+    """A text to continue, or several."""
+
+    text: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_texts)] = None
+    input_ids: Annotated[list[TokenPrompt] | None, BeforeValidator(_ids)] = Field(None, strict=False)
+    sampling_params: NativeSampling | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    model: str | None = None
+    user_id: str | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_mode: CacheMode | None = Field(None, strict=False)
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise PydanticCustomError("prompt", "exactly one of text and input_ids should be given")
+        return self
+
+    @property
+    def user_names(self) -> tuple[tuple[str, str | None], ...]:
+        """The fields that may name a user, the first one that is set counts."""
+        return (("user_id", self.user_id), ("user", self.user))
+
+    def to_completion(self, model: str) -> CompletionBody:
+        """Return the completion request that means the same.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        given = self.sampling_params or NativeSampling()
+        fields = given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed"}, exclude_none=True)
+        prompts: list[Any] = list(self.text or []) or [list(prompt.ids) for prompt in self.input_ids or []]
+        fields |= {
+            "model": model,
+            "prompt": prompts,
+            "max_tokens": DEFAULT_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens,
+            "min_tokens": given.min_new_tokens,
+            "seed": given.sampling_seed,
+            "stream": self.stream,
+            "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
+            "priority": self.priority,
+            "cache_mode": self.cache_mode,
+        }
+        return parse(CompletionBody, fields)
+
+
+class AbortBody(Schema):
+    """Which request to abort, by its exact id."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
