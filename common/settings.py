@@ -87,6 +87,10 @@ class GatewaySettings(IdentitySettings):
     """Address of the detokenizer."""
     scheduler: str | None = "127.0.0.1:50052"
     """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
+    responses_file: Path | None = None
+    """SQLite database of stored responses; absent: one in memory, as long as the gateway lives."""
+    responses_lifetime_days: float = Field(default=30.0, gt=0)
+    """How long responses are stored."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

@@ -30,6 +30,7 @@ from gateway.ring.model import GrpcModel
 from gateway.ring.readiness import RingReadiness
 from gateway.served_model import ServedModel
 from gateway.server import HttpServer
+from gateway.stored_responses import StoredResponses
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Gateway:
         self._generations = Generations(
             self._ring, Journal(), resume_policy(settings), metrics, max_open_requests=settings.max_open_requests
         )
+        self._stored = StoredResponses(settings.responses_file, settings.responses_lifetime_days * 86_400)
         context = Context(
             generations=self._generations,
             model=model,
@@ -77,6 +79,7 @@ class Gateway:
             administration=GrpcAdministration(
                 None if self._scheduler is None else scheduler_pb2_grpc.SchedulerStub(self._scheduler)
             ),
+            stored=self._stored,
             metrics=metrics,
             limits=limits(settings),
             fingerprint=fingerprint(),
@@ -99,6 +102,7 @@ class Gateway:
                 for task in running:
                     task.cancel()
         finally:
+            self._stored.close()
             await self._tokenizer.close()
             await self._detokenizer.close()
             if self._scheduler is not None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidRequestError
 
 # Python's own parser of its own syntax: private by name, but unchanged since 3.11, and tests would notice.
-from re import _constants as codes  # isort: skip
-from re import _parser as syntax  # isort: skip
+from re import _constants as codes  # type: ignore[attr-defined]  # isort: skip
+from re import _parser as syntax  # type: ignore[attr-defined]  # isort: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -158,7 +158,8 @@ class _Builder:
                 return self.sequence(inner, behind)
             case codes.MAX_REPEAT | codes.MIN_REPEAT:
                 # The shortest match ends the text either way.
-                return self._repeat(*argument, behind)
+                least, most, inner = argument
+                return self._repeat(least, most, inner, behind)
             case _:
                 raise _refused(f"{str(code).lower()} needs to look around or back, which is not supported")
 

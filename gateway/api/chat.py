@@ -18,9 +18,12 @@ from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.parse import parse
 
 if TYPE_CHECKING:
+    from common.requests import GenerateRequest
     from gateway.api.context import Context
+    from gateway.identity.caller import Asker
     from gateway.parsing.answers import Reading
     from gateway.render.shapes import ResponseHead, StreamRenderer, WholeRenderer
+    from gateway.ring.messages import ModelInfo
 
 
 def create_router(context: Context) -> APIRouter:
@@ -35,20 +38,43 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(raw, refusals.CHAT)
         body = parse(ChatCompletionBody, raw)
         asker = identify(caller, body.user_names)
-        card = await context.served.require(body.model)
-        if not card.has_chat_template:
-            message = f"The model '{card.name}' has no chat template; use /v1/completions."
-            raise InvalidRequestError(message, param="messages")
+        card = await require_chat(context, body.model)
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
-        reading = body.reading(card)
-        generate = context.generate_request(request, head, asker, body, body.to_prompt(reading.prefix))
-        if reading.needs_special_tokens and body.skip_special_tokens is None:
-            generate = replace(generate, skip_special_tokens=False)
+        generate, reading = chat_request(context, request, head, asker, body, card)
         if body.stream:
             return context.stream(asker, [generate], _stream(body, head, reading))
         return context.whole(asker, [generate], _whole(body, head, reading))
 
     return router
+
+
+async def require_chat(context: Context, model: str) -> ModelInfo:
+    """Return what is served, if it is called `model` and can chat.
+
+    Raises:
+        ModelNotFoundError: another model is asked for.
+        InvalidRequestError: it has no chat template.
+    """
+    card = await context.served.require(model)
+    if not card.has_chat_template:
+        message = f"The model '{card.name}' has no chat template; use /v1/completions."
+        raise InvalidRequestError(message, param="messages")
+    return card
+
+
+def chat_request(
+    context: Context, request: Request, head: ResponseHead, asker: Asker, body: ChatCompletionBody, card: ModelInfo
+) -> tuple[GenerateRequest, Reading]:
+    """Return what a chat asks the ring for, and how its answer is read.
+
+    Raises:
+        InvalidRequestError: fields of the body contradict each other, or cannot be honoured.
+    """
+    reading = body.reading(card)
+    generate = context.generate_request(request, head, asker, body, body.to_prompt(reading.prefix))
+    if reading.needs_special_tokens and body.skip_special_tokens is None:
+        generate = replace(generate, skip_special_tokens=False)
+    return generate, reading
 
 
 def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> StreamRenderer:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
     from gateway.served_model import ServedModel
+    from gateway.stored_responses import StoredResponses
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Context:
     quotas: Quotas
     readiness: Readiness
     administration: Administration
+    stored: StoredResponses
     metrics: GatewayMetrics
     limits: Limits
     fingerprint: str

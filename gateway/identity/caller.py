@@ -13,7 +13,6 @@ from common.types import CacheMode, Principal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_STRICTNESS = (CacheMode.DEFAULT, CacheMode.PRIVATE, CacheMode.NONE)
 ANONYMOUS = "anonymous"
 
 
@@ -51,7 +50,7 @@ class Asker:
 
     def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
         """Return the stricter one of what the request wants and what its credential allows."""
-        return max(wanted or CacheMode.DEFAULT, self.caller.cache, key=_STRICTNESS.index)
+        return self.caller.cache.at_least(wanted or CacheMode.DEFAULT)
 
 
 def identify(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Asker:

@@ -91,6 +91,15 @@ CHAT = (
     Refusal("verbosity", lambda value: value == "medium", 'only "medium" is'),
 )
 
+RESPONSES = (
+    Refusal("background", _is_empty, LEAVE_OUT),
+    Refusal("conversation", _never, "use 'previous_response_id'"),
+    Refusal("prompt", _never, "use 'instructions' and 'input'"),
+    Refusal("max_tool_calls", _never, LEAVE_OUT),
+    Refusal("truncation", lambda value: value == "disabled", '"disabled" is'),
+    Refusal("context_management", _is_empty, LEAVE_OUT),
+)
+
 NATIVE = (
     Refusal("input_embeds", _is_empty, "use 'text' or 'input_ids'"),
     Refusal("image_data", _is_empty, LEAVE_OUT),

@@ -59,9 +59,10 @@ def _choice(value: object) -> object:
 
 def _tools(value: object) -> object:
     for number, tool in enumerate(value if isinstance(value, list) else []):
+        kind = tool.get("type") if isinstance(tool, dict) else None
         function = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or tool.get("type") != "function":
+        if not isinstance(function, dict) or not isinstance(name, str) or kind != "function":
             raise PydanticCustomError("tools", 'each tool should have type "function" and a function with a name')
         if not 0 < len(name) <= MAX_TOOL_NAME_CHARACTERS:
             limit = {"limit": MAX_TOOL_NAME_CHARACTERS}

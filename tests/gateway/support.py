@@ -17,6 +17,7 @@ from gateway.generations import Generations
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel
+from gateway.stored_responses import StoredResponses
 from tests.fakes.ring import FakeAdministration, FakeModel, FakeReadiness, FakeRing, Script, says
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class FakedGateway:
                 quotas=build_quotas(self.settings),
                 readiness=self.readiness,
                 administration=self.administration,
+                stored=StoredResponses(self.settings.responses_file, 86_400),
                 metrics=self.metrics,
                 limits=limits(self.settings),
                 fingerprint="pando-test",

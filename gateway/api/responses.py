@@ -1,0 +1,152 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from common.errors import InvalidRequestError
+from gateway.api.chat import chat_request, require_chat
+from gateway.api.schema import documented
+from gateway.errors import HttpError
+from gateway.identity.caller import identify
+from gateway.render.response import ResponseDraft, ResponseStream, WholeResponse
+from gateway.schemas import refusals
+from gateway.schemas.parse import parse
+from gateway.schemas.responses import ResponseBody, to_messages
+from gateway.stored_responses import Holder, StoredResponse
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from gateway.api.context import Context
+    from gateway.identity.caller import Caller
+
+MAX_ID_CHARACTERS = 256
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", openapi_extra=documented(ResponseBody))
+    async def create_response(request: Request) -> Response:
+        """Continue a conversation, perhaps one that is stored here."""
+        caller = await context.caller(request)
+        raw = await context.body(request)
+        refusals.check(raw, refusals.RESPONSES)
+        body = parse(ResponseBody, raw)
+        messages = body.new_messages()
+        holder = _holder(caller, body)
+        messages = [*await _earlier(context, holder, body.previous_response_id), *messages]
+        chat = body.to_chat(messages)
+        asker = identify(caller, chat.user_names)
+        card = await require_chat(context, body.model)
+        response_id = f"resp_{secrets.token_hex(24)}"
+        head = context.head(response_id, card.name)
+        generate, reading = chat_request(context, request, head, asker, chat, card)
+        keep = partial(_keep, context, holder, body, messages) if body.store is not False else lambda _response: None
+        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), bool(body.top_logprobs), keep)
+        if body.stream:
+            return context.stream(asker, [generate], ResponseStream(draft, reading))
+        return context.whole(asker, [generate], WholeResponse(draft, reading))
+
+    @router.get("/v1/responses/{response_id}")
+    async def get_response(request: Request, response_id: str) -> Response:
+        """Return a stored response."""
+        stored = await _stored(context, await context.caller(request), response_id)
+        return _json(stored.response)
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(request: Request, response_id: str) -> Response:
+        """Return what a stored response answered."""
+        stored = await _stored(context, await context.caller(request), response_id)
+        ids = [item.get("id") for item in stored.input]
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return _json({"object": "list", "data": stored.input, "has_more": False, **ends})
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Forget a stored response."""
+        holder = _holder(await context.caller(request))
+        if not await context.stored.delete(holder, response_id):
+            raise _unknown(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    return router
+
+
+def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:
+    """Return whose a response is: a request that asks for one later names no user, so the credential counts."""
+    names = (body.user_id, body.user, body.safety_identifier) if body else ()
+    return Holder(caller.tenant, caller.user or f"/{caller.key_id or ''}", next(filter(None, names), None))
+
+
+async def _earlier(context: Context, holder: Holder, previous_id: str | None) -> list[dict[str, Any]]:  # Any: free JSON
+    if previous_id is None:
+        return []
+    stored = await context.stored.find(holder, previous_id)
+    if stored is None:
+        message = f"Previous response with id '{previous_id}' not found."
+        raise InvalidRequestError(message, param="previous_response_id")
+    return stored.messages
+
+
+async def _stored(context: Context, caller: Caller, response_id: str) -> StoredResponse:
+    is_sane = len(response_id) <= MAX_ID_CHARACTERS
+    stored = await context.stored.find(_holder(caller), response_id) if is_sane else None
+    if stored is None:
+        raise _unknown(response_id)
+    return stored
+
+
+def _unknown(response_id: str) -> HttpError:
+    return HttpError(404, f"Response with id '{response_id[:MAX_ID_CHARACTERS]}' not found.")
+
+
+def _keep(
+    context: Context,
+    holder: Holder,
+    body: ResponseBody,
+    messages: list[dict[str, Any]],  # Any: free JSON
+    response: dict[str, Any],  # Any: free JSON
+) -> None:
+    given = [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in body.input]
+    conversation = [*messages, *to_messages(response["output"])]
+    context.stored.put(holder, StoredResponse(response, conversation, given))
+
+
+def _fields(body: ResponseBody, created: int, model: str) -> dict[str, Any]:  # Any: free JSON
+    """Return what a response repeats of its request."""
+    return {
+        "created_at": created,
+        "completed_at": int(time.time()),
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "background": False,
+        "store": body.store is not False,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "metadata": body.metadata or {},
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -1,0 +1,193 @@
+"""The body of /v1/responses, and the chat that it stands for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from common.errors import InvalidRequestError
+from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
+from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS
+from gateway.schemas.parse import Schema, parse
+from gateway.schemas.tools import MAX_TOOLS
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+
+PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+MAX_METADATA = 16
+MAX_METADATA_CHARACTERS = 512
+
+
+def _input(value: object) -> object:
+    """Return the input as a list of items."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return value
+    raise PydanticCustomError("input_type", "should be a string or a list of items")
+
+
+def _metadata(value: object) -> object:
+    if isinstance(value, dict):
+        longest = max((max(len(str(key)), len(str(text))) for key, text in value.items()), default=0)
+        if len(value) > MAX_METADATA or longest > MAX_METADATA_CHARACTERS:
+            limits = {"count": MAX_METADATA, "size": MAX_METADATA_CHARACTERS}
+            raise PydanticCustomError("metadata", "should have at most {count} texts of {size} characters", limits)
+    return value
+
+
+Input: TypeAlias = Annotated[
+    list[Json],
+    BeforeValidator(_input),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}),
+]
+
+
+class TextOptions(Schema):
+    """`text`: only plain text can be asked for."""
+
+    format: Json | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Schema):
+    """`reasoning`."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+
+
+class ResponseBody(Schema):
+    """A request for a response."""
+
+    model: str
+    input: Input
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=256)
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Json] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    priority: int | None = None
+    cache_mode: CacheMode | None = Field(None, strict=False)
+    user_id: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def new_messages(self) -> list[Json]:
+        """Return the input as messages of a chat.
+
+        Raises:
+            InvalidRequestError: an item cannot be a part of a chat.
+        """
+        return to_messages(self.input)
+
+    def to_chat(self, messages: list[Json]) -> ChatCompletionBody:
+        """Return the chat completion request that continues `messages`.
+
+        Raises:
+            InvalidRequestError: a value is out of range, or cannot be honoured.
+        """
+        if self.text is not None and self.text.format not in (None, {"type": "text"}):
+            message = '\'text.format\' is not supported by this server with this value; only {"type": "text"} is.'
+            raise InvalidRequestError(message, param="text.format")
+        head = [{"role": "developer", "content": self.instructions}] if self.instructions else []
+        same = ("temperature", "top_p", "stream", "parallel_tool_calls", "priority", "cache_mode")
+        fields: Json = {name: getattr(self, name) for name in same}
+        fields |= {
+            "model": self.model,
+            "messages": [*head, *messages],
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": True if self.top_logprobs else None,
+            "top_logprobs": self.top_logprobs,
+            "tools": [_chat_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
+            "tool_choice": self.tool_choice,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "user_id": self.user_id,
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+        return parse(ChatCompletionBody, fields)
+
+
+def to_messages(items: list[Json]) -> list[Json]:
+    """Return items of a response's input or output as messages of a chat.
+
+    What one assistant's turn consists of (reasoning, text, calls) becomes one message.
+
+    Raises:
+        InvalidRequestError: an item is of an unknown kind, or malformed.
+    """
+    messages: list[Json] = []
+    turn: Json | None = None
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item, where)})
+            turn = None
+            continue
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item.get("role"), "content": _content(item, where)})
+            turn = None
+            continue
+        if turn is None or (kind == "message" and turn["content"] is not None):
+            turn = {"role": "assistant", "content": None}
+            messages.append(turn)
+        _add_to_turn(turn, kind, item, where)
+    return messages
+
+
+def _add_to_turn(turn: Json, kind: object, item: Json, where: str) -> None:
+    match kind:
+        case "message":
+            turn["content"] = _content(item, where)
+        case "reasoning":
+            thoughts = [part.get("text", "") for part in item.get("content") or [] if isinstance(part, dict)]
+            turn["reasoning_content"] = "\n".join(map(str, thoughts)) or None
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        case _:
+            raise InvalidRequestError(f"'{where}' is of a kind that is not supported here.", param=where)
+
+
+def _content(item: Json, where: str) -> str | None:
+    content = item.get("content")
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(PART_TYPES.get(kind, "")) if isinstance(part, dict) and isinstance(kind, str) else None
+        if not isinstance(text, str):
+            message = f"'{where}.content' should have text parts only; this model reads text."
+            raise InvalidRequestError(message, param=f"{where}.content")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _output(item: Json, where: str) -> object:
+    output = item.get("output")
+    return _content({"content": output}, where) if isinstance(output, list) else output
+
+
+def _chat_tool(number: int, tool: Json) -> Json:
+    if tool.get("type") != "function":
+        message = f"'tools[{number}].type' is not supported by this server with this value; only \"function\" is."
+        raise InvalidRequestError(message, param=f"tools[{number}].type")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}

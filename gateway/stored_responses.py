@@ -1,0 +1,140 @@
+"""Responses that clients may ask for again, in SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import orjson
+
+from common.errors import ConfigurationError
+from common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+T = TypeVar("T")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, holder TEXT NOT NULL, user TEXT, created REAL NOT NULL,
+    response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS responses_by_holder ON responses (tenant, holder, created);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
+"""
+# Beyond so many of one holder the oldest go.
+MAX_PER_HOLDER = 10_000
+# Writes that may wait for the disk; beyond that responses are not kept, which is logged.
+MAX_PENDING_WRITES = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whose responses: the credential's that made them, and within it the user's that it named."""
+
+    tenant: str
+    credential: str
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, the conversation up to and including it (as chat messages), and the items of its own input."""
+
+    response: Json
+    messages: list[Json]
+    input: list[Json]
+
+
+class StoredResponses:
+    """Keeps responses for `lifetime_s`. All work is done in one thread, in order, so a read sees earlier writes."""
+
+    def __init__(self, path: Path | None, lifetime_s: float) -> None:
+        """Open the database; None keeps it in memory, as long as this process lives.
+
+        Raises:
+            ConfigurationError: it cannot be opened.
+        """
+        self._lifetime_s = lifetime_s
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._pending = 0
+        self._log = get_logger("responses")
+        try:
+            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.executescript(SCHEMA)
+        except sqlite3.Error as error:
+            raise ConfigurationError(f"responses file {path}: {error}") from error
+
+    def put(self, holder: Holder, stored: StoredResponse) -> None:
+        """Keep a response; returns at once."""
+        if self._pending >= MAX_PENDING_WRITES:
+            self._log.error("response.not_stored", reason="too many writes are pending")
+            return
+        self._pending += 1
+        loop = asyncio.get_running_loop()
+        writing = self._thread.submit(self._insert, holder, stored)
+        writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, done))
+
+    async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
+        """Return a response of `holder`; of any user of the credential, if `holder` names none."""
+        return await self._run(lambda: self._select(holder, response_id))
+
+    async def delete(self, holder: Holder, response_id: str) -> bool:
+        """Forget a response of `holder`; return whether there was one."""
+        return await self._run(lambda: self._delete(holder, response_id))
+
+    def close(self) -> None:
+        """Write what is pending and close."""
+        self._thread.shutdown()
+        self._database.close()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _note_written(self, writing: Future[None]) -> None:
+        self._pending -= 1
+        if (error := writing.exception()) is not None:
+            self._log.error("response.not_stored", reason=str(error))
+
+    def _insert(self, holder: Holder, stored: StoredResponse) -> None:
+        now = time.time()
+        texts = [orjson.dumps(part) for part in (stored.response, stored.messages, stored.input)]
+        self._database.execute("DELETE FROM responses WHERE created < ?", (now - self._lifetime_s,))
+        self._database.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (stored.response["id"], holder.tenant, holder.credential, holder.user, now, *texts),
+        )
+        self._database.execute(
+            "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE tenant = ? AND holder = ? "
+            "ORDER BY created DESC LIMIT -1 OFFSET ?)",
+            (holder.tenant, holder.credential, MAX_PER_HOLDER),
+        )
+
+    def _select(self, holder: Holder, response_id: str) -> StoredResponse | None:
+        row = self._database.execute(
+            "SELECT response, messages, input FROM responses WHERE id = ? AND tenant = ? AND holder = ? "
+            "AND (user IS ? OR ? IS NULL) AND created >= ?",
+            (response_id, *_key(holder), time.time() - self._lifetime_s),
+        ).fetchone()
+        return StoredResponse(*map(orjson.loads, row)) if row else None
+
+    def _delete(self, holder: Holder, response_id: str) -> bool:
+        found = self._database.execute(
+            "DELETE FROM responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
+            (response_id, *_key(holder)),
+        )
+        return found.rowcount > 0
+
+
+def _key(holder: Holder) -> tuple[str, str, str | None, str | None]:
+    return holder.tenant, holder.credential, holder.user, holder.user
