@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from common.errors import PandoError
-from gateway.api import administration, chat, completions, models, native, operations, responses, tokenization
+from gateway.api import administration, chat, completions, messages, models, native, operations, responses, tokenization
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
 from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, RequestContext
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def create_app(context: Context) -> FastAPI:
     """Return the application over `context`."""
     app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
-    for endpoint in (chat, completions, responses, models, tokenization, native, administration, operations):
+    for endpoint in (chat, completions, responses, messages, models, tokenization, native, administration, operations):
         app.include_router(endpoint.create_router(context))
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)

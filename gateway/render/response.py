@@ -64,7 +64,8 @@ class ResponseDraft:
     def _of(self, block: Block, logprobs: list[LogprobText]) -> list[Json]:
         if not self.with_logprobs or block.kind is not BlockKind.TEXT:
             return []
-        return list(logprobs_object(logprobs)["content"])  # type: ignore[call-overload]  # a list, in a free object
+        shape: Json = logprobs_object(logprobs)
+        return list(shape["content"])
 
 
 class WholeResponse:
@@ -141,7 +142,7 @@ class ResponseStream:
         name, place = _PARTS[block.kind], {"item_id": item_id(block), "output_index": change.number}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
-        extra = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        extra: Json = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
         match change:
             case Opened():
                 item = {"output_index": change.number, "item": item_object(block, "in_progress")}

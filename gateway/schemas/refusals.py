@@ -100,6 +100,16 @@ RESPONSES = (
     Refusal("context_management", _is_empty, LEAVE_OUT),
 )
 
+MESSAGES = (
+    Refusal(
+        "thinking", lambda value: isinstance(value, dict) and value.get("type") in ("disabled", "adaptive"), LEAVE_OUT
+    ),
+    Refusal("output_config", _is_empty, LEAVE_OUT),
+    Refusal("output_format", _is_empty, LEAVE_OUT),
+    Refusal("mcp_servers", _is_empty, LEAVE_OUT),
+    Refusal("container", _is_empty, LEAVE_OUT),
+)
+
 NATIVE = (
     Refusal("input_embeds", _is_empty, "use 'text' or 'input_ids'"),
     Refusal("image_data", _is_empty, LEAVE_OUT),

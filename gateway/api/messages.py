@@ -1,0 +1,41 @@
+"""/v1/messages, for clients that speak Anthropic's API."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.api.chat import chat_request, require_chat
+from gateway.api.schema import documented
+from gateway.identity.caller import identify
+from gateway.render.anthropic import MessageStream, WholeMessage
+from gateway.schemas import refusals
+from gateway.schemas.anthropic import MessagesBody
+from gateway.schemas.parse import parse
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", openapi_extra=documented(MessagesBody))
+    async def create_message(request: Request) -> Response:
+        """Continue a conversation."""
+        caller = await context.caller(request)
+        raw = await context.body(request)
+        refusals.check(raw, refusals.MESSAGES)
+        chat = parse(MessagesBody, raw).to_chat()
+        asker = identify(caller, chat.user_names)
+        card = await require_chat(context, chat.model)
+        head = context.head(f"msg_{uuid.uuid4().hex}", card.name)
+        generate, reading = chat_request(context, request, head, asker, chat, card)
+        if chat.stream:
+            return context.stream(asker, [generate], MessageStream(head, reading))
+        return context.whole(asker, [generate], WholeMessage(head, reading))
+
+    return router

@@ -1,0 +1,93 @@
+"""/v1/messages, event by event."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from common.requests import ChatPrompt
+from common.types import Finish, FinishReason, ToolStyle
+from tests.fakes.ring import CARD, LENGTH, FakeModel, FakeRing, says
+from tests.gateway.support import FakedGateway, error_of, faked
+
+if TYPE_CHECKING:
+    import httpx
+
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def thinking(*words: str) -> FakedGateway:
+    card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, has_reasoning=True)
+    return FakedGateway(FakeRing(says(*words)), model=FakeModel(card))
+
+
+async def post(gateway: FakedGateway, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello"}]
+    return await gateway.post("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": messages, **fields})
+
+
+async def test_a_whole_message() -> None:
+    body = (await post(thinking("<think>Hm</think>", "I add. ", CALL), tools=[TOOL])).json()
+    thought, text, call = body["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "Hm")
+    assert (text["type"], text["text"]) == ("text", "I add.")
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+    assert body["stop_reason"] == "tool_use"
+    assert body["usage"]["input_tokens"] + body["usage"]["cache_read_input_tokens"] == 7
+
+
+async def test_a_stream_opens_and_closes_each_block() -> None:
+    response = await post(thinking("<think>Hm</think>", "I add. ", *CALL), tools=[TOOL], stream=True)
+    events = [event.split("\n") for event in response.text.strip().split("\n\n")]
+    datas = [orjson.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [event.removeprefix("event: ") for event, _ in events] == [data["type"] for data in datas]
+    kinds = [data["type"] for data in datas if data["type"] != "content_block_delta"]
+    block = ["content_block_start", "content_block_stop"]
+    assert kinds == ["message_start", *block * 3, "message_delta", "message_stop"]
+    parts = "".join(data["delta"].get("partial_json", "") for data in datas if data["type"] == "content_block_delta")
+    assert orjson.loads(parts) == {"a": 1}
+    assert datas[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_conversations_with_tools_reach_the_template() -> None:
+    gateway = thinking("x")
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Add"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "2"}]},
+    ]
+    response = await post(gateway, messages=turns, system="Be kind.", tools=[TOOL], metadata={"user_id": "ann"})
+    assert response.status_code == 200, response.text
+    [request] = gateway.ring.submitted
+    assert isinstance(request.prompt, ChatPrompt)
+    assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant", "tool"]
+    assert request.principal.user == "ann"
+    assert request.stop.max_tokens == 9
+
+
+async def test_why_it_ended() -> None:
+    by_text = faked(says("x", finish=Finish(FinishReason.STOP, matched_text="END")))
+    ended = (await post(by_text, stop_sequences=["END"])).json()
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "END")
+    assert (await post(faked(says("x", finish=LENGTH)))).json()["stop_reason"] == "max_tokens"
+    assert (await post(faked(says("x")))).json()["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"temperature": 2}, "temperature"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert error_of(await post(thinking("x"), **fields), 400)["param"] == param
