@@ -115,15 +115,17 @@ def _call(block: Json) -> Json:
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
-def _texts(content: str | list[Json], where: str) -> str:
+def _texts(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
-    blocks = content if isinstance(content, list) else [content]
-    for block in blocks:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
             message = f"'{where}' should have text blocks only; this model reads text."
             raise InvalidRequestError(message, param=where)
-    return "\n".join(block["text"] for block in blocks)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _tool(number: int, tool: Json) -> Json:
