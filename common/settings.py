@@ -85,7 +85,7 @@ class GatewaySettings(IdentitySettings):
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
-    scheduler: str | None = "127.0.0.1:50052"
+    scheduler: str | None = None
     """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
     responses_file: Path | None = None
     """SQLite database of stored responses; absent: one in memory, as long as the gateway lives."""
