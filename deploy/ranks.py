@@ -21,7 +21,7 @@ from deploy.supervisor.layout import available_cores
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.settings import WorkerSettings
+    from common.settings import Settings
 
 MODULE = "services.worker"
 # What ranks get to end by themselves before they are killed.
@@ -34,18 +34,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to run")
     try:
         settings, arguments = parse_settings(parser, sys.argv[1:])
-        commands = commands_of(settings.worker, arguments.ranks, available_cores(), _without_ranks(sys.argv[1:]))
+        commands = commands_of(settings, arguments.ranks, available_cores(), _without_ranks(sys.argv[1:]))
     except ConfigurationError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     return asyncio.run(run_together([(sys.executable, *command) for command in commands]))
 
 
-def commands_of(worker: WorkerSettings, ranks: int, cores: int, arguments: Sequence[str]) -> list[tuple[str, ...]]:
+def commands_of(settings: Settings, ranks: int, cores: int, arguments: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the interpreter's arguments for each rank: `arguments`, then what is the rank's own.
 
     Raises:
         ConfigurationError: there are no ranks, or the address has no port to count from.
     """
+    worker = settings.worker
     if ranks < 1:
         raise ConfigurationError(f"--ranks must be at least 1, not {ranks}")
     host, colon, port = worker.address.rpartition(":")
@@ -55,13 +56,15 @@ def commands_of(worker: WorkerSettings, ranks: int, cores: int, arguments: Seque
     commands = []
     for rank in range(ranks):
         own: dict[str, object] = {
-            "address": f"{host}:{int(port) + rank}",
-            "device_index": worker.device_index + rank,
-            "threads": threads,
+            "worker.address": f"{host}:{int(port) + rank}",
+            "worker.device_index": worker.device_index + rank,
+            "worker.threads": threads,
         }
         if worker.metrics_port is not None:
-            own["metrics_port"] = worker.metrics_port + rank
-        flags = [text for name, value in own.items() for text in (f"--worker.{name}", str(value))]
+            own["worker.metrics_port"] = worker.metrics_port + rank
+        if settings.rpc.probe_port is not None:
+            own["rpc.probe_port"] = settings.rpc.probe_port + rank
+        flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
         # The child dies with this process, even if that is killed.
         commands.append(("-m", "deploy.supervisor.child", str(os.getpid()), MODULE, *arguments, *flags))
     return commands

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import ConfigurationError
-from common.settings import WorkerSettings, load_settings
+from common.rpc_settings import RpcSettings
+from common.settings import Settings, WorkerSettings, load_settings
 from deploy.ranks import commands_of, run_together
 from tests.waiting import is_running, until
 
@@ -23,12 +24,13 @@ SLEEP = "import time, os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); t
 
 def test_each_rank_has_its_own_port_device_and_metrics() -> None:
     worker = WorkerSettings(address="0.0.0.0:50053", device_index=2, metrics_port=9093)
-    commands = commands_of(worker, ranks=2, cores=8, arguments=["--config", "pando.toml"])
-    assert [command[-8:] for command in commands] == [
+    settings = Settings(worker=worker, rpc=RpcSettings(probe_port=9200))
+    commands = commands_of(settings, ranks=2, cores=8, arguments=["--config", "pando.toml"])
+    assert [command[-10:] for command in commands] == [
         ("--worker.address", "0.0.0.0:50053", "--worker.device_index", "2", "--worker.threads", "4",
-         "--worker.metrics_port", "9093"),
+         "--worker.metrics_port", "9093", "--rpc.probe_port", "9200"),
         ("--worker.address", "0.0.0.0:50054", "--worker.device_index", "3", "--worker.threads", "4",
-         "--worker.metrics_port", "9094"),
+         "--worker.metrics_port", "9094", "--rpc.probe_port", "9201"),
     ]  # fmt: skip
     assert all(command[3:6] == ("services.worker", "--config", "pando.toml") for command in commands)
 
@@ -36,7 +38,7 @@ def test_each_rank_has_its_own_port_device_and_metrics() -> None:
 def test_a_ranks_own_flags_win_over_those_that_were_given() -> None:
     worker = WorkerSettings(address="[::]:7000")
     arguments = ["--worker.address", "[::]:7000", "--worker.threads", "1"]
-    last = commands_of(worker, ranks=2, cores=2, arguments=arguments)[1]
+    last = commands_of(Settings(worker=worker), ranks=2, cores=2, arguments=arguments)[1]
     settings = load_settings("worker", "", last[4:], environ={})
     assert settings.worker.address == "[::]:7001"
 
@@ -44,7 +46,7 @@ def test_a_ranks_own_flags_win_over_those_that_were_given() -> None:
 @pytest.mark.parametrize(("address", "ranks"), [("unix:/tmp/worker.sock", 2), ("localhost", 2), ("host:1", 0)])
 def test_what_cannot_be_counted_from_is_refused(address: str, ranks: int) -> None:
     with pytest.raises(ConfigurationError):
-        commands_of(WorkerSettings(address=address), ranks=ranks, cores=1, arguments=[])
+        commands_of(Settings(worker=WorkerSettings(address=address)), ranks=ranks, cores=1, arguments=[])
 
 
 async def test_one_that_ends_takes_the_others_along(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:
     assert template["leaderWorkerTemplate"]["size"] == 2
 
 
-@pytest.mark.parametrize("name", ["defaults", "example-h100", "example-h200-two-nodes", "model-from-s3"])
+@pytest.mark.parametrize(
+    "name", ["defaults", "example-h100", "example-h200-two-nodes", "model-from-s3", "given-issuer"]
+)
 def test_rendered_as_before(name: str, snapshot: SnapshotAssertion) -> None:
     texts = render_texts(VALUE_SETS[name])
     # What an operator reads and Grafana draws has tests of its own, and would drown the rest.

@@ -121,10 +121,40 @@ def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
     assert settings_of(objects)["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
     text = named(objects, "ConfigMap", "settings")["data"]["pando.toml"]
-    assert not re.search("token|secret", text.replace("tokenizer", ""))
-    [variable] = [v for v in container(pods(objects)["scheduler"])["env"] if v["name"].startswith("PANDO_")]
-    assert variable["name"] == "PANDO_SCHEDULER__ADMIN_TOKEN"
-    assert "valueFrom" in variable
+    assert not re.search("^ *(admin_token|token|secret) *=", text, re.MULTILINE)
+    [mount] = [m for m in container(pods(objects)["scheduler"])["volumeMounts"] if m["name"] == "admin"]
+    assert settings_of(objects)["scheduler"]["admin_token_file"] == f"{mount['mountPath']}/token"
+
+
+def test_services_trust_each_other_by_certificates_and_probes_need_none() -> None:
+    objects = render(VALUE_SETS["own-authority"])
+    rpc = Settings(**settings_of(objects)).rpc
+    assert (rpc.plaintext, rpc.probe_port) == (False, 9200)
+    for component, template in pods(objects).items():
+        [mount] = [m for m in container(template)["volumeMounts"] if m["name"] == "tls"]
+        assert str(rpc.certificate) == f"{mount['mountPath']}/tls.crt"
+        [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "tls"]
+        certificate = named(objects, "Certificate", component)["spec"]
+        assert certificate["secretName"] == volume["secret"]["secretName"]
+        if component != "gateway":
+            assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
+
+
+def test_every_address_of_the_ring_is_in_its_peers_certificate() -> None:
+    objects = render(VALUE_SETS["own-authority"])
+    settings = Settings(**settings_of(objects))
+    names = {c: named(objects, "Certificate", c)["spec"]["dnsNames"] for c in ("gateway", *SERVICES)}
+    assert settings.gateway.tokenizer.partition(":")[0] in names["tokenizer"]
+    assert settings.gateway.detokenizer.partition(":")[0] in names["detokenizer"]
+    assert settings.tokenizer.scheduler.partition(":")[0] in names["scheduler"]
+    for address in settings.scheduler.workers:
+        pod, _, rest = address.rpartition(":")[0].partition(".")
+        assert pod
+        assert f"*.{rest}" in names["worker"]
+
+
+def test_plaintext_is_asked_for_where_there_is_no_tls() -> None:
+    assert Settings(**settings_of(render({}))).rpc.plaintext
 
 
 def test_a_setting_changes_and_the_pods_are_replaced() -> None:

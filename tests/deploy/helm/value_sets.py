@@ -96,6 +96,17 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         }
         for name in ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
     },
+    "own-authority": {"tls": {"enabled": True}, "worker": {"tensorParallel": 2}},
+    "given-issuer": {
+        "tls": {
+            "enabled": True,
+            "tokenSecret": "ring-token",
+            "certManager": {"issuer": {"name": "corporate", "kind": "ClusterIssuer"}},
+        },
+        "gateway": {"certificateSecret": "llm-https"},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
+    "given-certificate": {"tls": {"enabled": True, "existingSecret": "ring"}},
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
 } | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}

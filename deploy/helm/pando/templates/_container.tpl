@@ -17,9 +17,9 @@
   {{- end }}
   env:
     - {name: HOME, value: /tmp}
-    {{- if and (eq .name "scheduler") $root.Values.adminToken.existingSecret }}
-    - name: PANDO_SCHEDULER__ADMIN_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ $root.Values.adminToken.existingSecret | quote }}, key: token}}
+    {{- if and $root.Values.tls.enabled $root.Values.tls.tokenSecret }}
+    - name: PANDO_RPC__TOKEN
+      valueFrom: {secretKeyRef: {name: {{ $root.Values.tls.tokenSecret | quote }}, key: token}}
     {{- end }}
     {{- if $isWorker }}
     - name: OMP_NUM_THREADS
@@ -54,6 +54,15 @@
     {{- if and (eq .name "gateway") $root.Values.apiKeys.existingSecret }}
     - {name: keys, mountPath: /etc/pando/keys, readOnly: true}
     {{- end }}
+    {{- if and (eq .name "gateway") $values.certificateSecret }}
+    - {name: https, mountPath: /etc/pando/https, readOnly: true}
+    {{- end }}
+    {{- if and (eq .name "scheduler") $root.Values.adminToken.existingSecret }}
+    - {name: admin, mountPath: /etc/pando/admin, readOnly: true}
+    {{- end }}
+    {{- if $root.Values.tls.enabled }}
+    - {name: tls, mountPath: /etc/pando/tls, readOnly: true}
+    {{- end }}
     {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne $root.Values.model.source "bundled") }}
     - {name: model, mountPath: /models, readOnly: true}
     {{- end }}
@@ -61,19 +70,21 @@
 
 {{/* Health "" says that the loop turns, the service's full name that a request would be served now. */}}
 {{- define "pando.probes" -}}
-{{- $port := .facts.port -}}
+{{- /* The kubelet's gRPC probes speak no TLS. */}}
+{{- $port := ternary 9200 .facts.port .root.Values.tls.enabled -}}
+{{- $scheme := ternary "HTTPS" "HTTP" (ne .root.Values.gateway.certificateSecret "") -}}
 {{- if eq .name "gateway" -}}
 startupProbe:
-  httpGet: {path: /health, port: http}
+  httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /health, port: http}
+  httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  httpGet: {path: /ready, port: http}
+  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 3
 {{- else -}}

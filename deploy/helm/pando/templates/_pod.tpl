@@ -78,6 +78,18 @@ volumes:
   - name: keys
     secret: {secretName: {{ $root.Values.apiKeys.existingSecret | quote }}}
   {{- end }}
+  {{- if and (eq .name "gateway") $values.certificateSecret }}
+  - name: https
+    secret: {secretName: {{ $values.certificateSecret | quote }}}
+  {{- end }}
+  {{- if and (eq .name "scheduler") $root.Values.adminToken.existingSecret }}
+  - name: admin
+    secret: {secretName: {{ $root.Values.adminToken.existingSecret | quote }}}
+  {{- end }}
+  {{- if $root.Values.tls.enabled }}
+  - name: tls
+    secret: {secretName: {{ default (printf "%s-%s-tls" (include "pando.fullname" $root) .name) $root.Values.tls.existingSecret }}}
+  {{- end }}
   {{- if $needsModel }}
   {{- with include "pando.modelVolumes" $root | trim }}{{ . | nindent 2 }}{{ end }}
   {{- end }}

@@ -64,6 +64,13 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $workers := include "pando.workerAddresses" . | fromJsonArray -}}
 {{- $rendezvous := printf "%s:29555" (include "pando.workerHost" (dict "root" . "pod" 0)) -}}
 {{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "workers" $workers "rendezvous" $rendezvous "drain_s" (int .Values.scheduler.drainSeconds)) -}}
+{{- if .Values.adminToken.existingSecret }}{{ $_ := set $own.scheduler "admin_token_file" "/etc/pando/admin/token" }}{{ end -}}
+{{- if .Values.gateway.certificateSecret }}{{ $_ := merge $own.gateway (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
+{{- $rpc := dict "plaintext" true -}}
+{{- if .Values.tls.enabled -}}
+{{- $rpc = dict "certificate" "/etc/pando/tls/tls.crt" "key" "/etc/pando/tls/tls.key" "authority" "/etc/pando/tls/ca.crt" "probe_port" 9200 -}}
+{{- end -}}
+{{- $_ := set $own "rpc" $rpc -}}
 {{- $_ := set $own.worker "device" .Values.worker.device -}}
 {{- mergeOverwrite (deepCopy .Values.settings) $own | toJson -}}
 {{- end -}}
