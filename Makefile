@@ -45,7 +45,7 @@ soak: install-dev ## Run the tests that take minutes to hours: random operations
 	$(BIN)/python -m pytest -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
-	$(BIN)/python -m pytest -m e2e $(ARGS) tests
+	$(BIN)/python -m pytest -m "e2e and not soak" $(ARGS) tests
 
 lint: install-dev ## Style, import contracts, file lengths, proto style
 	$(BIN)/ruff check .
