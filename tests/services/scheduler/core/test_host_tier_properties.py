@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from common.types import CacheMode, FinishReason, Principal, RequestId
 from services.scheduler.cache.config import CacheConfig
@@ -156,3 +157,12 @@ class HostTierMachine(RuleBasedStateMachine):
 
 TestHostTier = HostTierMachine.TestCase
 TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ninety_thousand_steps() -> None:
+    run_state_machine_as_test(
+        HostTierMachine, settings=settings(max_examples=1500, stateful_step_count=60, deadline=None)
+    )

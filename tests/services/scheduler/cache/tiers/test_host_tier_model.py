@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import Principal
@@ -216,3 +217,12 @@ class HostTierMachine(RuleBasedStateMachine):
 
 TestHostTier = HostTierMachine.TestCase
 TestHostTier.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_steps() -> None:
+    run_state_machine_as_test(
+        HostTierMachine, settings=settings(max_examples=2000, stateful_step_count=50, deadline=None)
+    )
