@@ -20,6 +20,7 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
     return {(entry["label"], entry["metric"]): entry["verdict"] for entry in json.loads(path.read_text())}
 
 
+@pytest.mark.timeout(600)
 def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_aware_one(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     flags = ["--modes", "shared", "user_aware", "--thresholds", "--json", str(path)]

@@ -41,9 +41,10 @@ def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.Captur
     assert all(values[metric] > 0 for metric in expected)
 
 
+@pytest.mark.timeout(600)
 def test_tenants_measures_modes_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
-    small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "0.5"]
+    small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "1"]
     assert main(["bench", "tenants", *FAKE, *small, "--json", str(path)]) == 0
     assert "request_throughput / isolated" in capsys.readouterr().out
     found = {(entry["label"], entry["metric"]): entry["value"] for entry in json.loads(path.read_text())}
