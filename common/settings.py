@@ -185,8 +185,8 @@ class WorkerSettings(Section):
     """Which GPU of this host."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the engine; 0: as many as this process has cores."""
-    backend: Literal["auto", "torch", "compiled"] = "auto"
-    """Operators: compiled ones on CPUs where they can be built, or plain torch."""
+    backend: Literal["auto", "torch", "compiled", "gpu"] = "auto"
+    """Operators: compiled ones on CPUs where they can be built, Triton and FlashInfer on GPUs, or plain torch."""
     storage: SecretStr | None = None
     """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as
     redis://, rediss:// or unix:// URL; absent: nowhere. All who can read it are trusted with what users have said."""

@@ -34,6 +34,11 @@ class EngineThread:
         """Start running commands."""
         self._thread.start()
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether something waits to be run."""
+        return not self._commands.empty()
+
     def submit(self, command: Command) -> None:
         """Queue a command; it handles its own errors."""
         self._commands.put(command)

@@ -224,6 +224,7 @@ class Executor:
             return
         try:
             self._engine.execute(plan, emit)
+            self._engine.settle(lambda: self._thread.has_commands)
         except SessionEndedError:
             pass  # whoever ended it has the rows freed
         except InvalidPlanError as error:

@@ -39,6 +39,9 @@ class ScriptedEngine:
         self.before_configure()
         return self.inner.configure(spec, report)
 
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        self.inner.settle(is_wanted)
+
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         self.before_execute()
         self.plans.append(plan)

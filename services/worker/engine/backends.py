@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BACKENDS = ("auto", "torch", "compiled")
+BACKENDS = ("auto", "torch", "compiled", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class RunnerOptions:
     threads: int = 0
     """CPU threads; 0: the cores this process may use, shared out among ranks that meet on this host."""
     backend: str = "auto"
-    """auto, torch or compiled; auto compiles operators for CPUs and uses torch on GPUs."""
+    """auto, torch, compiled or gpu; auto compiles operators for CPUs, and takes Triton and FlashInfer on GPUs."""
 
 
 class Backend(Protocol):
@@ -151,6 +152,8 @@ def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary 
         raise ConfigurationError(f"backend {options.backend!r} is not one of {', '.join(BACKENDS)}")
     if options.backend == "compiled" and device.type != "cpu":
         raise ConfigurationError(f"backend=compiled runs on CPUs, not on {device}")
+    if options.backend == "gpu" and device.type == "cpu":
+        raise ConfigurationError("backend=gpu needs a GPU")
     if options.backend == "torch" or device.type != "cpu":
         return None
     try:
@@ -167,3 +170,27 @@ def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary 
 def select_backend(library: NativeLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
     """Return the kernels to use: the compiled ones if they are there, else those of torch."""
     return TorchBackend(dtype, device) if library is None else NativeBackend(library, dtype, threads)
+
+
+def select_gpu_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int) -> Backend:
+    """Return the kernels to use on a GPU, for up to `max_rows` rows; those of torch, with a warning, if need be.
+
+    Raises:
+        ConfigurationError: backend=gpu was asked for and cannot be had.
+    """
+    if options.backend == "torch":
+        return TorchBackend(dtype, device)
+    reason = None
+    if dtype.itemsize != 2:
+        reason = f"the GPU's own kernels compute in bfloat16 or float16, not {dtype}"
+    elif importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed; install it: pip install 'pando[gpu]'"
+    if reason is None:
+        # Only here: the CPU does without.
+        from services.worker.engine.kernels.gpu.backend import GpuBackend
+
+        return GpuBackend(dtype, device, max_rows)
+    if options.backend == "gpu":
+        raise ConfigurationError(f"backend=gpu: {reason}")
+    log.warning("Plain torch computes, many times slower: %s", reason)
+    return TorchBackend(dtype, device)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.engine.passes import HostBatch
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -28,6 +30,9 @@ class ForwardBatch:
     decode_rows: int
     max_query_length: int
     max_key_length: int
+    # [rows] int32, each sequence's row of `page_table`; None: its own index
+    table_rows: torch.Tensor | None = None
+    host: HostBatch | None = None  # the same in host memory, for kernels whose work is planned there
 
     @property
     def rows(self) -> int:

@@ -33,11 +33,16 @@ class Engine(Protocol):
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan and emit one result per forward pass, the final one with `last` set.
 
+        Results that the device still computes are emitted by the next `execute` or by `settle`.
+
         Anything raised, by `emit` too, leaves the rows undefined until `reset`.
 
         Raises:
             InvalidPlanError: the plan contradicts the rows; nothing was computed for it.
         """
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Emit the results that are still owed, by and by; return early once `is_wanted`, for the next `execute`."""
 
     def reset(self) -> None:
         """Free all rows: a new stream of plans begins. The weights stay."""

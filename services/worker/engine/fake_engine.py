@@ -77,6 +77,9 @@ class FakeEngine:
         assert self._plans is not None, "execute before configure"
         self._plans.run(plan, emit)
 
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Do nothing: every result was emitted at once."""
+
     def reset(self) -> None:
         """Free all rows."""
         if self._plans is not None:

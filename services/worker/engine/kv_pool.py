@@ -44,6 +44,8 @@ def allocate_pool(
         case KvLayout.LANES:
             key_page = (shape.kv_heads, shape.head_dim, shape.page_size)
             value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
+        case KvLayout.HEAD_MAJOR:
+            key_page = value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
     arena = HostArena()
     return KvPool(
         layers=tuple(

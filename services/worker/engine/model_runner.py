@@ -20,6 +20,7 @@ from services.worker.engine.backends import (
     select_backend,
     select_device,
     select_dtype,
+    select_gpu_backend,
     select_kv_dtype,
 )
 from services.worker.engine.calibration import calibrate
@@ -29,8 +30,9 @@ from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_pool import HostPool, allocate_host_pool, count_host_pages
 from services.worker.engine.host_tier import make_transfers
-from services.worker.engine.kernels.interface import AttentionShape
+from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.kv_pool import KvPool, allocate_pool, bytes_per_token
+from services.worker.engine.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.rotary import rotary_table
@@ -54,11 +56,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Transformer, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device
-    ) -> None:
+        self, model: Transformer, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device,
+        *, is_resident: bool = False,
+    ) -> None:  # fmt: skip
         """Put together what `load` made."""
         self.capacity = capacity
         self.device = device
+        # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
+        self.is_resident = is_resident
         self._model = model
         self._pool = pool
         self._group = group
@@ -97,6 +102,11 @@ class ModelRunner:
         Returns:
             [samples, vocabulary] float32 on rank 0, in the order of `batch.sample_indices`; [0, vocabulary] elsewhere.
         """
+        return self._model.forward(batch, self._pool).float()
+
+    @torch.inference_mode()
+    def compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one pass without waiting for it; return logits as `forward` does, but in the model's own type."""
         return self._model.forward(batch, self._pool)
 
     @torch.inference_mode()
@@ -124,7 +134,7 @@ class _Loader:
         self._report = report
         self._device = select_device(options)
         report(0.0, "reading the model's configuration")
-        self._checkpoint: Checkpoint = open_checkpoint(spec.model, spec.load_format)
+        self._checkpoint: Checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
         self._config = self._checkpoint.config
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
         threads = count_threads(options, spec)
@@ -134,7 +144,11 @@ class _Loader:
         report(0.0, "preparing kernels")
         library = find_library(options, self._device)
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library)
-        self._backend: Backend = select_backend(library, self._dtype, self._device, threads)
+        self._backend: Backend = (
+            select_backend(library, self._dtype, self._device, threads)
+            if self._device.type == "cpu"
+            else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
+        )
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._shape = AttentionShape(
             len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size
@@ -150,13 +164,8 @@ class _Loader:
         weights = Assembler(self._checkpoint, self._shard, self._backend.kernels, self._dtype, self._device).weights(
             lambda share: self._report(0.98 * share, "loading weights")
         )
-        self._report(0.98, "allocating the KV pool")
         context = longest_context(spec, config)
         attention = self._backend.attention(self._shape, rotary_table(config, context, self._device))
-        pages = group.minimum(self._count_pages(context, free_before))
-        pool = allocate_pool(
-            self._shape, config.layers, pages, attention.layout, dtype=self._kv_dtype, device=self._device
-        )
         model = Transformer(
             weights,
             config.norm_epsilon,
@@ -165,13 +174,18 @@ class _Loader:
             attention=attention,
             group=group,
         )
-        capacity = self._capacity(pool, min(context, pages * spec.page_size), attention.layout.value)
+        self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
+        reserve = self._reserve(model, context, attention.layout)
+        pages = group.minimum(self._count_pages(context, free_before, reserve))
+        # Rows that fill a captured batch up write to a page behind the last one.
+        pool = self._pool(pages + self._is_resident, attention.layout)
+        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), attention.layout.value)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
             spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
             torch.get_num_threads(),
         )  # fmt: skip
-        runner = ModelRunner(model, pool, capacity, group, self._device)
+        runner = ModelRunner(model, pool, capacity, group, self._device, is_resident=self._is_resident)
         host_pages = group.minimum(self._count_host_pages(pool))
         if host_pages:
             self._report(0.99, "measuring what the host tier is worth")
@@ -185,18 +199,41 @@ class _Loader:
             return int(torch.cuda.mem_get_info(self._device)[0])
         return available_memory()
 
-    def _count_pages(self, context: int, free_before: int) -> int:
+    @property
+    def _is_resident(self) -> bool:
+        return self._backend.name == "gpu"
+
+    def _pool(self, pages: int, layout: KvLayout) -> KvPool:
+        return allocate_pool(self._shape, self._config.layers, pages, layout, dtype=self._kv_dtype, device=self._device)
+
+    def _reserve(self, model: Transformer, context: int, layout: KvLayout) -> int:
+        """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
+        spec = self._spec
+        element_bytes = self._backend.kernels.activation_dtype.itemsize
+        estimate = activation_reserve(spec, self._config, element_bytes)
+        if not self._is_resident or spec.device_pages is not None:
+            return estimate
+        lengths = prompts_of(spec.max_step_tokens, context)
+        pool = self._pool(pages_of(lengths, spec.page_size), layout)
+        batch = made_up_batch(
+            lengths,
+            spec.page_size,
+            self._config.vocabulary_size,
+            self._device,
+            min(spec.max_rows, spec.max_step_tokens),
+        )
+        peak = measure_peak(lambda: model.forward(batch, pool), self._device)
+        log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
+        # Sampling parameters that the host looks at take copies of the logits.
+        return peak + 3 * spec.max_rows * self._config.vocabulary_size * 4
+
+    def _count_pages(self, context: int, free_before: int, reserve: int) -> int:
         is_host = self._device.type == "cpu"
         memory = MemoryMeasure(
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
         )
-        element_bytes = self._backend.kernels.activation_dtype.itemsize
         return count_pages(
-            self._spec,
-            context,
-            bytes_per_token(self._shape, self._config.layers, self._kv_dtype),
-            activation_reserve(self._spec, self._config, element_bytes),
-            memory,
+            self._spec, context, bytes_per_token(self._shape, self._config.layers, self._kv_dtype), reserve, memory
         )
 
     def _count_host_pages(self, pool: KvPool) -> int:
@@ -207,14 +244,14 @@ class _Loader:
             free -= pool.pages * page_bytes
         return count_host_pages(self._spec, page_bytes, free)
 
-    def _capacity(self, pool: KvPool, context: int, layout: str) -> EngineCapacity:
+    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str) -> EngineCapacity:
         spec, shard = self._spec, self._shard
         parts = (
             self._checkpoint.identity, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
         return EngineCapacity(
-            device_pages=pool.pages,
+            device_pages=pages,
             page_size=spec.page_size,
             max_context=context,
             vocabulary_size=self._config.vocabulary_size,

@@ -104,6 +104,9 @@ class PlanRunner:
         if self._transfers is not None:
             self._transfers.reset()
 
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Do nothing: every result was emitted at once."""
+
     def _take_acks(self, forward: ForwardPass) -> tuple[TransferAck, ...]:
         if self._transfers is None:
             return ()

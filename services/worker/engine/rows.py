@@ -99,17 +99,34 @@ class RowTable:
         """Count chunks as computed."""
         self.computed[rows] += lengths
 
+    def advance(self, rows: RowIndices) -> NDArray[np.bool_]:
+        """Make room for the token that each row is about to get; return which have reached their length.
+
+        Rows go on decoding, but those that are returned have stopped. `record` brings the tokens.
+        """
+        positions = self.lengths[rows]
+        # Every id before the new one is computed then, however the row got here.
+        self.computed[rows] = positions
+        self.lengths[rows] = positions + 1
+        at_limit: NDArray[np.bool_] = positions + 1 >= self.max_total_tokens[rows]
+        self.phase[rows] = np.where(at_limit, np.uint8(Phase.STOPPED), np.uint8(Phase.DECODE))
+        return at_limit
+
+    def record(self, rows: RowIndices, positions: NDArray[np.int64], token_ids: TokenIds) -> NDArray[np.bool_]:
+        """Put tokens in the places that `advance` made; return which of them stop their row."""
+        self.token_ids[rows, positions] = token_ids
+        hits_stop: NDArray[np.bool_] = (self.stop_ids.values[rows] == token_ids[:, None]).any(axis=1)
+        return hits_stop & (positions >= self.stops_from[rows])
+
+    def stop(self, rows: RowIndices) -> None:
+        """Take rows out of decoding until they are closed."""
+        self.phase[rows[self.phase[rows] == Phase.DECODE]] = Phase.STOPPED
+
     def append_tokens(self, rows: RowIndices, token_ids: TokenIds) -> tuple[RowStop, ...]:
         """Give each row its sampled token; rows go on decoding unless they are returned as stopped."""
         positions = self.lengths[rows]
-        self.token_ids[rows, positions] = token_ids
-        # Every id before the new one is computed now, however the row got here.
-        self.computed[rows] = positions
-        self.lengths[rows] = positions + 1
-        hits_stop = (self.stop_ids.values[rows] == token_ids[:, None]).any(axis=1)
-        hits_stop &= positions >= self.stops_from[rows]
-        hits_length = positions + 1 >= self.max_total_tokens[rows]
-        self.phase[rows] = Phase.DECODE
+        hits_length = self.advance(rows)
+        hits_stop = self.record(rows, positions, token_ids)
         stopped = hits_stop | hits_length
         if not stopped.any():
             return ()

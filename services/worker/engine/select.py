@@ -42,6 +42,11 @@ class SelectedEngine:
         assert self._engine is not None, "execute before configure"
         self._engine.execute(plan, emit)
 
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Emit what is still computed."""
+        if self._engine is not None:
+            self._engine.settle(is_wanted)
+
     def reset(self) -> None:
         """Free all rows."""
         if self._engine is not None:

@@ -12,16 +12,20 @@ import torch
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from services.worker.engine.batch import ForwardBatch
 from services.worker.engine.engine import Emit, ProgressReport
+from services.worker.engine.lagged_plan_runner import LaggedPlanRunner
+from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.passes import ForwardPass, HostBatch, gather
 from services.worker.engine.plan import PlanLimits
 from services.worker.engine.plan_runner import PlanRunner, Sampled
 from services.worker.engine.rows import RowTable
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
+from services.worker.engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from services.worker.engine.gpu_stepper import GpuStepper
     from services.worker.engine.host_pool import HostPool
     from services.worker.engine.transfers import Transfers
 
@@ -55,7 +59,8 @@ class TorchEngine:
         self._load_runner = load_runner
         self._spec: EngineSpec | None = None
         self._runner: Runner | None = None
-        self._plans: PlanRunner | None = None
+        self._stepper: GpuStepper | None = None
+        self._plans: PlanRunner | LaggedPlanRunner | None = None
 
     @property
     def open_rows(self) -> int:
@@ -76,16 +81,37 @@ class TorchEngine:
         capacity = self._runner.capacity
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
         limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
-        stepper = TorchStepper(self._runner, SamplingTable(spec.max_rows, capacity.vocabulary_size), rank=spec.rank)
-        transfers = self._runner.transfers
-        self._plans = PlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=spec.rank == 0)
+        transfers, is_first = self._runner.transfers, spec.rank == 0
+        if isinstance(self._runner, ModelRunner) and self._runner.is_resident:
+            stepper = self._stepper or self._make_gpu_stepper(self._runner, spec, report)
+            self._plans = LaggedPlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=is_first)
+            return capacity
+        table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
+        plain = TorchStepper(self._runner, table, rank=spec.rank)
+        self._plans = PlanRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
         return capacity
+
+    def _make_gpu_stepper(self, runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> GpuStepper:
+        # Only here: it imports Triton.
+        from services.worker.engine.gpu_stepper import GpuStepper
+
+        with torch.inference_mode():
+            stepper = GpuStepper(runner, spec)
+            stepper.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
+            warm_up(stepper, runner.capacity, spec)
+        self._stepper = stepper
+        return stepper
 
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan; see `Engine.execute`."""
         assert self._plans is not None, "execute before configure"
         with torch.inference_mode():
             self._plans.run(plan, emit)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Emit what is still computed; see `Engine.settle`."""
+        if self._plans is not None:
+            self._plans.settle(is_wanted)
 
     def reset(self) -> None:
         """Free all rows."""
@@ -95,6 +121,7 @@ class TorchEngine:
     def close(self) -> None:
         """Give back the model's memory and its group."""
         runner, self._runner, self._plans, self._spec = self._runner, None, None, None
+        self._stepper = None
         if runner is not None:
             runner.close()
 

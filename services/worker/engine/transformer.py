@@ -62,26 +62,30 @@ class Transformer:
         self._group = group
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return logits [samples, vocabulary] float32 on rank 0, [0, vocabulary] on the others."""
+        """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
         hidden = self._embed(batch.token_ids)
         *inner, last = zip(self._weights.layers, pool.layers, strict=True)
         for layer, kv in inner:
-            queries = self._attention.store(self._project(layer, hidden), kv, layer.head_norms, batch)
-            self._finish_layer(layer, hidden, self._attention.attend(queries, kv, batch))
+            attended = self._attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, batch)
+            self._finish_layer(layer, hidden, attended)
         layer, kv = last
-        queries = self._attention.store(self._project(layer, hidden), kv, layer.head_norms, batch)
+        projected = self._project(layer, hidden)
         if batch.sample_indices.shape[0] == 0:
-            return hidden.new_empty(0, self._vocabulary[-1].stop, dtype=torch.float32)
+            self._attention.store(projected, kv, layer.head_norms, batch)
+            return hidden.new_empty(0, self._vocabulary[-1].stop)
         sampled = sampled_rows(batch)
         if sampled is None:
-            self._finish_layer(layer, hidden, self._attention.attend(queries, kv, batch))
-            hidden = hidden[batch.sample_indices]
+            attended = self._attention.store_and_attend(projected, kv, layer.head_norms, batch)
+            self._finish_layer(layer, hidden, attended)
+            # A pass that only decodes samples every token.
+            hidden = hidden if batch.decode_rows == hidden.shape[0] else hidden[batch.sample_indices]
         else:
             # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
             hidden = hidden[batch.sample_indices]
+            queries = self._attention.store(projected, kv, layer.head_norms, batch)
             self._finish_layer(layer, hidden, self._attention.attend(queries[batch.sample_indices], kv, sampled))
         hidden = self._kernels.rms_norm(hidden, self._weights.output_norm, self._epsilon)
-        return self._group.gather_columns(self._weights.head(hidden), self._vocabulary).float()
+        return self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.world_size == 1:

@@ -80,6 +80,10 @@ class StoringEngine:
 
         self._inner.execute(plan, emit_with_acks)
 
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Emit what the inner engine still owes."""
+        self._inner.settle(is_wanted)
+
     def reset(self) -> None:
         """Free all rows; open transfers are void."""
         self._end_stream()

@@ -21,11 +21,12 @@ class DummyCheckpoint:
     A block of `_PERIOD` normal values is repeated, which keeps reading 8 billion of them a matter of seconds.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        """Make weights for `config`."""
+    def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
+        """Make weights for `config`, the same on any device, where they are spread out."""
         self.config = config
         self.identity = f"dummy-{seed}"
         self._seed = seed
+        self._device = device
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
@@ -39,7 +40,7 @@ class DummyCheckpoint:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         width = shape[1] if len(shape) > 1 else 1
-        block = torch.randn(min(_PERIOD, shape[0] * width), generator=generator) * _DEVIATION
+        block = torch.randn(min(_PERIOD, shape[0] * width), generator=generator).mul_(_DEVIATION).to(self._device)
         start, count = rows.start * width, (rows.stop - rows.start) * width
         offset = start % _PERIOD
         repeated = block.repeat(-(-(offset + count) // len(block)))[offset : offset + count]

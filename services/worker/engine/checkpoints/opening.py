@@ -11,13 +11,15 @@ from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint, read_config
 
 if TYPE_CHECKING:
+    import torch
+
     from services.worker.engine.checkpoints.interface import Checkpoint
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
-def open_checkpoint(reference: str, load_format: str) -> Checkpoint:
-    """Open the model that `reference` names.
+def open_checkpoint(reference: str, load_format: str, device: torch.device | None = None) -> Checkpoint:
+    """Open the model that `reference` names; weights that are made up are made on `device`.
 
     Raises:
         ConfigurationError: there is no such model, or not in this format.
@@ -27,7 +29,8 @@ def open_checkpoint(reference: str, load_format: str) -> Checkpoint:
     files = resolve(reference)
     if load_format == "dummy":
         is_gguf = files.kind is ModelKind.GGUF
-        return DummyCheckpoint(GgufCheckpoint(files.path).config if is_gguf else read_config(files.path))
+        config = GgufCheckpoint(files.path).config if is_gguf else read_config(files.path)
+        return DummyCheckpoint(config, device=device)
     if files.kind is ModelKind.GGUF and load_format in ("auto", "gguf"):
         return GgufCheckpoint(files.path)
     if files.kind is ModelKind.DIRECTORY and load_format in ("auto", "safetensors"):

@@ -20,6 +20,8 @@ class KvLayout(Enum):
     LANES = "lanes"
     """keys [pages, kv_heads, head_dim, page_size], values [pages, kv_heads, page_size, head_dim]: a vector register
     holds one component of successive keys, so that scores need no sum across lanes."""
+    HEAD_MAJOR = "head_major"
+    """keys and values [pages, kv_heads, page_size, head_dim]: what one head reads of a page is contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +116,10 @@ class AttentionBackend(Protocol):
 
     def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
         """Return the attention output [tokens, query_heads * head_dim] of all of `batch`'s tokens."""
+        ...
+
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Do both, in one go where that is faster."""
         ...

@@ -82,6 +82,12 @@ class NativeAttention:
         )
         return outputs
 
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Do one after the other."""
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+
 
 def fits(library: NativeLibrary, shape: AttentionShape) -> bool:
     """Return whether the operators can serve heads of `shape`: they work on whole vector registers."""

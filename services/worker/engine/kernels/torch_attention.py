@@ -56,6 +56,12 @@ class TorchAttention:
                 outputs[chunk] = self._prefill(heads[chunk], layer, batch.page_table[row], lengths[row])
         return outputs.flatten(1)
 
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Do one after the other."""
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
         first, second = heads.float().chunk(2, dim=-1)

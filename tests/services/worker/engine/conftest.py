@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.services.worker.engine.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+if not torch.cuda.is_available():
+    # Triton reads it when a program is defined: without a GPU its interpreter runs them, where it is installed.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ def generate(reference: str, device: str, dtype: str, steps: int = 24) -> dict[i
     engine.execute(StepPlan(StepId(1), opens=opens, prefills=first), results.append)
     engine.execute(StepPlan(StepId(2), prefills=(chunk(2, 40, 30),)), results.append)
     engine.execute(StepPlan(StepId(3), steps=steps), results.append)
+    engine.settle(lambda: False)
     engine.close()
     assert not [result.error for result in results if result.error]
     passes = [tokens_by_row(result) for result in results]

@@ -16,7 +16,7 @@ from services.worker.storage.tier import StorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from services.worker.engine.engine import Emit, ProgressReport
 
@@ -41,6 +41,9 @@ class InnerEngine:
         assert not any(transfer.direction.uses_storage for transfer in plan.transfers)
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
         emit(StepResult(plan.step_id, 0, last=True, acks=acks))
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        self.calls.append("settle")
 
     def reset(self) -> None:
         self.calls.append("reset")

@@ -1,0 +1,107 @@
+"""Attention on a GPU: decoding rows by our own program, chunks by FlashInfer or, without it, by torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.worker.engine.kernels.gpu import elementwise
+from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
+from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+
+if TYPE_CHECKING:
+    from services.worker.engine.batch import ForwardBatch
+
+
+class ChunkAttention(Protocol):
+    """Attention of the rows of a batch that prefill."""
+
+    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+        """Fill `outputs` from `queries`, both [tokens of chunks, query_heads, head_dim]."""
+
+
+class GpuAttention:
+    """See `AttentionBackend`; keys and values lie head by head within a page."""
+
+    layout = KvLayout.HEAD_MAJOR
+
+    def __init__(self, shape: AttentionShape, angles: torch.Tensor, chunks: ChunkAttention, max_rows: int) -> None:
+        """Serve up to `max_rows` decoding rows at once; `angles` is `rotary_table`'s."""
+        self._shape = shape
+        self._angles = angles
+        self._chunks = chunks
+        self._decode = DecodeAttention(shape, max_rows, angles.device)
+        self._own_rows = torch.arange(max_rows, dtype=torch.int32, device=angles.device)
+
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+        """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
+        return elementwise.rotate_and_store(qkv, layer, norms, batch, self._shape, self._angles)
+
+    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        """Attend over cached and new tokens; see `AttentionBackend.attend`."""
+        decoding = batch.decode_rows
+        if decoding == batch.rows:
+            return self._attend_decoding(queries, layer, batch)
+        outputs = queries.new_empty(queries.shape)
+        if decoding:
+            outputs[:decoding] = self._attend_decoding(queries[:decoding], layer, batch)
+        heads = (-1, self._shape.query_heads, self._shape.head_dim)
+        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch)
+        return outputs
+
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Do both in one program where all rows decode."""
+        if batch.decode_rows != batch.rows:
+            return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+        return self._decode.store_and_attend(
+            qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms
+        )
+
+    def _rows_of(self, batch: ForwardBatch) -> torch.Tensor:
+        rows = self._own_rows if batch.table_rows is None else batch.table_rows
+        return rows[: batch.decode_rows]
+
+    def _attend_decoding(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        return self._decode(queries, layer, batch.page_table, self._rows_of(batch), batch.key_lengths)
+
+
+class TorchChunkAttention:
+    """Row by row over gathered pages: right everywhere, slow with many rows."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        """Serve heads of `shape`."""
+        self._shape = shape
+
+    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+        """Attend; see `ChunkAttention`."""
+        starts, lengths = host_lists(batch)
+        first = starts[batch.decode_rows]
+        for row in range(batch.decode_rows, batch.rows):
+            chunk = slice(starts[row] - first, starts[row + 1] - first)
+            pages = batch.page_table[row, : -(-lengths[row] // self._shape.page_size)].long()
+            keys, values = (self._gather(pool, pages, lengths[row]) for pool in (layer.keys, layer.values))
+            attended = scaled_dot_product_attention(
+                queries[chunk].transpose(0, 1)[None].contiguous(),
+                keys.to(queries.dtype),
+                values.to(queries.dtype),
+                attn_mask=causal_lower_right(chunk.stop - chunk.start, lengths[row]),
+                enable_gqa=True,
+            )
+            outputs[chunk] = attended[0].transpose(0, 1)
+
+    @staticmethod
+    def _gather(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+        """Return [1, kv_heads, length, head_dim]."""
+        return pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
+def host_lists(batch: ForwardBatch) -> tuple[list[int], list[int]]:
+    """Return query starts and key lengths; waits for the device only if the batch was made there."""
+    if batch.host is not None:
+        return batch.host.query_starts.tolist(), batch.host.key_lengths.tolist()
+    return batch.query_starts.tolist(), batch.key_lengths.tolist()

@@ -1,0 +1,49 @@
+"""The family of GPU kernels; this folder is the only place that imports Triton and FlashInfer."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING
+
+from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
+from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
+
+log = logging.getLogger(__name__)
+
+# Head sizes for which FlashInfer compiles its kernels.
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+class GpuBackend:
+    """Triton programs, torch's matrix products, FlashInfer for chunks."""
+
+    name = "gpu"
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, max_rows: int) -> None:
+        """Compute in `dtype` on `device`, with at most `max_rows` rows that decode."""
+        self.kernels: Kernels = GpuKernels(dtype, device)
+        self._device = device
+        self._max_rows = max_rows
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return the attention for one model shape."""
+        return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)
+
+    def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:
+        if importlib.util.find_spec("flashinfer") is None:
+            log.warning(
+                "FlashInfer is not installed, prompts are computed slower; install it: pip install 'pando[gpu]'"
+            )
+            return TorchChunkAttention(shape)
+        if shape.head_dim not in _FLASHINFER_HEAD_DIMS:
+            log.warning("FlashInfer has no kernels for head_dim %d, prompts are computed slower", shape.head_dim)
+            return TorchChunkAttention(shape)
+        from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
+
+        return FlashInferChunkAttention(shape, self._device)

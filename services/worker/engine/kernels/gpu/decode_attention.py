@@ -1,0 +1,251 @@
+"""Attention of single queries over paged keys and values, as one Triton program per row, KV head and part.
+
+Nothing is planned on the host: lengths and page tables are read on the device, so a captured launch stays right while
+rows grow. Long rows of small batches are cut into parts (flash-decoding); whoever finishes a row's last part merges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
+
+# The smallest matrix that tensor cores multiply.
+_LEAST_QUERIES = 16
+_MOST_PARTS = 16
+
+
+@triton.jit
+def _turned(
+    heads, norm, epsilon, cosines, sines, columns, in_head,
+    HEAD_DIM: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Return heads [heads, head_dim] from their addresses, normalised and rotated, in their own type."""
+    element = heads.dtype.element_ty
+    # Halves of a head are rotated against each other: each component needs its partner in the other half.
+    partners = tl.where(columns < HEAD_DIM // 2, columns + HEAD_DIM // 2, columns - HEAD_DIM // 2)
+    inside = in_head[None, :]
+    mine = tl.load(heads + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(heads + partners[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(mine * mine, axis=1) / HEAD_DIM + epsilon)[:, None]
+        # Rounded where the reference rounds.
+        my_factors = tl.load(norm + columns, mask=in_head, other=0.0)[None, :]
+        other_factors = tl.load(norm + partners, mask=in_head, other=0.0)[None, :]
+        mine = ((mine * scale).to(element) * my_factors).to(tl.float32)
+        other = ((other * scale).to(element) * other_factors).to(tl.float32)
+    signed = tl.where((columns < HEAD_DIM // 2)[None, :], -other, other)
+    return (mine * cosines[None, :] + signed * sines[None, :]).to(element)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _decode(
+    qkv, keys, values, outputs, page_table, rows, lengths, partial, weights, counters,
+    angles, query_norm, key_norm, epsilon,
+    scale, stride_token_in, stride_page, stride_head, stride_token, stride_table,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
+    MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    index = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    length = tl.load(lengths + index)
+    table = page_table + tl.load(rows + index).to(tl.int64) * stride_table
+    # A program that stores takes the newest token from its input, the others find it in the pool.
+    stored = length - 1 if STORES else length
+    if PARTS == 1:
+        start = 0
+        end = stored
+        parts = 1
+    else:
+        share = tl.maximum(tl.cdiv(tl.cdiv(stored, PARTS), BLOCK) * BLOCK, LEAST_PART)
+        parts = tl.maximum(tl.cdiv(stored, share), 1)
+        start = part * share
+        end = tl.minimum(start + share, stored)
+    if part < parts:
+        group = tl.arange(0, QUERIES)
+        columns = tl.arange(0, WIDTH)
+        in_group = group < GROUP
+        in_head = columns < HEAD_DIM
+        of_query = (head * GROUP + group)[:, None] * HEAD_DIM + columns[None, :]
+        of_token = qkv + index * stride_token_in
+        # Rows of the tile beyond the group repeat its first head.
+        of_heads = of_token + (head * GROUP + tl.where(in_group, group, 0))[:, None] * HEAD_DIM
+        largest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        sums = tl.zeros([QUERIES, WIDTH], tl.float32)
+        if STORES:
+            angle = angles + (length - 1).to(tl.int64) * HEAD_DIM
+            half = tl.where(columns < HEAD_DIM // 2, columns, columns - HEAD_DIM // 2)
+            cosines = tl.load(angle + half, mask=in_head, other=0.0)
+            sines = tl.load(angle + HEAD_DIM // 2 + half, mask=in_head, other=0.0)
+            query = _turned(
+                of_heads, query_norm, epsilon, cosines, sines, columns, in_head, HEAD_DIM=HEAD_DIM, NORMED=NORMED
+            )
+            query = tl.where(in_head[None, :], query, 0.0).to(keys.dtype.element_ty)
+            if part == 0:
+                one = tl.arange(0, 1)
+                of_key = of_token + ((KV_HEADS * GROUP + head + one) * HEAD_DIM)[:, None]
+                new_key = _turned(
+                    of_key, key_norm, epsilon, cosines, sines, columns, in_head, HEAD_DIM=HEAD_DIM, NORMED=NORMED
+                )
+                new_key = tl.where(in_head[None, :], new_key, 0.0).to(keys.dtype.element_ty)
+                of_value = of_token + ((KV_HEADS * GROUP + KV_HEADS + head + one) * HEAD_DIM)[:, None]
+                new_value = tl.load(of_value + columns[None, :], mask=in_head[None, :], other=0.0)
+                new_value = new_value.to(values.dtype.element_ty)
+                page = tl.load(table + (length - 1) // PAGE_SIZE).to(tl.int64)
+                target = page * stride_page + head * stride_head + ((length - 1) % PAGE_SIZE) * stride_token
+                tl.store(keys + target + columns[None, :], new_key, mask=in_head[None, :])
+                tl.store(values + target + columns[None, :], new_value, mask=in_head[None, :])
+                largest = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+                total = tl.full([QUERIES], 1.0, tl.float32)
+                sums = tl.zeros([QUERIES, WIDTH], tl.float32) + new_value.to(tl.float32)
+        else:
+            query = tl.load(of_heads + columns[None, :], mask=in_head[None, :], other=0.0).to(keys.dtype.element_ty)
+        steps = tl.arange(0, BLOCK)
+        for at in range(start, end, BLOCK):
+            tokens = at + steps
+            inside = tokens < end
+            page = tl.load(table + tokens // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            place = page * stride_page + head * stride_head + (tokens % PAGE_SIZE) * stride_token
+            key = tl.load(keys + place[None, :] + columns[:, None], mask=inside[None, :] & in_head[:, None], other=0.0)
+            value = tl.load(
+                values + place[:, None] + columns[None, :], mask=inside[:, None] & in_head[None, :], other=0.0
+            )
+            scores = tl.dot(query, key) * scale
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            larger = tl.maximum(largest, tl.max(scores, axis=1))
+            # Exponentials to base 2: `scale` contains log2(e).
+            shrink = tl.exp2(largest - larger)
+            shares = tl.exp2(scores - larger[:, None])
+            total = total * shrink + tl.sum(shares, axis=1)
+            sums = sums * shrink[:, None] + tl.dot(shares.to(values.dtype.element_ty), value)
+            largest = larger
+        mine = in_group[:, None] & in_head[None, :]
+        of_row = index * KV_HEADS * GROUP * HEAD_DIM
+        if parts == 1:
+            tl.store(outputs + of_row + of_query, (sums / total[:, None]).to(outputs.dtype.element_ty), mask=mine)
+        else:
+            job = index * KV_HEADS + head
+            at_part = (job * PARTS + part) * GROUP
+            tl.store(partial + (at_part + group)[:, None] * HEAD_DIM + columns[None, :], sums, mask=mine)
+            tl.store(weights + (at_part + group) * 2, largest, mask=in_group)
+            tl.store(weights + (at_part + group) * 2 + 1, total, mask=in_group)
+            # Every thread's part must be written before the count says so.
+            tl.debug_barrier()
+            finished = tl.atomic_add(counters + job, 1, sem="acq_rel")
+            if finished == parts - 1:
+                tl.debug_barrier()
+                # All parts at once: one after another, each would wait for memory.
+                others = tl.arange(0, PARTS)
+                heads = tl.arange(0, MERGED)
+                in_job = (heads < GROUP)[:, None] & (others < parts)[None, :]
+                cells = (job * PARTS + others)[None, :] * GROUP + heads[:, None]
+                peaks = tl.load(weights + cells * 2, mask=in_job, other=-float("inf"), cache_modifier=".cg")
+                masses = tl.load(weights + cells * 2 + 1, mask=in_job, other=0.0, cache_modifier=".cg")
+                found = tl.load(
+                    partial + cells[:, :, None] * HEAD_DIM + columns[None, None, :],
+                    mask=in_job[:, :, None] & in_head[None, None, :], other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                peak = tl.max(peaks, axis=1)
+                shares_of = tl.where(in_job, tl.exp2(peaks - peak[:, None]), 0.0)
+                mass = tl.sum(shares_of * masses, axis=1)
+                merged = tl.sum(found * shares_of[:, :, None], axis=1) / mass[:, None]
+                target = of_row + (head * GROUP + heads)[:, None] * HEAD_DIM + columns[None, :]
+                is_mine = (heads < GROUP)[:, None] & in_head[None, :]
+                tl.store(outputs + target, merged.to(outputs.dtype.element_ty), mask=is_mine)
+                tl.store(counters + job, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How the work is cut: keys per inner step, warps, pipeline stages, and keys below which a part is not worth it."""
+
+    block: int = 64
+    warps: int = 2
+    stages: int = 3
+    least_part: int = 64
+    programs: int = 132 * 4
+    """Programs that keep the device busy; rows are cut into parts until there are so many."""
+
+
+class DecodeAttention:
+    """Attention of one query per row, with scratch memory for rows that are computed in parts."""
+
+    def __init__(
+        self, shape: AttentionShape, max_rows: int, device: torch.device, tuning: DecodeTuning | None = None
+    ) -> None:
+        """Serve up to `max_rows` rows at once."""
+        self.tuning = tuning or DecodeTuning()
+        self._shape = shape
+        # Only small batches are cut, so that the scratch is bounded by the number of programs, not by rows.
+        jobs = max(max_rows, 1) * shape.kv_heads
+        group = shape.query_heads // shape.kv_heads
+        cells = max(
+            min(rows * shape.kv_heads, jobs) * self.parts_of(rows) for rows in range(1, max_rows + 1)
+        ) * group  # fmt: skip
+        self._partial = torch.zeros(cells * shape.head_dim, dtype=torch.float32, device=device)
+        self._weights = torch.zeros(cells * 2, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(jobs, dtype=torch.int32, device=device)
+
+    def parts_of(self, rows: int) -> int:
+        """Return into how many parts rows of a batch of `rows` are cut at most: a power of two."""
+        wanted = self.tuning.programs // (rows * self._shape.kv_heads)
+        return min(1 << max(wanted.bit_length() - 1, 0), _MOST_PARTS) if wanted > 1 else 1
+
+    def __call__(
+        self, queries: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend with keys and values that are stored already; return [batch, query_heads * head_dim].
+
+        Args:
+            queries: [batch, query_heads * head_dim], rows may be strided.
+            layer: keys and values [pages, kv_heads, page_size, head_dim].
+            page_table: [slots, pages] int32, rows may be strided.
+            rows: [batch] int32, the table's row of each query.
+            lengths: [batch] int32, keys that each query sees.
+        """
+        return self._launch(queries, layer, page_table, rows, lengths, None, None)
+
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
+        angles: torch.Tensor, norms: HeadNorms | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Do the same from projections [batch, (query_heads + 2 kv_heads) * head_dim] of each row's newest token.
+
+        Its queries and keys are normalised by `norms` and rotated by `angles` [positions, head_dim], keys and values
+        stored: the token's position is its row's length less one.
+        """
+        return self._launch(qkv, layer, page_table, rows, lengths, angles, norms)
+
+    def _launch(
+        self, inputs: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
+        lengths: torch.Tensor, angles: torch.Tensor | None, norms: HeadNorms | None,
+    ) -> torch.Tensor:  # fmt: skip
+        shape, tuning = self._shape, self.tuning
+        batch = inputs.shape[0]
+        outputs = inputs.new_empty(batch, shape.query_width)
+        parts = self.parts_of(batch)
+        group = shape.query_heads // shape.kv_heads
+        stride_page, stride_head, stride_token, _ = layer.keys.stride()
+        _decode[(shape.kv_heads, batch, parts)](
+            inputs, layer.keys, layer.values, outputs, page_table, rows, lengths,
+            self._partial, self._weights, self._counters,
+            inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
+            norms.epsilon if norms else 0.0,
+            shape.head_dim**-0.5 * 1.4426950408889634, inputs.stride(0), stride_page, stride_head, stride_token,
+            page_table.stride(0),
+            KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
+            HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
+            PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
+            MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
+            num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
+        return outputs

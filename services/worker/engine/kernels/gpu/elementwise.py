@@ -1,0 +1,139 @@
+"""Norms, rotation and gating as Triton programs: each reads its input once and writes its output once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
+
+# Heads that one program of `rotate_and_store` works on.
+_HEADS = 4
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    wide = tl.load(inputs + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
+    normed = (wide * scale).to(outputs.dtype.element_ty)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(outputs + row * WIDTH + columns, normed * factors, mask=inside)
+
+
+@triton.jit
+def _gate(both, outputs, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(both + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0)
+    gated = (gate / (1.0 + tl.exp(-gate))).to(outputs.dtype.element_ty)
+    tl.store(outputs + row * width + columns, gated * up, mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, keys, values, angles, positions, write_slots, query_norm, key_norm, epsilon,
+    stride_page, stride_head, stride_token,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, HALF)
+    in_half = columns < HEAD_DIM // 2
+    inside = (heads < QUERY_HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    is_query = heads < QUERY_HEADS
+    is_value = heads >= QUERY_HEADS + KV_HEADS
+    places = qkv + token * (QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM + heads[:, None] * HEAD_DIM + columns[None, :]
+    raw_first = tl.load(places, mask=inside, other=0.0)
+    raw_second = tl.load(places + HEAD_DIM // 2, mask=inside, other=0.0)
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + epsilon)[:, None]
+        query_first = tl.load(query_norm + columns, mask=in_half, other=0.0)
+        query_second = tl.load(query_norm + HEAD_DIM // 2 + columns, mask=in_half, other=0.0)
+        key_first = tl.load(key_norm + columns, mask=in_half, other=0.0)
+        key_second = tl.load(key_norm + HEAD_DIM // 2 + columns, mask=in_half, other=0.0)
+        factors_first = tl.where(is_query[:, None], query_first[None, :], key_first[None, :])
+        factors_second = tl.where(is_query[:, None], query_second[None, :], key_second[None, :])
+        # Rounded where the reference rounds.
+        first = ((first * scale).to(qkv.dtype.element_ty) * factors_first).to(tl.float32)
+        second = ((second * scale).to(qkv.dtype.element_ty) * factors_second).to(tl.float32)
+    angle = angles + tl.load(positions + token) * HEAD_DIM + columns
+    cosines = tl.load(angle, mask=in_half, other=0.0)[None, :]
+    sines = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
+    turned_first = (first * cosines - second * sines).to(qkv.dtype.element_ty)
+    turned_second = (second * cosines + first * sines).to(qkv.dtype.element_ty)
+    tl.store(places, turned_first, mask=inside & is_query[:, None])
+    tl.store(places + HEAD_DIM // 2, turned_second, mask=inside & is_query[:, None])
+    slot = tl.load(write_slots + token)
+    kv_head = tl.where(is_value, heads - QUERY_HEADS - KV_HEADS, heads - QUERY_HEADS)
+    page = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_token
+    target = page + kv_head[:, None] * stride_head + columns[None, :]
+    is_key = (heads >= QUERY_HEADS) & (heads < QUERY_HEADS + KV_HEADS)
+    element = keys.dtype.element_ty
+    tl.store(keys + target, turned_first.to(element), mask=inside & is_key[:, None])
+    tl.store(keys + target + HEAD_DIM // 2, turned_second.to(element), mask=inside & is_key[:, None])
+    tl.store(values + target, raw_first.to(element), mask=inside & is_value[:, None])
+    tl.store(values + target + HEAD_DIM // 2, raw_second.to(element), mask=inside & is_value[:, None])
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return inputs [tokens, width] / sqrt(mean of squares + epsilon) * weight [width]."""
+    inputs = inputs.contiguous()
+    outputs = torch.empty_like(inputs)
+    tokens, width = inputs.shape
+    if tokens:
+        block = triton.next_power_of_2(width)
+        warps = min(max(block // 512, 1), 8)
+        _rms_norm[(tokens,)](inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps)
+    return outputs
+
+
+def gate(both: torch.Tensor) -> torch.Tensor:
+    """Return silu(both[:, :width]) * both[:, width:], [tokens, width], of both [tokens, 2 width]."""
+    tokens, width = both.shape[0], both.shape[1] // 2
+    outputs = both.new_empty(tokens, width)
+    if tokens:
+        _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4)
+    return outputs
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch, shape: AttentionShape,
+    angles: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Normalise and rotate queries in place, store rotated keys and values; return the queries, a view of `qkv`.
+
+    Args:
+        qkv: [tokens, (query_heads + 2 kv_heads) * head_dim], contiguous.
+        layer: keys and values [pages, kv_heads, page_size, head_dim].
+        norms: of queries and keys, if the model has them.
+        batch: says where tokens are and go.
+        shape: of the heads.
+        angles: [positions, head_dim] float32, cosines then sines.
+    """
+    tokens = qkv.shape[0]
+    heads = shape.query_heads + 2 * shape.kv_heads
+    stride_page, stride_head, stride_token, _ = layer.keys.stride()
+    if tokens:
+        _rotate_and_store[(tokens, triton.cdiv(heads, _HEADS))](
+            qkv, layer.keys, layer.values, angles, batch.positions, batch.write_slots,
+            norms.query if norms else qkv, norms.key if norms else qkv, norms.epsilon if norms else 0.0,
+            stride_page, stride_head, stride_token,
+            QUERY_HEADS=shape.query_heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
+            PAGE_SIZE=shape.page_size, NORMED=norms is not None, HEADS=_HEADS,
+            HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=1,
+        )  # fmt: skip
+    return qkv[:, : shape.query_width]

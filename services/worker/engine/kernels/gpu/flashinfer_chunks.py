@@ -1,0 +1,60 @@
+"""Attention of prefill chunks through FlashInfer (Ye et al., MLSys 2025): FlashAttention-3 kernels on Hopper."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import flashinfer
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.kernels.interface import AttentionShape, KvLayer
+
+# What FlashInfer's documentation recommends, for parts of rows that are computed apart.
+_WORKSPACE_BYTES = 128 * 1024**2
+
+
+class FlashInferChunkAttention:
+    """Plans once per batch, on the host, and runs the plan in every layer; see `ChunkAttention`."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        """Serve heads of `shape`; kernels are compiled when they are first used."""
+        self._shape = shape
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device), kv_layout="HND"
+        )
+        self._planned: ForwardBatch | None = None
+
+    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+        """Attend; see `ChunkAttention`."""
+        if batch is not self._planned:
+            self._plan(batch, queries.dtype, layer.keys.dtype)
+            self._planned = batch
+        self._wrapper.run(queries, (layer.keys, layer.values), out=outputs)
+
+    def _plan(self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        first, size = batch.decode_rows, self._shape.page_size
+        if batch.host is not None:
+            starts, lengths, table = batch.host.query_starts, batch.host.key_lengths, batch.host.page_table
+        else:
+            starts, lengths, table = (
+                tensor.cpu().numpy() for tensor in (batch.query_starts, batch.key_lengths, batch.page_table)
+            )
+        lengths = lengths[first:]
+        pages = -(-lengths // size)
+        in_use = np.arange(table.shape[1]) < pages[:, None]
+        self._wrapper.plan(
+            torch.from_numpy((starts[first:] - starts[first]).astype(np.int32)),
+            torch.from_numpy(np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)),
+            torch.from_numpy(table[first:][in_use]),
+            torch.from_numpy((lengths - (pages - 1) * size).astype(np.int32)),
+            self._shape.query_heads,
+            self._shape.kv_heads,
+            self._shape.head_dim,
+            size,
+            causal=True,
+            q_data_type=dtype,
+            kv_data_type=kv_dtype,
+        )

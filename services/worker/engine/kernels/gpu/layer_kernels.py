@@ -1,0 +1,79 @@
+"""Layer operations on a GPU: matrix products by torch, all else and the smallest products by Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from services.worker.engine.kernels.gpu import elementwise, small_linear
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.interface import GatedLinear, Linear
+
+
+class GpuLinear:
+    """One matrix, as it is in checkpoints."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Keep weight [out, in] and bias [out]."""
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS:
+            return small_linear.product(inputs, self._weight, self._bias)
+        return linear(inputs, self._weight, self._bias)
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product to `sums`, within the matrix product where there is no bias."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS and sums.is_contiguous():
+            small_linear.add_product(inputs, self._weight, self._bias, sums)
+        elif self._bias is None:
+            sums.addmm_(inputs, self._weight.t())
+        else:
+            sums += linear(inputs, self._weight, self._bias)
+
+
+class GpuGatedLinear:
+    """Gate and up projection as one product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Keep weight [2 intermediate, in], gate above up, and bias [2 intermediate]."""
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS:
+            return small_linear.gated_product(inputs, self._weight, self._bias)
+        return elementwise.gate(linear(inputs, self._weight, self._bias))
+
+
+class GpuKernels:
+    """Layer operations on one GPU."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute in `dtype` (bfloat16 or float16) on `device`."""
+        self.activation_dtype = dtype
+        self._device = device
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Lay out one matrix."""
+        return GpuLinear(self._converted(weight), None if bias is None else self._converted(bias))
+
+    def gated_linear(
+        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> GatedLinear:
+        """Lay out gate and up matrix above each other."""
+        both = torch.cat([self._converted(gate), self._converted(up)])
+        return GpuGatedLinear(both, torch.cat([self._converted(bias) for bias in biases]) if biases else None)
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        return elementwise.rms_norm(inputs, weight, epsilon)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, self.activation_dtype).contiguous()

@@ -1,0 +1,135 @@
+"""The GPU's attention against plain torch, on random shapes and rows."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.torch_attention import TorchAttention
+from tests.services.worker.engine.kernels.attention_cases import Case
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.kernels.gpu.attention import GpuAttention, TorchChunkAttention
+from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention, DecodeTuning
+
+HAS_GPU = torch.cuda.is_available()
+# float32 in the interpreter, which has no tensor cores that would round.
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+TOLERANCE = 2e-2 if HAS_GPU else 2e-5
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.worker.engine.batch import ForwardBatch
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 48, 64, 128, 256)) -> Case:
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 5, 8]))
+    page_size = draw(st.sampled_from([1, 5, 16, 64]))
+    longest = 2000 if HAS_GPU else 150
+    decoding = draw(st.lists(st.integers(0, longest), max_size=4))
+    chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
+    shape = AttentionShape(kv_heads * group, kv_heads, draw(st.sampled_from(head_dims)), page_size)
+    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
+
+
+def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    # Their types differ by name.
+    tensors: dict[str, Any] = {name: value.to(device) for name, value in values.items() if torch.is_tensor(value)}
+    return replace(batch, **tensors)
+
+
+def head_major(layer: KvLayer, device: torch.device) -> KvLayer:
+    return KvLayer(*(tensor.transpose(1, 2).contiguous().to(device, DTYPE) for tensor in (layer.keys, layer.values)))
+
+
+def table(shape: AttentionShape) -> torch.Tensor:
+    angles = torch.rand(2200, shape.head_dim // 2, generator=torch.Generator().manual_seed(9)) * 6
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def check(case: Case, device: torch.device, make: Callable[[AttentionShape], GpuAttention]) -> None:
+    """Store and attend with both; compare queries, pool and outputs."""
+    torch.manual_seed(case.seed)
+    first, second = torch.rand(2, case.shape.head_dim).to(DTYPE)
+    norms = HeadNorms(first, second, 1e-6) if case.seed % 2 else None
+    on_device = HeadNorms(first.to(device), second.to(device), 1e-6) if norms else None
+    reference, attention = TorchAttention(case.shape, table(case.shape)), make(case.shape)
+    layer = case.layer(KvLayout.TOKEN_MAJOR, DTYPE)
+    mine, batch = head_major(layer, device), case.batch()
+    qkv = case.qkv().to(DTYPE)
+    queries = reference.store(qkv.clone(), layer, norms, batch)
+    got = attention.store(qkv.to(device, copy=True), mine, on_device, moved(batch, device))
+    for expected, stored in ((layer.keys, mine.keys), (layer.values, mine.values)):
+        torch.testing.assert_close(stored.transpose(1, 2).cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(got.cpu(), queries, atol=TOLERANCE, rtol=TOLERANCE)
+    # From the same inputs, in double the precision, so that only the attention itself is compared.
+    exact = KvLayer(*(tensor.transpose(1, 2).float().cpu() for tensor in (mine.keys, mine.values)))
+    expected = reference.attend(got.float().cpu().contiguous(), exact, batch)
+    attended = attention.attend(got, mine, moved(batch, device)).float().cpu()
+    torch.testing.assert_close(attended, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    again = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
+    at_once = attention.store_and_attend(qkv.to(device, copy=True), again, on_device, moved(batch, device))
+    torch.testing.assert_close(at_once.float().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(again.keys, mine.keys, atol=TOLERANCE, rtol=TOLERANCE)
+    assert torch.equal(again.values, mine.values)
+
+
+@settings(max_examples=60 if HAS_GPU else 12, deadline=None)
+@given(case=cases())
+def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.device) -> None:
+    def make(shape: AttentionShape) -> GpuAttention:
+        return GpuAttention(shape, table(shape).to(device), TorchChunkAttention(shape), 4)
+
+    check(case, device, make)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None)
+@given(case=cases(head_dims=(128,)))
+def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: torch.device) -> None:
+    pytest.importorskip("flashinfer")
+    from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
+
+    case = replace(case, shape=replace(case.shape, page_size=16))
+
+    def make(shape: AttentionShape) -> GpuAttention:
+        return GpuAttention(shape, table(shape).to(device), FlashInferChunkAttention(shape, device), 4)
+
+    check(case, device, make)
+
+
+@pytest.mark.parametrize("programs", [1, 8, 64])
+def test_a_row_cut_into_parts_gives_the_same_every_time(device: torch.device, programs: int) -> None:
+    case = Case(AttentionShape(4, 2, 32, 16), [(5, 1), (140, 1), (0, 1)], seed=3)
+    layer = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
+    batch = moved(case.batch(), device)
+    queries = case.qkv()[:, :128].to(device, DTYPE)
+    decode = DecodeAttention(case.shape, 3, device, DecodeTuning(block=32, least_part=32, programs=programs))
+    whole = DecodeAttention(case.shape, 3, device, DecodeTuning(block=32, programs=1))
+    assert decode.parts_of(3) == {1: 1, 8: 1, 64: 8}[programs]
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    expected = whole(queries, layer, batch.page_table, rows, batch.key_lengths)
+    for _ in range(3):
+        got = decode(queries, layer, batch.page_table, rows, batch.key_lengths)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_rows_of_a_table_are_found_by_their_index(device: torch.device) -> None:
+    case = Case(AttentionShape(2, 1, 16, 16), [(40, 1), (70, 1)], seed=5)
+    layer, batch = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device), moved(case.batch(), device)
+    queries = case.qkv()[:, :32].to(device, DTYPE)
+    decode = DecodeAttention(case.shape, 2, device)
+    rows = torch.arange(2, dtype=torch.int32, device=device)
+    expected = decode(queries, layer, batch.page_table, rows, batch.key_lengths)
+    got = decode(queries, layer, batch.page_table.flip(0).contiguous(), rows.flip(0).contiguous(), batch.key_lengths)
+    torch.testing.assert_close(got, expected)

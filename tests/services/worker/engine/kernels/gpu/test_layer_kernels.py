@@ -1,0 +1,60 @@
+"""Norms, gating and products of the GPU against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from services.worker.engine.kernels.torch_kernels import rms_norm
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+
+HAS_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (got.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < 1e-2
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("width", [200, 1024])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_any_size(device: torch.device, tokens: int, width: int, has_bias: bool) -> None:
+    kernels = GpuKernels(DTYPE, device)
+    inputs, weight, sums = random(tokens, width), random(300, width, seed=1), random(tokens, 300, seed=2)
+    bias = random(300, seed=3) if has_bias else None
+    expected = linear(inputs.double(), weight.double(), bias.double() if bias is not None else None)
+    product = kernels.linear(weight, bias)
+    close(product(inputs.to(device)), expected)
+    added = sums.to(device, copy=True)
+    product.add_to(inputs.to(device), added)
+    close(added, sums.double() + expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_products(device: torch.device, tokens: int, has_bias: bool) -> None:
+    inputs, gate, up = random(tokens, 200), random(96, 200, seed=1), random(96, 200, seed=2)
+    biases = (random(96, seed=3), random(96, seed=4)) if has_bias else None
+    wide = [
+        linear(inputs.double(), weight.double(), bias.double() if bias is not None else None)
+        for weight, bias in zip((gate, up), biases or (None, None), strict=True)
+    ]
+    got = GpuKernels(DTYPE, device).gated_linear(gate, up, biases)(inputs.to(device))
+    close(got, silu(wide[0]) * wide[1])
+
+
+@pytest.mark.parametrize("width", [48, 1000, 5120])
+def test_norms(device: torch.device, width: int) -> None:
+    inputs, weight = random(7, width) * 3, random(width, seed=1)
+    got = GpuKernels(DTYPE, device).rms_norm(inputs.to(device), weight.to(device), 1e-6)
+    torch.testing.assert_close(got.cpu(), rms_norm(inputs, weight, 1e-6), atol=2e-2, rtol=2e-2)

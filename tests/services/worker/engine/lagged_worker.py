@@ -1,0 +1,114 @@
+"""The scheduler core against a worker that runs ahead of what it has told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
+from services.worker.engine.passes import ForwardPass, gather
+from services.worker.engine.plan import PlanLimits
+from services.worker.engine.plan_runner import Sampled
+from services.worker.engine.rows import RowTable
+from services.worker.engine.torch_engine import to_device
+from tests.fakes.model_runner import CheckingRunner
+from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
+from tests.services.scheduler.core.harness import Harness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import StepPlan, StepResult
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Arriving:
+    """Tokens that are there when they have been asked for often enough."""
+
+    tokens: Sampled
+    asks: int
+
+    def is_ready(self) -> bool:
+        self.asks -= 1
+        return self.asks < 0
+
+    def wait(self) -> Sampled:
+        return self.tokens
+
+
+@dataclass
+class LateStepper:
+    """Knows its rows' last tokens at once, as a device does, and tells them later."""
+
+    runner: CheckingRunner
+    last: dict[int, int] = field(default_factory=dict)
+    launches: int = 0
+
+    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+        for opened in plan.opens:
+            self.last.pop(opened.row, None)
+
+    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+        return False
+
+    def launch(self, rows: RowTable, forward: ForwardPass) -> Arriving:
+        self.launches += 1
+        host = gather(rows, forward)
+        for i, row in enumerate(forward.decode_rows):
+            host.token_ids[i] = self.last[int(row)]
+        logits = self.runner.forward(to_device(host, CPU))
+        tokens = logits.argmax(dim=-1).numpy().astype(np.int32)
+        self.last.update(zip(forward.sampled_rows.tolist(), tokens.tolist(), strict=True))
+        return Arriving(Sampled(tokens), asks=self.launches % 3)
+
+
+class LaggedWorker(SimulatedWorker):
+    """Results come when the runner emits them."""
+
+    def __init__(self, pages: int, page_size: int, max_rows: int, stepper: LaggedStepper) -> None:
+        super().__init__(pages, page_size)
+        self.emitted: deque[StepResult] = deque()
+        self.runner = LaggedPlanRunner(RowTable(max_rows, 128, page_size), PlanLimits(VOCABULARY, pages, 64), stepper)
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        self.runner.run(plan, self.emitted.append)
+        return self.take()
+
+    def settle(self) -> list[StepResult]:
+        self.runner.settle(lambda: False, pause=lambda _seconds: None)
+        return self.take()
+
+    def take(self) -> list[StepResult]:
+        taken = list(self.emitted)
+        self.emitted.clear()
+        return taken
+
+
+class LaggedHarness(Harness):
+    """A harness around such a worker, which loses nothing but can be lost."""
+
+    def __init__(self, make_stepper: Callable[[CheckingRunner], LaggedStepper], **options: object) -> None:
+        super().__init__(page_size=4, **options)  # type: ignore[arg-type]  # whatever a test wants to change
+        self._make_stepper = make_stepper
+        self._renew()
+
+    def result(self) -> bool:
+        if not self.results and isinstance(self.worker, LaggedWorker):
+            self.results.extend(self.worker.settle())
+        return super().result()
+
+    def lose_workers(self) -> None:
+        super().lose_workers()
+        self._renew()
+
+    def _renew(self) -> None:
+        capacity = replace(CheckingRunner().capacity, device_pages=self.config.device_pages, max_context=128)
+        stepper = self._make_stepper(CheckingRunner(capacity))
+        pages, rows = self.config.device_pages, self.config.max_rows
+        self.worker = LaggedWorker(pages, 4, rows, stepper)
