@@ -34,7 +34,10 @@ def test_what_is_kept_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
     names = ["attack.svg", "cache-costs.svg", "cache-m1-10.svg", "tenants-s1.svg"]
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == names
     assert "attack.svg" in capsys.readouterr().out
-    assert all("<svg" in path.read_text() for path in tmp_path.glob("*.svg"))
+    drawn = {path: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert all("<svg" in text for text in drawn.values())
+    assert main(["bench", "plots", str(tmp_path)]) == 0
+    assert {path: path.read_text() for path in drawn} == drawn
 
 
 def test_a_file_that_is_no_list_of_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
