@@ -100,7 +100,9 @@ class KvMemory:
         request = sequence.request
         if request.cache_mode is CacheMode.NONE:
             return self.cache.commit_nothing(request.principal)
-        repeated = sequence.was_committed
+        leader = sequence.leader
+        # The choices of a request are one use of its prefix.
+        repeated = sequence.was_committed or (leader is not None and leader.was_committed)
         sequence.was_committed = True
         return self._commit_prefix(
             request.principal,

@@ -114,12 +114,14 @@ async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) ->
         skip_special_tokens=False,
         timeout_ms=9,
         cache_mode=CacheMode.PRIVATE,
+        session="monday",
     )
     bench.relay.submit(bench.session, [asked])
     await settle()
     (sent,) = bench.scheduler.batches[0]
     assert sent.reply_to == asked.reply_to
-    for field in ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms", "cache_mode"):
+    names = ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms")
+    for field in (*names, "cache_mode", "session"):
         assert getattr(sent, field) == getattr(asked.request, field)
 
 

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from services.scheduler.core.sequence import Sequence
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 from tests.services.scheduler.core.harness import Harness, make_request
+
+if TYPE_CHECKING:
+    from common.types import ScheduleRequest
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -23,3 +29,27 @@ def test_hits_are_counted_once_however_often_a_waiting_request_is_looked_at() ->
             assert memory.try_admit(sequence, spare) is None
     assert memory.try_admit(sequence, 0) is not None
     assert [(node.hits, node.users) for node in driver.cache.dump() if node.owner is None] == [(1, 1)]
+
+
+def run(harness: Harness, request: ScheduleRequest) -> None:
+    harness.core.submit(request, 0.0)
+    while list(harness.core.open_sequences):
+        harness.plan()
+        harness.result()
+
+
+def test_choices_of_one_request_are_one_hit() -> None:
+    harness = Harness(cache="user_aware", rules=PLAIN)
+    for user in ("ann", "bob", "cid"):
+        run(harness, make_request(user, [*SYSTEM, 9], user=user, max_tokens=1))
+    harness.cache.advance(1)
+    run(harness, make_request("many", [*SYSTEM, 9, 9], user="dan", n=4, max_tokens=1))
+    assert [(node.hits, node.users) for node in harness.cache.dump() if node.owner is None] == [(1, 1)]
+
+
+def test_session_of_a_request_reaches_the_cache() -> None:
+    harness = Harness(cache="user_aware", rules=PLAIN)
+    request = make_request("one", [*SYSTEM, 9, 9], user="dan", max_tokens=1)
+    run(harness, replace(request, session="monday"))
+    assert harness.cache.forget(request.principal, "tuesday") == 0
+    assert harness.cache.forget(request.principal, "monday") == 2
