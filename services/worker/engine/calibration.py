@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from services.worker.engine.model_runner import ModelRunner
     from services.worker.engine.transfers import Transfers
 
-PREFILL_TOKENS = 256
-LOAD_PAGES = 32
+# Enough to fill the processor: a GPU needs more, and is done with it sooner.
+CPU_TOKENS, GPU_TOKENS = 256, 2048
 # The first pass and the first copy also pay for what is done only once.
 REPETITIONS = 2
 
@@ -34,10 +34,11 @@ class Calibration:
 def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_step_tokens: int) -> Calibration:
     """Measure, with made-up content in pages that nobody uses yet; all ranks do so at the same time."""
     capacity = runner.capacity
-    tokens = min(PREFILL_TOKENS, max_step_tokens, capacity.max_context, capacity.device_pages * capacity.page_size)
+    wanted = CPU_TOKENS if runner.device.type == "cpu" else GPU_TOKENS
+    tokens = min(wanted, max_step_tokens, capacity.max_context, capacity.device_pages * capacity.page_size)
     batch = random_batch(runner, [(0, tokens)])
     prefill_s = min(_prefill_s(runner, batch) for _ in range(REPETITIONS))
-    pages = min(LOAD_PAGES, host.pages, capacity.device_pages)
+    pages = min(-(-wanted // capacity.page_size), host.pages, capacity.device_pages)
     load_s = min(_load_s(transfers, pages) for _ in range(REPETITIONS))
     return Calibration(tokens / prefill_s, pages * host.page_bytes / load_s)
 
