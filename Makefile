@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
 
-.PHONY: help serve test unit soak e2e lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: help serve test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,13 +39,16 @@ serve: install ## Start all services and serve the bundled model; PORT=8000 GPU=
 test: unit e2e ## Run all tests that this machine can run
 
 unit: install-dev ## Run the unit suites only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak" -n $(UNIT_JOBS) $(ARGS) tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak and not docker" -n $(UNIT_JOBS) $(ARGS) tests
 
 soak: install-dev ## Run the tests that take minutes to hours: random operations by the hundred thousand
 	$(BIN)/python -m pytest -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
 	$(BIN)/python -m pytest -m "e2e and not soak" $(ARGS) tests
+
+containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
+	.ci/containers
 
 lint: install-dev ## Style, import contracts, file lengths, proto style
 	$(BIN)/ruff check .

@@ -1,0 +1,124 @@
+"""The compose files by themselves: order of the start, who is reachable, what containers may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dotenv import dotenv_values
+
+from common.settings import Settings, check_environment
+from tests.deploy.helm.chart import CHART
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE = ROOT / "deploy" / "compose"
+RING = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
+
+
+class Loader(yaml.SafeLoader):
+    """Reads the one tag that is Compose's own."""
+
+
+yaml.add_constructor("!reset", lambda *_: None, Loader)
+
+
+def load(name: str) -> dict[str, Any]:
+    # `!reset` is Compose's own.
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!reset", lambda *_: None)
+    content: dict[str, Any] = yaml.load((COMPOSE / name).read_text(), loader)
+    return content
+
+
+SERVICES = load("compose.yaml")["services"]
+every_service = pytest.mark.parametrize("name", RING)
+
+
+def test_the_plain_command_at_the_root_finds_the_file() -> None:
+    variables = dotenv_values(ROOT / ".env")
+    assert (ROOT / str(variables["COMPOSE_FILE"])).samefile(COMPOSE / "compose.yaml")
+
+
+@every_service
+def test_who_needs_a_service_waits_until_it_is_healthy(name: str) -> None:
+    needed = {
+        "worker": set(),
+        "detokenizer": set(),
+        "scheduler": {"worker", "detokenizer"},
+        "tokenizer": {"scheduler"},
+        "gateway": {"tokenizer", "detokenizer"},
+    }
+    waits = SERVICES[name].get("depends_on", {})
+    assert waits.keys() == needed[name]
+    assert all(condition == {"condition": "service_healthy"} for condition in waits.values())
+    assert SERVICES[name]["healthcheck"]["test"][-2:] == ["deploy.health", name]
+
+
+@every_service
+def test_containers_restart_within_limits_and_change_nothing_of_their_image(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "memory" in service["deploy"]["resources"]["limits"]
+
+
+def test_nobody_but_the_gateway_can_be_reached_from_outside() -> None:
+    assert load("compose.yaml")["networks"]["ring"] == {"internal": True}
+    for name in RING:
+        assert ("ports" in SERVICES[name]) == (name == "gateway")
+        assert ("edge" in SERVICES[name]["networks"]) == (name == "gateway")
+    published = SERVICES["gateway"]["ports"] + SERVICES["prometheus"]["ports"] + SERVICES["grafana"]["ports"]
+    assert all("127.0.0.1" in port for port in published)
+
+
+def test_settings_in_the_environment_exist_and_fit() -> None:
+    environment = {key: str(value) for key, value in SERVICES["gateway"]["environment"].items()}
+    check_environment(environment)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in environment.items():
+        section, field = key.removeprefix("PANDO_").lower().split("__")
+        plain = {"PANDO_MODEL__REFERENCE": "model", "PANDO_RPC__PLAINTEXT": "true"}.get(key, value)
+        sections.setdefault(section, {})[field] = yaml.safe_load(plain) if plain.startswith("[") else plain
+    settings = Settings.model_validate(sections)
+    assert settings.rpc.plaintext
+    assert settings.scheduler.workers == ("worker:50053",)
+
+
+@every_service
+def test_addresses_are_those_of_containers(name: str) -> None:
+    environment = SERVICES[name]["environment"]
+    for key in ("GATEWAY__TOKENIZER", "GATEWAY__DETOKENIZER", "TOKENIZER__SCHEDULER", "SCHEDULER__DETOKENIZER"):
+        host, port = environment[f"PANDO_{key}"].split(":")
+        assert environment[f"PANDO_{host.upper()}__ADDRESS"] == f"0.0.0.0:{port}"
+
+
+def test_prometheus_scrapes_every_service_where_it_reports() -> None:
+    [job] = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    targets = {config["labels"]["pod"]: config["targets"] for config in job["static_configs"]}
+    environment = SERVICES["worker"]["environment"]
+    expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING[:-1]}
+    assert targets == expected | {"gateway": ["gateway:8000"]}
+
+
+def test_rules_and_dashboards_are_those_of_the_chart() -> None:
+    mounts = [mount.split(":")[0] for name in ("prometheus", "grafana") for mount in SERVICES[name]["volumes"]]
+    assert (COMPOSE / "../helm/pando/alerts").resolve() == CHART / "alerts"
+    assert {"../helm/pando/alerts", "../helm/pando/dashboards"} <= set(mounts)
+    for mount in mounts:
+        if mount.startswith("."):
+            assert (COMPOSE / mount).exists()
+    assert all(SERVICES[name]["profiles"] == ["observability"] for name in ("prometheus", "grafana"))
+
+
+def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> None:
+    assert "reservations" not in (COMPOSE / "compose.yaml").read_text()
+    two = load("gpu-2.yaml")["services"]
+    workers = yaml.safe_load(two["scheduler"]["environment"]["PANDO_SCHEDULER__WORKERS"])
+    assert workers == ["worker:50053", "worker-1:50053"]
+    assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
+    for overlay in ("gpu.yaml", "gpu-2.yaml", "secrets.yaml", "tls.yaml"):
+        for service in load(overlay)["services"].values():
+            check_environment({key: str(value) for key, value in service.get("environment", {}).items()})
