@@ -161,7 +161,7 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     lines = (watching.communicate(timeout=20)[0] or "").splitlines()
     kinds = [line.split()[1] for line in lines if len(line.split()) > 1]
     assert "snapshot_end" in kinds
-    assert {"inserted", "evicted", "flushed"} <= set(kinds[kinds.index("snapshot_end") :])
+    assert {"inserted", "reclaimed", "flushed"} <= set(kinds[kinds.index("snapshot_end") :])
     sequences = [int(line.split()[0]) for line in lines[kinds.index("snapshot_end") :]]
     assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
 
