@@ -17,6 +17,9 @@ from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
 from services.worker.service import WorkerService
+from services.worker.storage.engine import StoringEngine
+from services.worker.storage.factory import make_storage
+from services.worker.storage.tier import StorageTier
 
 if TYPE_CHECKING:
     from services.worker.engine.engine import Engine
@@ -36,7 +39,9 @@ def main() -> None:
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, or until the engine hangs."""
     security = read_security(settings.rpc)
-    executor = Executor(make_engine(settings.worker))
+    tier = make_tier(settings.worker)
+    engine = make_engine(settings.worker)
+    executor = Executor(engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop()))
     server = RpcServer(NAME, settings.worker.address, security)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
     await server.start()
@@ -53,9 +58,18 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if executor.is_stuck.is_set():
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
             os._exit(STUCK_STATUS)
-        if not await executor.stop():
-            # Nor can it end while operators run in another thread; what they compute, nobody waits for.
+        has_ended = await executor.stop()
+        if tier is not None:
+            has_ended = await tier.close() and has_ended
+        if not has_ended:
+            # Nor can it end while operators or a storage that hangs run in another thread; nobody waits for them.
             os._exit(0)
+
+
+def make_tier(settings: WorkerSettings) -> StorageTier | None:
+    """Return the storage tier, None where no storage is configured."""
+    storage = make_storage(settings)
+    return None if storage is None else StorageTier(storage, settings.storage_timeout_s, settings.storage_threads)
 
 
 def make_engine(settings: WorkerSettings) -> Engine:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.engine import Emit, ProgressReport
+    from services.worker.engine.engine import Emit, HostPages, ProgressReport
 
 
 def nothing() -> None:
@@ -28,6 +28,10 @@ class ScriptedEngine:
     calls: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     inner: FakeEngine = field(default_factory=FakeEngine)
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        return self.inner.host_pages
 
     @property
     def open_rows(self) -> int:

@@ -60,11 +60,10 @@ class LoadBack:
         storage = self.host.storage
         return self.loading_tokens > 0 or (storage is not None and storage.is_reading)
 
-    @property
-    def is_busy(self) -> bool:
+    def is_busy(self, now: float) -> bool:
         """Whether a plan is needed, if only to hear of transfers that are open."""
         storage = self.host.storage
-        return len(self.host.ledger) > 0 or (storage is not None and storage.has_work)
+        return len(self.host.ledger) > 0 or (storage is not None and storage.has_work(now))
 
     def prefetch(self, sequence: Sequence) -> None:
         """Begin to look for the prefix of a sequence that has just come in storage."""

@@ -73,7 +73,7 @@ class Planner:
         if not (len(decoding) or prefills):
             if self._unstick(prefilling):
                 return self.plan(now, epoch, decode_step_s, idle=idle)
-            if not (idle and (self._tenancy.has_changes or self._is_moving_pages)):
+            if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
                 return None
         # Whoever could start has started above, so a lease delays nobody.
         loads = self._memory.loads
@@ -94,11 +94,10 @@ class Planner:
             transfers=loads.take_transfers(now) if loads is not None else (),
         )
 
-    @property
-    def _is_moving_pages(self) -> bool:
+    def _is_moving_pages(self, now: float) -> bool:
         """Whether the workers have transfers to begin, or to tell the end of."""
         loads = self._memory.loads
-        return loads is not None and loads.is_busy
+        return loads is not None and loads.is_busy(now)
 
     def _prefilling(self) -> list[Sequence]:
         """Return rows whose prompt is not planned to its end, oldest first."""

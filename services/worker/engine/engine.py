@@ -16,8 +16,29 @@ class InvalidPlanError(Exception):
     """A plan contradicts the rows it is about. The weights are unharmed, the rows are undefined until `reset`."""
 
 
+class HostPages(Protocol):
+    """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
+
+    The methods belong to no thread. Who calls them knows that nobody else touches the page meanwhile.
+    """
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+
+    def read_page(self, page: int) -> bytes:
+        """Return a copy of a page's bytes."""
+
+    def write_page(self, page: int, content: memoryview) -> None:
+        """Overwrite a page with `page_bytes` bytes."""
+
+
 class Engine(Protocol):
     """One tensor-parallel rank, used from one thread."""
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
 
     @property
     def open_rows(self) -> int:

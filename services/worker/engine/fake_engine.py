@@ -54,6 +54,12 @@ class FakeEngine:
         self._options = options or FakeOptions()
         self._sleep = sleep
         self._plans: PlanRunner | None = None
+        self._host_pages: FakeHostPages | None = None
+
+    @property
+    def host_pages(self) -> FakeHostPages | None:
+        """The host tier's pages, of a byte for each token."""
+        return self._host_pages
 
     @property
     def open_rows(self) -> int:
@@ -69,6 +75,7 @@ class FakeEngine:
         stepper = FakeStepper(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
         self._plans = PlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=spec.rank == 0)
+        self._host_pages = FakeHostPages(capacity.host_pages, spec.page_size) if capacity.host_pages else None
         report(1.0, "ready")
         return capacity
 
@@ -88,6 +95,7 @@ class FakeEngine:
     def close(self) -> None:
         """Forget the rows."""
         self._plans = None
+        self._host_pages = None
 
     def _capacity(self, spec: EngineSpec) -> EngineCapacity:
         max_context = spec.max_context or DEFAULT_CONTEXT
@@ -169,6 +177,28 @@ class FakeTransfers:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class FakeHostPages:
+    """Host pages of which nothing but storage takes notice; see `HostPages`."""
+
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        """Start with zeros."""
+        self._bytes = np.zeros((pages, page_bytes), np.uint8)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self._bytes.shape[1])
+
+    def read_page(self, page: int) -> bytes:
+        """Return a copy of a page."""
+        content: bytes = self._bytes[page].tobytes()
+        return content
+
+    def write_page(self, page: int, content: memoryview) -> None:
+        """Overwrite a page."""
+        self._bytes[page] = content
 
 
 def _accesses(transfer: Transfer) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.engine import Emit, Engine, ProgressReport
+    from services.worker.engine.engine import Emit, Engine, HostPages, ProgressReport
 
 FAKE = "fake"
 
@@ -22,6 +22,11 @@ class SelectedEngine:
         self._make_real = make_real
         self._engine: Engine | None = None
         self._is_fake = False
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The host tier's pages."""
+        return self._engine.host_pages if self._engine else None
 
     @property
     def open_rows(self) -> int:

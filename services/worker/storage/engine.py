@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
-from services.worker.engine.engine import Engine, InvalidPlanError
+from services.worker.engine.engine import InvalidPlanError
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.shard import Shard
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import Transfer
-    from services.worker.engine.engine import Emit, ProgressReport
-    from services.worker.storage.interface import HostPages
+    from services.worker.engine.engine import Emit, Engine, HostPages, ProgressReport
     from services.worker.storage.tier import StorageTier
 
-
-class HostedEngine(Engine, Protocol):
-    """An engine that may have a host tier."""
-
-    @property
-    def host_pages(self) -> HostPages | None:
-        """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
+# How long an engine without work stays with a plan if storage may be done with something: the next plan waits for it.
+IDLE_WAIT_S = 0.005
 
 
 class StoringEngine:
@@ -36,7 +30,7 @@ class StoringEngine:
     Lives in the engine's thread, as `inner` does; `tier` lives on `loop`.
     """
 
-    def __init__(self, inner: HostedEngine, tier: StorageTier, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, inner: Engine, tier: StorageTier, loop: asyncio.AbstractEventLoop) -> None:
         """Take over `inner`; `tier` remains the caller's to close."""
         self._inner = inner
         self._tier = tier
@@ -44,6 +38,11 @@ class StoringEngine:
         self._stream: _Stream | None = None
         self._form: ObjectFormat | None = None
         self._host_pages = 0
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The inner engine's host pages."""
+        return self._inner.host_pages
 
     @property
     def open_rows(self) -> int:
@@ -73,10 +72,11 @@ class StoringEngine:
             plan = replace(
                 plan, transfers=tuple(transfer for transfer in plan.transfers if not transfer.direction.uses_storage)
             )
-            self._loop.call_soon_threadsafe(stream.begin, self._tier, own)
+            stream.begin(self._tier, self._loop, own)
 
         def emit_with_acks(result: StepResult) -> None:
-            emit(replace(result, acks=(*result.acks, *stream.take_acks())))
+            is_idle = not (result.acks or plan.prefills or self._inner.open_rows)
+            emit(replace(result, acks=(*result.acks, *stream.take_acks(IDLE_WAIT_S if is_idle else 0.0))))
 
         self._inner.execute(plan, emit_with_acks)
 
@@ -107,21 +107,28 @@ class StoringEngine:
 
 
 class _Stream:
-    """Transfers of one stream of plans: begun on the event loop, acknowledged to the engine's thread."""
+    """Transfers of one stream of plans, as the engine's thread sees them."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
+        self._open = 0
         self._acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
 
-    def begin(self, tier: StorageTier, transfers: tuple[Transfer, ...]) -> None:
-        deliver: Callable[[TransferAck], None] = self._acks.put
+    def begin(self, tier: StorageTier, loop: asyncio.AbstractEventLoop, transfers: tuple[Transfer, ...]) -> None:
+        """Have transfers begun."""
+        self._open += len(transfers)
         for transfer in transfers:
-            tier.begin(transfer, self._shard, deliver)
+            loop.call_soon_threadsafe(tier.begin, transfer, self._shard, self._acks.put)
 
-    def take_acks(self) -> list[TransferAck]:
+    def take_acks(self, wait_s: float) -> list[TransferAck]:
+        """Return what has come; wait so long if nothing has and something will."""
         acks = []
-        while not self._acks.empty():
-            acks.append(self._acks.get_nowait())
+        with contextlib.suppress(queue.Empty):
+            if self._open and wait_s and self._acks.empty():
+                acks.append(self._acks.get(timeout=wait_s))
+            while self._open:
+                acks.append(self._acks.get_nowait())
+        self._open -= len(acks)
         return acks
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the storage tier is built on: a place for bytes by name, and the host pages that they come from and go to."""
+"""What the storage tier is built on: a place for bytes by name."""
 
 from __future__ import annotations
 
@@ -37,20 +37,3 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Let go of connections."""
-
-
-class HostPages(Protocol):
-    """Pages of a rank's host pool as bytes; page p holds the same tokens of all layers.
-
-    The methods belong to no thread. Who calls them knows that nobody writes the page meanwhile.
-    """
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-
-    def read_page(self, page: int) -> bytes:
-        """Return a copy of a page's bytes."""
-
-    def write_page(self, page: int, content: memoryview) -> None:
-        """Overwrite a page with `page_bytes` bytes."""

@@ -71,10 +71,9 @@ class StorageReads:
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
         self._suspects: OrderedDict[int, None] = OrderedDict()
 
-    @property
-    def has_work(self) -> bool:
-        """Whether there is more to ask for."""
-        return any(fetch.prefetch.peek_run() for fetch in self._fetches)
+    def has_work(self, now: float) -> bool:
+        """Whether there is more to ask for that the rate allows."""
+        return self._rate.available(now) >= 1 and any(fetch.prefetch.peek_run() for fetch in self._fetches)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Look nothing public up for principals that seem to have probed: what is hidden from them stays hidden."""

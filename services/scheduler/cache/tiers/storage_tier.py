@@ -73,10 +73,9 @@ class StorageTier:
         """Whether pages are under way that somebody may be waiting for."""
         return self._reading_pages > 0
 
-    @property
-    def has_work(self) -> bool:
-        """Whether `plan` has something to begin, be it now or when there is room."""
-        return self._reads.has_work or self._writes.has_work
+    def has_work(self, now: float) -> bool:
+        """Whether `plan` has something to begin, now or when there is room."""
+        return self._writes.has_work or self._reads.has_work(now)
 
     def plan(self, now: float) -> Iterable[Transfer]:
         """Begin what there is room for: reads, then writes."""
