@@ -49,6 +49,13 @@ def summary(state: scheduler_pb2.GetStateResponse) -> Table:
     table.add_row("steps", f"{state.finished_steps:,} finished, {state.planned_steps:,} planned")
     table.add_row("retractions", f"{state.retractions:,}")
     table.add_row("leaked pages", f"{state.leaked_pages:,}")
+    if state.HasField("storage"):
+        storage = state.storage
+        table.add_row(
+            "storage",
+            f"{storage.stored_pages:,} pages stored, {storage.fetched_pages:,} fetched, {storage.misses:,} misses; "
+            f"prefetch {storage.prefetch}",
+        )
     return table
 
 

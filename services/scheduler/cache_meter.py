@@ -70,3 +70,5 @@ class CacheMeter:
             accounts = cache.host.account()
             for state in STATES:
                 metrics.PAGES.labels("host", state).set(getattr(accounts, state))
+            if cache.host.storage is not None:
+                metrics.STORAGE_MISSES.set(cache.host.storage.misses)

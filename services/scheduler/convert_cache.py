@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from common.types import Principal
     from services.scheduler.cache.accounting import Accounting
     from services.scheduler.cache.interface import CacheEvent, NodeView, OwnerView, PrefixCache
+    from services.scheduler.cache.tiers.storage_tier import StorageTier
     from services.scheduler.cache_meter import CacheMeter
     from services.scheduler.core.sequence import Sequence
 
@@ -133,6 +134,18 @@ def tier_to_wire(tier: str, accounts: Accounting) -> scheduler_pb2.TierAccountin
         soft_free_pages=accounts.soft_free,
         evictable_pages=accounts.evictable,
         protected_pages=accounts.protected,
+    )
+
+
+def storage_to_wire(storage: StorageTier) -> scheduler_pb2.StorageAccounting:
+    """Encode the traffic with storage."""
+    return scheduler_pb2.StorageAccounting(
+        prefetch=storage.config.policy.value,
+        stored_pages=storage.stored_pages,
+        fetched_pages=storage.fetched_pages,
+        misses=storage.misses,
+        reading_pages=storage.reading_pages,
+        writing_pages=storage.writing_pages,
     )
 
 

@@ -152,9 +152,11 @@ class WorkerGroup:
         finally:
             for task in tasks:
                 task.cancel()
+        # A page is stored whole or not at all.
+        has_storage = all(capacity.has_storage for capacity in capacities)
         # Pages must be as many again after a restart: what waits was admitted by this capacity.
         self._spec = replace(self._spec, device_pages=capacities[0].device_pages, host_pages=capacities[0].host_pages)
-        return capacities[0]
+        return replace(capacities[0], has_storage=has_storage)
 
     async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:
         call = rank.Configure(spec_to_wire(spec), timeout=CONFIGURE_TIMEOUT_S)

@@ -24,6 +24,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
 from services.scheduler.policy.factory import make_counters, make_policy
+from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.tier_meter import TierMeter
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class SchedulerLoop:
         self._clock = clock
         self._decisions = decisions
         self._sampler: InvariantSampler | None = None
+        self._storage = StorageDesk(settings)
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
         self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
@@ -150,6 +152,7 @@ class SchedulerLoop:
             rules = resolve_cache(self._settings)
             host = resolve_host(self._settings, capacity.host_pages)
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
+            self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
                 self._decisions.begin(
                     encode_header(self._settings.cache, config.page_size, config.device_pages, rules, host)
@@ -264,6 +267,7 @@ class SchedulerLoop:
                 continue
             self.core.expire(self.now)
             self._advance(self.epoch)
+            self._storage.advance(self.epoch)
             self._push()
             self._check_accounts(self.core)
             self._check_invariants()

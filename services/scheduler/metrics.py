@@ -76,6 +76,10 @@ CONTENT_FINDINGS_TOTAL = Counter(
 CONTENT_RULES_REFUSED = Gauge(
     "pando_scheduler_content_rules_refused", "1 while the rules that are there are not the ones in effect."
 )
+STORAGE_MISSES = Gauge(
+    "pando_scheduler_storage_misses",
+    "Look-ups in storage that did not bring all that was asked for, since start; the workers count them by reason.",
+)
 TRANSFERS_TOTAL = Counter(
     "pando_scheduler_transfers_total", "Transfers between the tiers that all ranks have finished.", ["direction"]
 )

@@ -20,6 +20,7 @@ from services.scheduler.convert_cache import (
     node_to_wire,
     owner_to_wire,
     sequence_to_wire,
+    storage_to_wire,
     tier_to_wire,
 )
 from services.scheduler.tier_meter import traffic_to_wire
@@ -278,5 +279,7 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
     if core.memory.cache.host is not None:
         state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))
+        if core.memory.cache.host.storage is not None:
+            state.storage.CopyFrom(storage_to_wire(core.memory.cache.host.storage))
     if core.memory.loads is not None:
         state.host_tier.CopyFrom(traffic_to_wire(core.memory.loads))

@@ -292,6 +292,7 @@ class GetStateResponse(_message.Message):
     CACHE_ACCOUNTING_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
+    STORAGE_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests waiting for a row, rows in prefill or decode."""
     running_rows: _builtins.int
@@ -322,6 +323,10 @@ class GetStateResponse(_message.Message):
     def host_tier(self) -> Global___HostTierState:
         """Absent without a host tier."""
 
+    @_builtins.property
+    def storage(self) -> Global___StorageAccounting:
+        """Left out where there is no storage tier."""
+
     def __init__(
         self,
         *,
@@ -342,16 +347,61 @@ class GetStateResponse(_message.Message):
         cache_accounting: Global___CacheAccounting | None = ...,
         owners: _abc.Iterable[Global___OwnerAccounting] | None = ...,
         host_tier: Global___HostTierState | None = ...,
+        storage: Global___StorageAccounting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
+    _WhichOneofReturnType__storage: _TypeAlias = _typing.Literal["storage"]  # noqa: Y015
+    _WhichOneofArgType__storage: _TypeAlias = _typing.Literal["_storage", b"_storage"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_tier) -> _WhichOneofReturnType__host_tier | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class StorageAccounting(_message.Message):
+    """Traffic with storage, in pages of all ranks together, since this scheduler process has workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFETCH_FIELD_NUMBER: _builtins.int
+    STORED_PAGES_FIELD_NUMBER: _builtins.int
+    FETCHED_PAGES_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    READING_PAGES_FIELD_NUMBER: _builtins.int
+    WRITING_PAGES_FIELD_NUMBER: _builtins.int
+    prefetch: _builtins.str
+    """off, best_effort, timeout or wait_complete."""
+    stored_pages: _builtins.int
+    fetched_pages: _builtins.int
+    misses: _builtins.int
+    """Look-ups that ended before all pages that were asked for had come: nothing more is there, or it failed."""
+    reading_pages: _builtins.int
+    """On their way now."""
+    writing_pages: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefetch: _builtins.str = ...,
+        stored_pages: _builtins.int = ...,
+        fetched_pages: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        reading_pages: _builtins.int = ...,
+        writing_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_pages", b"fetched_pages", "misses", b"misses", "prefetch", b"prefetch", "reading_pages", b"reading_pages", "stored_pages", b"stored_pages", "writing_pages", b"writing_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorageAccounting: _TypeAlias = StorageAccounting  # noqa: Y015
 
 @_typing.final
 class HostTierState(_message.Message):

@@ -37,16 +37,17 @@ class StorageTier:
         self.config = config
         self.stored_pages = 0
         self.fetched_pages = 0
-        # Asked for and not had, be they missing, damaged or too late.
-        self.missed_pages = 0
+        # Look-ups that did not bring all that was asked for, as it is missing or damaged, or storage failed.
+        self.misses = 0
         self._store = store
         self._names = names
         self._writes = StorageWrites(store, ledger, names)
         self._reads = StorageReads(store, host, ledger, config, names)
         # Transfers keep pages where they are: leave most of a small tier alone.
         self._window = max(1, min(config.window_pages, host.allocator.capacity // 4))
-        self._reading_pages = 0
-        self._writing_pages = 0
+        # Under way now.
+        self.reading_pages = 0
+        self.writing_pages = 0
 
     # --- what the scheduler asks for ---
 
@@ -71,7 +72,7 @@ class StorageTier:
     @property
     def is_reading(self) -> bool:
         """Whether pages are under way that somebody may be waiting for."""
-        return self._reading_pages > 0
+        return self.reading_pages > 0
 
     def has_work(self, now: float) -> bool:
         """Whether `plan` has something to begin, now or when there is room."""
@@ -79,27 +80,27 @@ class StorageTier:
 
     def plan(self, now: float) -> Iterable[Transfer]:
         """Begin what there is room for: reads, then writes."""
-        for transfer in self._reads.plan(self._window - self._reading_pages, now):
-            self._reading_pages += transfer.pages
+        for transfer in self._reads.plan(self._window - self.reading_pages, now):
+            self.reading_pages += transfer.pages
             yield transfer
-        for transfer in self._writes.plan(max(self._window // 2, 1) - self._writing_pages):
-            self._writing_pages += len(transfer.host_pages)
+        for transfer in self._writes.plan(max(self._window // 2, 1) - self.writing_pages):
+            self.writing_pages += len(transfer.host_pages)
             yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
         """Take in that all ranks are done with a transfer; the caller closes it."""
         transfer = opened.transfer
         if transfer.direction is TransferDirection.STORAGE_TO_HOST:
-            self._reading_pages -= transfer.pages
-            self.missed_pages += ack.done_pages < transfer.pages
+            self.reading_pages -= transfer.pages
+            self.misses += ack.done_pages < transfer.pages
             self.fetched_pages += self._reads.finish(opened, ack)
         elif transfer.direction is TransferDirection.HOST_TO_STORAGE:
-            self._writing_pages -= transfer.pages
+            self.writing_pages -= transfer.pages
             self.stored_pages += ack.done_pages
 
     def forget_all(self) -> None:
         """Start over: the workers are gone, and the host tier with them; storage is not."""
-        self._reading_pages = self._writing_pages = 0
+        self.reading_pages = self.writing_pages = 0
         self._reads.forget_all()
         self._writes.forget_all()
 

@@ -1,0 +1,70 @@
+"""Connects the cache to storage, where the workers have one: rules from the settings, names from the keyring."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.logs import get_logger
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.keyring import Keyring
+
+if TYPE_CHECKING:
+    from common.steps import EngineCapacity
+    from common.storage_settings import StorageSettings
+    from services.scheduler.cache.tiers.host_tier import HostTier
+
+_MEGABYTE = 1e6
+
+
+class StorageDesk:
+    """Owns the keyring, which is opened, and made if need be, only where there is a storage."""
+
+    def __init__(self, settings: StorageSettings) -> None:
+        """Start without a storage."""
+        self._settings = settings
+        self._keyring: Keyring | None = None
+        self._epoch = 0
+        self._log = get_logger("storage")
+
+    def attach(self, host: HostTier | None, capacity: EngineCapacity) -> None:
+        """Give a new cache's host tier the storage that the workers have, if there are both.
+
+        Raises:
+            ConfigurationError: the keyring cannot be used.
+        """
+        if not capacity.has_storage or host is None:
+            return
+        config = resolve(self._settings, capacity)
+        if self._keyring is None:
+            secret = self._settings.storage_secret
+            path = self._settings.storage_keyring or default_path()
+            self._keyring = Keyring(path, None if secret is None else secret.get_secret_value().encode())
+        host.add_storage(config, self._keyring)
+        self._log.info("storage.attached", prefetch=config.policy.value, writes=config.writes)
+
+    def advance(self, epoch: int) -> None:
+        """In each new epoch, take over what schedulers with the same keyring have revoked."""
+        if self._keyring is not None and epoch != self._epoch:
+            self._epoch = epoch
+            self._keyring.refresh()
+
+
+def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfig:
+    """Return what the settings say, for workers of this capacity."""
+    page_bytes = capacity.kv_bytes_per_token * capacity.page_size
+    return StorageConfig(
+        policy=PrefetchPolicy(settings.storage_prefetch),
+        wait_s=settings.storage_wait_ms / 1000,
+        min_pages=max(1, -(-settings.storage_min_tokens // capacity.page_size)),
+        window_pages=settings.storage_pages_in_flight,
+        pages_per_s=settings.storage_megabytes_per_s * _MEGABYTE / page_bytes,
+        writes=settings.storage_write == "backed_up",
+    )
+
+
+def default_path() -> Path:
+    """Return where the keyring is if the settings do not say."""
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "pando" / "keyring.json"
