@@ -54,7 +54,7 @@ class Keyring:
                     raise ConfigurationError(f"others can read {path}, which holds a secret: chmod 600 it")
                 self._read()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"scheduler.cache_storage_keyring {path}: {error}") from error
+            raise ConfigurationError(f"scheduler.storage_keyring {path}: {error}") from error
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
         """Return the storage keys of pages of `scope`, as they are to be written and looked up now."""

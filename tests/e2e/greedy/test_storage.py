@@ -1,0 +1,124 @@
+"""Greedy answers are those of `transformers` in fp32, too, where a prompt's KV comes from storage, or fails to."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from common.rpc.options import CHANNEL_OPTIONS
+from common.settings import GatewaySettings, SchedulerSettings, Settings, WorkerSettings
+from common.types import CacheMode
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.conftest import require_model, serve
+from tests.e2e.greedy.checks import EXACT, PAGE, TIMEOUT_S, cacheable, check_answers, pick
+from tests.e2e.greedy.reference import OUTPUT_TOKENS
+from tests.e2e.ring import ask
+from tests.fakes.redis_process import RedisProcess
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+LONG = pick("length-300")
+EVERYTHING = cacheable(len(LONG[0].prompt_ids))
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory for storage and keyring, with a path short enough for a socket."""
+    directory = Path(tempfile.mkdtemp(prefix="pando-storage-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterator[Served]:
+    """Run the real model with a host tier and a storage, for requests that wait for what is there."""
+    require_model()
+    scheduler = SchedulerSettings(
+        max_rows=4,
+        page_size=PAGE,
+        device_pages=100,
+        cache_host_pages=100,
+        storage_prefetch="wait_complete",
+        storage_keyring=place / "keyring.json",
+    )
+    worker = WorkerSettings(storage=storage, storage_timeout_s=5.0)  # type: ignore[arg-type]  # pydantic makes it a secret
+    settings = Settings(model=EXACT, gateway=GatewaySettings(port=0), scheduler=scheduler, worker=worker)
+    yield from serve(settings, root, ranks)
+
+
+def cached(served: Served, user: str = "ann", mode: CacheMode = CacheMode.DEFAULT) -> int:
+    """Ask, check the answer, and return how many tokens of the prompt were cached."""
+    with served.leaving_nothing_behind():
+        asked = ask(served, [LONG[0].prompt_ids], OUTPUT_TOKENS, user, mode)
+    check_answers(LONG, asked.answers)
+    return asked.answers[0].cached_tokens
+
+
+def store(served: Served) -> None:
+    """Wait until what has been asked is stored."""
+    wait_until(lambda: served.state().storage.stored_pages >= EVERYTHING // PAGE, timeout_s=60)
+
+
+def flush(served: Served) -> None:
+    """Empty device and host."""
+    with grpc.insecure_channel(served.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
+        scheduler_pb2_grpc.SchedulerStub(channel).FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_answers_are_the_same_from_files_after_a_restart_of_everything_and_with_some_of_them_damaged(
+    place: Path, run_root: Path, ranks: int
+) -> None:
+    files = place / "files"
+    with served_with(str(files), place, run_root, ranks) as served:
+        assert cached(served, mode=CacheMode.NONE) == 0
+        assert list(files.rglob("*-*")) == []
+        assert cached(served) == 0
+        store(served)
+    with served_with(str(files), place, run_root, ranks) as served:
+        assert cached(served, "bob") == 0
+        assert cached(served) == EVERYTHING
+        assert served.state().storage.fetched_pages == EVERYTHING // PAGE
+        for path in sorted(files.rglob("*-*"))[::5]:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        flush(served)
+        assert cached(served) < EVERYTHING
+        assert cached(served) == EVERYTHING  # from the device
+
+
+def test_answers_are_the_same_from_redis_while_it_dies_and_when_it_is_back(place: Path, run_root: Path) -> None:
+    redis = RedisProcess(place)
+    redis.start()
+    try:
+        with served_with(redis.url, place, run_root) as served:
+            assert cached(served) == 0
+            store(served)
+            flush(served)
+            assert cached(served) == EVERYTHING
+            redis.kill()
+            flush(served)
+            started = time.monotonic()
+            assert cached(served) == 0
+            flush(served)
+            assert cached(served) == 0
+            assert time.monotonic() - started < 60
+            redis.start()
+            # What was stored went with the old server; by and by the new one has it.
+            wait_until(lambda: flush(served) or cached(served) == EVERYTHING, timeout_s=120)
+    finally:
+        redis.kill()

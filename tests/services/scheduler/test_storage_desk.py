@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from pydantic import SecretStr
+
+from common.errors import ConfigurationError
+from common.settings import SchedulerSettings
+from common.steps import EngineCapacity
+from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.tiers.config import HostConfig
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.keyring import Keyring
+from services.scheduler.storage_desk import StorageDesk, default_path, resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAPACITY = EngineCapacity(8, 16, 64, 100, (2,), 1000, "f", "cpu", 1, host_pages=8, has_storage=True)
+CHAIN = [b"c" * 16]
+
+
+def make_cache(host_pages: int = 8) -> RadixCache:
+    return RadixCache(PageAllocator(8), 16, host=HostConfig(pages=host_pages))
+
+
+def settings(path: Path, **values: object) -> SchedulerSettings:
+    return SchedulerSettings(storage_keyring=path, **values)  # type: ignore[arg-type]
+
+
+def test_settings_become_rules_in_pages_and_seconds() -> None:
+    values = SchedulerSettings(
+        storage_prefetch="best_effort", storage_wait_ms=250, storage_min_tokens=40, storage_pages_in_flight=7,
+        storage_megabytes_per_s=1.6, storage_write="off",
+    )  # fmt: skip
+    assert resolve(values, CAPACITY) == StorageConfig(PrefetchPolicy.BEST_EFFORT, 0.25, 3, 7, 100.0, writes=False)
+
+
+def test_where_the_workers_have_a_storage_the_host_tier_gets_it(tmp_path: Path) -> None:
+    cache = make_cache()
+    StorageDesk(settings(tmp_path / "ring")).attach(cache.host, CAPACITY)
+    assert cache.host is not None
+    assert cache.host.storage is not None
+    assert (tmp_path / "ring").exists()
+
+
+def test_without_storage_or_host_tier_no_secret_is_made(tmp_path: Path) -> None:
+    desk, cache = StorageDesk(settings(tmp_path / "ring")), make_cache()
+    desk.attach(cache.host, replace(CAPACITY, has_storage=False))
+    desk.attach(make_cache(0).host, CAPACITY)
+    desk.advance(1)
+    assert cache.host is not None
+    assert cache.host.storage is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_revoke_counts_from_the_next_epoch_on(tmp_path: Path) -> None:
+    desk, cache = StorageDesk(settings(tmp_path / "ring")), make_cache()
+    desk.attach(cache.host, CAPACITY)
+    other = Keyring(tmp_path / "ring")
+    assert desk._keyring is not None
+    before = desk._keyring.keys((), CHAIN)
+    other.revoke(())
+    desk.advance(1)
+    assert desk._keyring.keys((), CHAIN) == other.keys((), CHAIN) != before
+
+
+def test_the_secret_can_be_a_setting(tmp_path: Path) -> None:
+    desk = StorageDesk(settings(tmp_path / "ring", storage_secret=SecretStr("s" * 32)))
+    desk.attach(make_cache().host, CAPACITY)
+    assert desk._keyring is not None
+    assert desk._keyring.keys((), CHAIN) == Keyring(tmp_path / "other", b"s" * 32).keys((), CHAIN)
+
+
+def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="storage_keyring"):
+        StorageDesk(settings(tmp_path / "file" / "ring")).attach(make_cache().host, CAPACITY)
+
+
+def test_by_default_the_keyring_is_with_the_users_other_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "pando" / "keyring.json"
