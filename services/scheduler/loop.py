@@ -154,9 +154,8 @@ class SchedulerLoop:
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
             self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
-                self._decisions.begin(
-                    encode_header(self._settings.cache, config.page_size, config.device_pages, rules, host)
-                )
+                header = encode_header(self._settings.cache, config.page_size, config.device_pages, rules, host)
+                self._decisions.begin(header)
                 cache = RecordedCache(cache, allocator, self._decisions.note)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)

@@ -14,6 +14,7 @@ from services.worker.storage.shard import Shard
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import Transfer

@@ -118,7 +118,12 @@ def test_answers_are_the_same_from_redis_while_it_dies_and_when_it_is_back(place
             assert cached(served) == 0
             assert time.monotonic() - started < 60
             redis.start()
+
             # What was stored went with the old server; by and by the new one has it.
-            wait_until(lambda: flush(served) or cached(served) == EVERYTHING, timeout_s=120)
+            def is_stored_again() -> bool:
+                flush(served)
+                return cached(served) == EVERYTHING
+
+            wait_until(is_stored_again, timeout_s=120)
     finally:
         redis.kill()
