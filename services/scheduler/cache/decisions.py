@@ -50,12 +50,14 @@ class Recorder:
     # --- PageObserver: rows ---
 
     def allocated(self, count: int, pages: PageIds | None) -> None:
-        """Record what a row was given."""
-        self._note("allocate", {"count": count}, {"pages": pages})
+        """Record what a row was given; nothing, if it asked for nothing."""
+        if count:
+            self._note("allocate", {"count": count}, {"pages": pages})
 
     def released(self, pages: PageIds, freed: int) -> None:
         """Record what a row gave back."""
-        self._note("give_back", {"pages": pages.copy()}, {"freed": freed})
+        if len(pages):
+            self._note("give_back", {"pages": pages.copy()}, {"freed": freed})
 
     def exchanged(self, old: PageIds, new: PageIds, freed: int) -> None:
         """Record that a row was repointed."""
