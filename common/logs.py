@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -30,7 +30,8 @@ def configure_logging(service: str, settings: LogSettings) -> None:
         processors=[*shared, *errors, _with_service(service), renderer],
         wrapper_class=structlog.make_filtering_bound_logger(settings.level),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        # `set_level` changes the wrapper later on.
+        cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
@@ -47,10 +48,24 @@ def configure_logging(service: str, settings: LogSettings) -> None:
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
 
 
+def set_level(level: str) -> str:
+    """Write events from `level` on, from now on and in the whole process; return the level until now."""
+    root = logging.getLogger()
+    previous = logging.getLevelName(root.level).lower()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level), **_kept_configuration())
+    root.setLevel(level.upper())
+    return previous
+
+
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return a logger whose events carry the component `name`."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(component=name)
     return logger
+
+
+def _kept_configuration() -> dict[str, Any]:
+    """Return structlog's configuration but for the wrapper: `configure` sets what it is not given to defaults."""
+    return {key: value for key, value in structlog.get_config().items() if key != "wrapper_class"}
 
 
 def _with_service(service: str) -> structlog.types.Processor:

@@ -13,9 +13,11 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigurationError
 from common.rpc.interceptors import ServerInterceptor
+from common.rpc.operations import OperationsService
 from common.rpc.options import SERVER_OPTIONS
 from common.rpc.security import UNIX, UNIX_ONLY
 from common.rpc.token import TokenGuard
+from protos.gen.pando.v1 import operations_pb2, operations_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +45,14 @@ class RpcServer:
         self._probes: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (service, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(), self._server)
+        operations = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
+        names = (
+            service,
+            operations,
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            reflection.SERVICE_NAME,
+        )
         reflection.enable_server_reflection(names, self._server)
 
     def add(self, register: Callable[[Servicer, grpc.aio.Server], None], servicer: Servicer) -> None:

@@ -25,10 +25,7 @@ yaml.add_constructor("!reset", lambda *_: None, Loader)
 
 
 def load(name: str) -> dict[str, Any]:
-    # `!reset` is Compose's own.
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_constructor("!reset", lambda *_: None)
-    content: dict[str, Any] = yaml.load((COMPOSE / name).read_text(), loader)
+    content: dict[str, Any] = yaml.load((COMPOSE / name).read_text(), Loader)
     return content
 
 
