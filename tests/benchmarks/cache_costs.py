@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(costs_table(costs))
     console.print(summary_table(costs, memory))
     if arguments.json is not None:
-        command = shlex.join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)])
         provenance = replace(Provenance.collect(()), command=command)
         write_results(arguments.json, results(costs, memory, provenance))
 
