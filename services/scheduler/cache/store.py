@@ -206,6 +206,8 @@ class NodeStore:
         dropped, node.pages = node.pages, node.pages[:0]
         node.state, node.joint = _ON_HOST, False
         self.use.enter(node)
+        # Page by page, an eviction makes many nodes of one.
+        self.loose[node] = None
         self.emit(CacheEventKind.RECLAIMED, node)
         return self.allocator.release(dropped)
 
@@ -223,6 +225,7 @@ class NodeStore:
         node.parent.live_children += 1
         self.queue.discard(node.parent)
         self.queue.refresh(node.owner)
+        self.loose[node] = None
         self.emit(CacheEventKind.LOADED, node)
 
     # --- shrinking and reshaping ---

@@ -215,3 +215,18 @@ def test_a_flush_leaves_what_is_moving() -> None:
     assert driver.peek(ANN, [*B, 0]) == driver.on_host(B) == 0
     driver.cache.flush()
     assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
+
+
+def test_a_node_that_left_page_by_page_is_one_node_again() -> None:
+    driver = TieredDriver()
+    driver.serve(ANN, A)
+    driver.back_up()
+    for _ in range(6):
+        driver.cache.evict(1)
+    assert len(driver.views()) > 1
+    driver.next_epoch()
+    (node,) = driver.views()
+    assert (node.state, node.token_ids.tolist()) == (NodeState.ON_HOST, A)
+    driver.check()
+    driver.done(driver.load(A))
+    assert driver.peek(ANN, [*A, 0]) == len(A)
