@@ -80,6 +80,18 @@ class HostTierMachine(RuleBasedStateMachine):
         assert self.harness.core.submit(request, 0.0).rejected is None
         self.requests[name] = (prompt, max_tokens, n)
 
+    @rule(data=st.data(), count=st.integers(1, 20), then=st.integers(0, 6))
+    def come_back(self, data: st.DataObject, count: int, then: int) -> None:
+        """Ask once more for what has been copied to the host and evicted from the device."""
+        if not self.requests:
+            return
+        prompt, max_tokens, _ = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        self.work_with_fast_transfers(count)
+        self.harness.cache.evict(20)
+        for user in USERS:
+            self.submit(prompt, user, max_tokens, 1, CacheMode.DEFAULT)
+        self.work(then)
+
     @rule(count=st.integers(1, 12))
     def work(self, count: int) -> None:
         for _ in range(count):
