@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # rest is read and thrown away first.
 DISCARD_BYTES = 32 * 1024 * 1024
 DISCARD_S = 2.0
+# A client may pause so long between two pieces of its body.
+PAUSE_S = 30.0
 
 
 class ClientGoneError(Exception):
@@ -29,7 +31,7 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
     """Return the JSON object in the body, which may have up to `limit` bytes.
 
     Raises:
-        HttpError: the body is too large, or no JSON by its content type.
+        HttpError: the body is too large, comes too slowly, or is no JSON by its content type.
         InvalidRequestError: the body is no JSON object.
         ClientGoneError: the client went away meanwhile.
     """
@@ -65,7 +67,11 @@ async def _read(request: Request, limit: int) -> bytes:
     size = 0
     more = True
     while more:
-        message = await request.receive()
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                message = await request.receive()
+        except TimeoutError:
+            raise HttpError(408, "The request body did not come to its end.", close=True) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         chunk = message.get("body", b"")

@@ -41,6 +41,7 @@ SHAPES: dict[ErrorCode, ErrorShape] = {
 }
 HTTP_SHAPES: dict[int, ErrorShape] = {
     404: ErrorShape("invalid_request_error", "unknown_url"),
+    408: ErrorShape("invalid_request_error", "request_timeout"),
     405: ErrorShape("invalid_request_error", "method_not_allowed"),
     413: ErrorShape("invalid_request_error", "request_too_large"),
     415: ErrorShape("invalid_request_error", "unsupported_media_type"),

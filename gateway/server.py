@@ -11,6 +11,7 @@ import uvicorn
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
+from gateway.connections import ImpatientProtocol, notice_dead_peers
 from gateway.https import keep_renewing
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class HttpServer:
                 app,
                 ssl_certfile=https.certificate if https else None,
                 ssl_keyfile=https.key if https else None,
-                http="httptools",
+                http=ImpatientProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -100,6 +101,8 @@ class _Server(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigurationError(f"the gateway cannot listen on {host}:{port}: {error}") from error
+    notice_dead_peers(listening)
+    return listening

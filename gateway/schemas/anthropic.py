@@ -8,7 +8,7 @@ import orjson
 from pydantic import Field
 
 from common.errors import InvalidRequestError
-from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.chat import MAX_MESSAGES, ChatCompletionBody
 from gateway.schemas.generation import INT32_MAX, MAX_STOP_TEXTS
 from gateway.schemas.parse import Schema, parse
 from gateway.schemas.tools import MAX_TOOLS
@@ -34,7 +34,7 @@ class MessagesBody(Schema):
     """A request for a message."""
 
     model: str
-    messages: list[TurnBody] = Field(min_length=1)
+    messages: list[TurnBody] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     system: str | list[Json] | None = None
     metadata: MetadataBody | None = None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.parsing.answers import Reading
     from gateway.ring.messages import ModelInfo
 
+MAX_MESSAGES = 10_000
 # What templates call the switch that turns reasoning off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -77,7 +78,7 @@ class Message(Schema):
 class Conversation(Schema):
     """What makes a chat prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Tools = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice = None
     add_generation_prompt: bool | None = None

@@ -1,0 +1,187 @@
+"""Requests that nobody should send, made from good ones by a seeded generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+# Path to a good body.
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 2,
+        "stop": ["a"],
+        "logit_bias": {"1": 2},
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "stream_options": {"include_usage": True},
+        "stream": True,
+    },
+    "/v1/completions": {
+        "model": "tiny",
+        "prompt": ["a", "b"],
+        "max_tokens": 2,
+        "n": 2,
+        "logprobs": 1,
+        "stop_regex": "a+",
+    },
+    "/v1/responses": {
+        "model": "tiny",
+        "input": [{"role": "user", "content": "x"}],
+        "metadata": {"a": "b"},
+        "stream": True,
+    },
+    "/v1/messages": {"model": "tiny", "max_tokens": 2, "messages": HELLO, "tools": [{"name": "f", "input_schema": {}}]},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": "a"}, "return_logprob": True},
+    "/tokenize": {"model": "tiny", "prompt": "a"},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2]},
+    "/abort_request": {"rid": "nothing"},
+}
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**32, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, 1e-320,
+    "", "\x00", "\ud800", "\u2028", "a" * 10_000, "null", "NaN", "1", "auto", "../..", "\r\nx-injected: 1",
+    [], {}, [[]], [None], {"type": "text"}, {"": ""}, [{"role": "user"}],
+]  # fmt: skip
+RAW_BODIES = [b"", b"null", b"[]", b"{", b'{"model":', b"\xff\xfe", b"NaN", b'{"a": NaN}', b"{}" * 3, b"\x00" * 50]
+CONTENT_TYPES = [
+    b"text/plain",
+    b"application/x-www-form-urlencoded",
+    b"multipart/form-data; boundary=x",
+    b"",
+    b"a\x01b",
+]
+# The only answers that may come; 503 is declared, with Retry-After.
+ALLOWED = frozenset({200, 400, 401, 403, 404, 405, 408, 411, 413, 415, 429, 431, 503})
+
+
+@dataclass
+class Tally:
+    """What has come back."""
+
+    sent: int = 0
+    statuses: dict[int, int] = field(default_factory=dict)
+    unexpected: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+def mutated(generator: random.Random, value: Any) -> Any:
+    """Return `value` with something wrong somewhere in it."""
+    if isinstance(value, dict) and value and generator.random() < 0.8:
+        key = generator.choice(list(value))
+        match generator.randrange(4):
+            case 0:
+                return {name: part for name, part in value.items() if name != key}
+            case 1:
+                return {
+                    **value,
+                    generator.choice(["user", "seed", "best_of", "temperature", "x"]): generator.choice(NASTY),
+                }
+            case _:
+                return {**value, key: mutated(generator, value[key])}
+    if isinstance(value, list) and value and generator.random() < 0.7:
+        place = generator.randrange(len(value))
+        changed = mutated(generator, value[place])
+        return [*value[:place], changed, *value[place + 1 :]] * generator.choice([1, 1, 1, 50])
+    return generator.choice(NASTY)
+
+
+def nested(generator: random.Random) -> bytes:
+    """Return JSON that is nested as deep as nobody needs it."""
+    depth = generator.choice([50, 500, 5_000, 100_000])
+    opening, closing = generator.choice([(b"[", b"]"), (b'{"a":', b"}")])
+    return b'{"model": "tiny", "messages": ' + opening * depth + b"1" + closing * depth + b"}"
+
+
+def request(generator: random.Random) -> bytes:
+    """Return one request as bytes."""
+    path = generator.choice(list(GOOD))
+    body = dump(GOOD[path])
+    headers = [b"content-type: application/json"]
+    length: int | None = None
+    match generator.randrange(12):
+        case 0:
+            body = generator.choice(RAW_BODIES)
+        case 1:
+            body = nested(generator)
+        case 2:
+            body = body[: generator.randrange(len(body))]
+        case 3:
+            headers = [b"content-type: " + generator.choice(CONTENT_TYPES)]
+        case 4:
+            headers.append(
+                generator.choice([b"x-request-id: a\x01", b"authorization: Bearer \xff\xfe", b"content-encoding: gzip"])
+            )
+        case 5:
+            headers.append(b"x-pando-tenant: a\x0bb\r\n x-folded: 1")
+        case 6:
+            place = generator.randrange(len(body))
+            body = body[:place] + bytes([generator.randrange(256)]) + body[place + 1 :]
+        case 7:
+            length = len(body) + generator.choice([-1, 1])
+        case _:
+            body = dump(mutated(generator, GOOD[path]))
+    # Who is refused for the method alone may find the connection closed before a large body is sent.
+    method = generator.choice([b"POST"] * 9 + [b"DELETE" if len(body) < 10_000 else b"POST"])
+    lines = [method + b" " + path.encode() + b" HTTP/1.1", b"host: x", b"connection: close", *headers]
+    lines.append(b"content-length: %d" % (len(body) if length is None else length))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def dump(value: Any) -> bytes:
+    """Return JSON, lone surrogates as escapes."""
+    return json.dumps(value).encode()
+
+
+async def send(port: int, content: bytes, *, is_short: bool = False) -> bytes:
+    """Send one request on a connection of its own, and return all that comes back."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(content)
+        await writer.drain()
+        if is_short:
+            writer.write_eof()
+        async with asyncio.timeout(20):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def fuzz(
+    port: int, count: int, seed: int, *, lanes: int = 16, make: Callable[[random.Random], bytes] = request
+) -> Tally:
+    """Send `count` requests in `lanes` lanes; a defect shows as a status that is not allowed, or as none at all."""
+    tally = Tally()
+
+    async def run(lane: int) -> None:
+        generator = random.Random(seed * 1000 + lane)
+        for _ in range(count // lanes):
+            content = make(generator)
+            # More is announced than comes: the end of the connection says so.
+            answer = await send(port, content, is_short=is_cut(content))
+            tally.sent += 1
+            status = int(answer[9:12]) if answer[:9] == b"HTTP/1.1 " else 0
+            tally.statuses[status] = tally.statuses.get(status, 0) + 1
+            # A request that was cut short may be left without an answer.
+            if status not in ALLOWED and not (status == 0 and is_cut(content)):
+                tally.unexpected.append((content[:2000], answer[:500]))
+
+    async with asyncio.TaskGroup() as tasks:
+        for lane in range(lanes):
+            tasks.create_task(run(lane))
+    return tally
+
+
+def is_cut(content: bytes) -> bool:
+    """Whether a request announces more than it has."""
+    head, _, body = content.partition(b"\r\n\r\n")
+    return int(head.rpartition(b"content-length: ")[2]) > len(body)
