@@ -51,7 +51,7 @@ def create_router(context: Context) -> APIRouter:
         head = context.head(response_id, card.name)
         generate, reading = chat_request(context, request, head, asker, chat, card)
         keep = partial(_keep, context, holder, body, messages) if body.store is not False else lambda _response: None
-        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), bool(body.top_logprobs), keep)
+        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, keep)
         if body.stream:
             return context.stream(asker, [generate], ResponseStream(draft, reading))
         return context.whole(asker, [generate], WholeResponse(draft, reading))

@@ -76,6 +76,7 @@ COMMON = (
     Refusal("session_params", _is_empty, LEAVE_OUT),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
+    Refusal("moderation", _never, LEAVE_OUT),
 )
 
 CHAT = (
@@ -93,6 +94,8 @@ CHAT = (
 
 RESPONSES = (
     Refusal("background", _is_empty, LEAVE_OUT),
+    Refusal("moderation", _never, LEAVE_OUT),
+    Refusal("image", _never, LEAVE_OUT),
     Refusal("conversation", _never, "use 'previous_response_id'"),
     Refusal("prompt", _never, "use 'instructions' and 'input'"),
     Refusal("max_tool_calls", _never, LEAVE_OUT),

@@ -17,6 +17,8 @@ from gateway.schemas.tools import MAX_TOOLS
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+LOGPROBS = "message.output_text.logprobs"
+MAX_INCLUDES = 32
 MAX_METADATA = 16
 MAX_METADATA_CHARACTERS = 512
 
@@ -74,6 +76,7 @@ class ResponseBody(Schema):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    include: list[str] | None = Field(None, max_length=MAX_INCLUDES)
     tools: list[Json] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -85,6 +88,11 @@ class ResponseBody(Schema):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text shall come with its log probabilities."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def new_messages(self) -> list[Json]:
         """Return the input as messages of a chat.
@@ -110,7 +118,7 @@ class ResponseBody(Schema):
             "model": self.model,
             "messages": [*head, *messages],
             "max_completion_tokens": self.max_output_tokens,
-            "logprobs": True if self.top_logprobs else None,
+            "logprobs": True if self.wants_logprobs else None,
             "top_logprobs": self.top_logprobs,
             "tools": [_chat_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
             "tool_choice": self.tool_choice,

@@ -1,0 +1,142 @@
+"""The table in `gateway/API.md` says what is so."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OpenAiChat
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OpenAiCompletion
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as OpenAiResponse
+
+from gateway.schemas import refusals
+from gateway.schemas.anthropic import MessagesBody
+from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.completions import CompletionBody
+from gateway.schemas.native import GenerateBody, NativeSampling
+from gateway.schemas.responses import ResponseBody
+from tests.gateway.support import HELLO, error_of, gateway_saying
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gateway.schemas.parse import Schema
+    from gateway.schemas.refusals import Refusal
+
+TABLE = Path(__file__).parents[2] / "gateway" / "API.md"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    path: str
+    schema: type[Schema]
+    refusals: Iterable[Refusal]
+    good: dict[str, Any]
+    official: frozenset[str] = frozenset()
+    # Fields stand inside this one.
+    inside: str | None = None
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        return {**self.good, self.inside: fields} if self.inside else {**self.good, **fields}
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": Endpoint(
+        "/v1/chat/completions",
+        ChatCompletionBody,
+        refusals.CHAT,
+        {"model": "tiny", "messages": HELLO},
+        frozenset(OpenAiChat.__annotations__),
+    ),
+    "/v1/completions": Endpoint(
+        "/v1/completions",
+        CompletionBody,
+        refusals.COMPLETIONS,
+        {"model": "tiny", "prompt": "x"},
+        frozenset(OpenAiCompletion.__annotations__),
+    ),
+    "/v1/responses": Endpoint(
+        "/v1/responses",
+        ResponseBody,
+        refusals.RESPONSES,
+        {"model": "tiny", "input": "x"},
+        frozenset(OpenAiResponse.__annotations__),
+    ),
+    "/v1/messages": Endpoint(
+        "/v1/messages", MessagesBody, refusals.MESSAGES, {"model": "tiny", "max_tokens": 2, "messages": HELLO}
+    ),
+    "/generate": Endpoint("/generate", GenerateBody, refusals.NATIVE, {"text": "x"}),
+    "/generate: sampling_params": Endpoint(
+        "/generate", NativeSampling, refusals.NATIVE_SAMPLING, {"text": "x"}, inside="sampling_params"
+    ),
+}
+# A value that would change the answer, where 1 would not.
+PROBES: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "modalities": ["audio"],
+    "function_call": {"name": "f"},
+    "add_special_tokens": False,
+    "truncation": "auto",
+    "thinking": {"type": "enabled"},
+    "verbosity": "high",
+    "best_of": 2,
+}
+
+
+def rows() -> dict[str, list[frozenset[str]]]:
+    found = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`/"):
+            found[cells[0].strip("`")] = [frozenset(re.findall(r"`([^`]+)`", cell)) for cell in cells[1:]]
+    return found
+
+
+ROWS = rows()
+
+
+def test_every_endpoint_has_its_row() -> None:
+    assert ROWS.keys() == ENDPOINTS.keys()
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_rows_say_what_schemas_and_refusals_say(name: str) -> None:
+    honoured, refused, ignored = ROWS[name]
+    endpoint = ENDPOINTS[name]
+    assert honoured == endpoint.schema.model_fields.keys()
+    assert refused == {refusal.field for refusal in endpoint.refusals}
+    assert not (ignored & (honoured | refused))
+
+
+@pytest.mark.parametrize("name", [name for name, endpoint in ENDPOINTS.items() if endpoint.official])
+def test_every_field_of_the_official_client_is_in_the_table(name: str) -> None:
+    assert ENDPOINTS[name].official <= frozenset().union(*ROWS[name])
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, row in ROWS.items() for field in sorted(row[1])])
+async def test_what_is_refused_is_refused_by_its_name(name: str, field: str) -> None:
+    endpoint = ENDPOINTS[name]
+    response = await gateway_saying("x").post(endpoint.path, endpoint.body(**{field: PROBES.get(field, 1)}))
+    assert error_of(response, 400)["param"] == field
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+async def test_what_is_ignored_changes_nothing_whatever_its_type(name: str) -> None:
+    endpoint = ENDPOINTS[name]
+    for value in (1, "x", ["x"], {"x": "y"}):
+        gateway = gateway_saying("x")
+        response = await gateway.post(
+            endpoint.path, endpoint.body(**dict.fromkeys(ROWS[name][2], value), unknown=value)
+        )
+        assert response.status_code == 200, response.text
+
+
+async def test_endpoints_beside_the_table_are_there() -> None:
+    text = TABLE.read_text(encoding="utf-8").partition("Other endpoints:")[2]
+    served, missing = text.partition("Not served yet:")[::2]
+    spelled = {re.sub(r"\{\w+\}", "{id}", path) for path in gateway_saying("x").app.openapi()["paths"]}
+    assert set(re.findall(r"`(/[^`]+)`", served)) <= spelled
+    assert not set(re.findall(r"`(/[^`]+)`", missing.partition("\n\n")[0])) & spelled
