@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
 
-.PHONY: help serve test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: clients help serve test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ check: lint types protos-check breaking ## Everything that CI checks, but the te
 
 bench: install ## Measure all but the model, or what ARGS="cpu --url http://127.0.0.1:8000" says
 	@$(BIN)/pando bench $(if $(ARGS),$(ARGS),control-plane)
+
+clients: install-dev ## Install other people's clients (litellm, langchain, instructor, …) for the tests that need them
+	@test -x .venv-clients/bin/python || "$(PYTHON)" -m venv .venv-clients
+	@.venv-clients/bin/python -m pip --disable-pip-version-check install --quiet -r deploy/locks/clients.txt
 
 lock: ## Resolve all dependencies anew into deploy/locks
 	deploy/setup/lock.sh "$(PYTHON)" $(TORCH_VERSION) $(LOCK)

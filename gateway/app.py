@@ -10,13 +10,32 @@ from starlette.exceptions import HTTPException
 
 from common.errors import PandoError
 from gateway.api import administration, chat, completions, messages, models, native, operations, responses, tokenization
+from gateway.api.schema import describe
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
 from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, RequestContext
 from gateway.quotas.quotas import LimitedError
+from gateway.schemas.anthropic import MessagesBody
+from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.completions import CompletionBody
+from gateway.schemas.native import AbortBody, GenerateBody
+from gateway.schemas.responses import ResponseBody
+from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 if TYPE_CHECKING:
     from gateway.api.context import Context
+
+BODIES = (
+    ChatCompletionBody,
+    CompletionBody,
+    ResponseBody,
+    MessagesBody,
+    TokenizeTextBody,
+    TokenizeChatBody,
+    DetokenizeBody,
+    GenerateBody,
+    AbortBody,
+)
 
 
 def create_app(context: Context) -> FastAPI:
@@ -29,6 +48,7 @@ def create_app(context: Context) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    describe(app, BODIES)
     app.add_middleware(RequestContext, metrics=context.metrics)
     return app
 

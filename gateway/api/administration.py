@@ -26,7 +26,8 @@ def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter()
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache", operation_id="flush_cache_by_get")
+    @router.post("/flush_cache", operation_id="flush_cache")
     async def flush_cache(request: Request) -> Response:
         """Drop what the prefix cache holds for nobody who runs."""
         await context.admin(request)

@@ -1,17 +1,71 @@
-"""Request schemas for the generated API description; bodies are read by our own code, so FastAPI does not see them."""
+"""The API's description (OpenAPI). Bodies are read by our own code, so FastAPI does not see them by itself."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fastapi import FastAPI
+
     from gateway.schemas.parse import Schema
 
+Json = dict[str, Any]  # Any: OpenAPI is free JSON
 
-def documented(*bodies: type[Schema]) -> dict[str, Any]:  # Any: OpenAPI is free JSON
+REFERENCE = "#/components/schemas/{model}"
+TEXT = {"type": "string"}
+NULLABLE = {"type": ["string", "null"]}
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {"message": TEXT, "type": TEXT, "param": NULLABLE, "code": NULLABLE},
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+FAILURE = {
+    "description": "What was wrong, and what would be right",
+    "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}},
+}
+SUCCESS = {
+    "description": "The answer",
+    "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}, "text/plain": {"schema": {}}},
+}
+
+
+def documented(*bodies: type[Schema]) -> Json:
     """Return the `openapi_extra` of an endpoint that accepts one of `bodies`."""
-    schemas = [
-        body.model_json_schema(ref_template=f"#/components/schemas/{body.__name__}/$defs/{{model}}") for body in bodies
-    ]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in bodies]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe(app: FastAPI, bodies: Iterable[type[Schema]]) -> None:
+    """Let `app` describe `bodies` and failures as they are."""
+    generate = app.openapi
+
+    def openapi() -> Json:
+        if app.openapi_schema is None:
+            app.openapi_schema = _completed(generate(), bodies)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's own documentation does it
+
+
+def _completed(description: Json, bodies: Iterable[type[Schema]]) -> Json:
+    schemas = description.setdefault("components", {}).setdefault("schemas", {})
+    schemas.clear()  # FastAPI's own shapes of errors are not ours
+    schemas["Error"] = ERROR
+    for body in bodies:
+        schema = body.model_json_schema(ref_template=REFERENCE)
+        schemas.update(schema.pop("$defs", {}))
+        schemas[body.__name__] = schema
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            operation["responses"] = {"200": SUCCESS, "4XX": FAILURE, "503": FAILURE}
+    return description
