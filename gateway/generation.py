@@ -105,13 +105,17 @@ class Generation:
             self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
             self._ring.submit(entry.request, self)
 
-    async def next_updates(self) -> Sequence[ChoiceUpdate]:
-        """Wait for news and return all there is; empty once every choice has ended.
+    async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
+        """Wait for news and return all there is; empty once every choice has ended, None after a nudge.
 
         Raises:
             RequestFailedError: the request failed, and everything before the failure has been returned.
         """
         return await self._outbox.take()
+
+    def nudge(self) -> None:
+        """Let the reader come back though there is no news."""
+        self._outbox.nudge()
 
     def close(self, cause: str | None = None) -> None:
         """Forget everything; what still runs is aborted and counted under `cause`."""

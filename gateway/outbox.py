@@ -27,6 +27,7 @@ class Outbox:
         self._bytes = 0
         self._updates: list[ChoiceUpdate] = []
         self._ended = False
+        self._is_nudged = False
         self._failure: RequestFailure | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -52,8 +53,13 @@ class Outbox:
         self._updates.clear()
         self._bytes = 0
 
-    async def take(self) -> Sequence[ChoiceUpdate]:
-        """Wait for updates and return all there are; empty at the end.
+    def nudge(self) -> None:
+        """Let the reader come back empty-handed, if there is nothing for it."""
+        self._is_nudged = True
+        self._wake()
+
+    async def take(self) -> Sequence[ChoiceUpdate] | None:
+        """Wait for updates and return all there are; empty at the end, None after a nudge.
 
         Raises:
             RequestFailedError: it ended by a failure, and every update before has been taken.
@@ -63,6 +69,9 @@ class Outbox:
                 raise RequestFailedError(self._failure)
             if self._ended:
                 return ()
+            if self._is_nudged:
+                self._is_nudged = False
+                return None
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from gateway.generation import Generation
     from gateway.generations import Generations
-    from gateway.journal import ChoiceUpdate
     from gateway.quotas.quotas import Lease
     from gateway.render.shapes import StreamRenderer, WholeRenderer
 
@@ -106,32 +105,42 @@ class StreamDelivery:
         """Write events with `renderer`, and a comment whenever there were none for `keep_alive_s`."""
         self._renderer = renderer
         self._keep_alive_s = keep_alive_s
+        self._sent_at = float("-inf")
+        self._ticking: asyncio.TimerHandle | None = None
 
     async def deliver(self, generation: Generation, send: Send) -> None:
         """Send the events, then the end mark; a failure on the way is an event of its own before it.
 
         A client that has to wait long gets its status line and comments meanwhile.
         """
-        updates = await self._next(generation)
+        ticking = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick, generation)
+        try:
+            await self._deliver(generation, send)
+        finally:
+            (self._ticking or ticking).cancel()
+
+    async def _deliver(self, generation: Generation, send: Send) -> None:
+        updates = await generation.next_updates()
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         try:
             while updates is None or updates:
                 events = KEEP_ALIVE if updates is None else b"".join(map(self._renderer.events, updates))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-                updates = await self._next(generation)
+                    self._sent_at = asyncio.get_running_loop().time()
+                updates = await generation.next_updates()
             ending = self._renderer.ending(generation.usage)
         except RequestFailedError as error:
             ending = self._renderer.failure(error)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
-    async def _next(self, generation: Generation) -> Sequence[ChoiceUpdate] | None:
-        """Wait for updates; None if that took long."""
-        try:
-            async with asyncio.timeout(self._keep_alive_s):
-                return await generation.next_updates()
-        except TimeoutError:
-            return None
+    def _tick(self, generation: Generation) -> None:
+        """Nudge a reader that has waited long. One timer for the whole stream: one for every token would cost more."""
+        loop = asyncio.get_running_loop()
+        left = self._sent_at + self._keep_alive_s - loop.time()
+        if left <= 0:
+            generation.nudge()
+        self._ticking = loop.call_later(left if left > 0 else self._keep_alive_s, self._tick, generation)
 
 
 class WholeDelivery:
@@ -144,8 +153,8 @@ class WholeDelivery:
     async def deliver(self, generation: Generation, send: Send) -> None:
         """Wait for the end of all choices and send them."""
         choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
-        while updates := await generation.next_updates():
-            collect(updates, choices)
+        while (updates := await generation.next_updates()) is None or updates:
+            collect(updates or (), choices)
         body = self._renderer.body(choices, generation.usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from common.deltas import LogprobText, TokenText
+from common.deltas import Delta, LogprobText, TokenText
 from common.errors import InvalidRequestError
 from common.types import Finish, FinishReason
 from services.detokenizer.choice import Choice
@@ -14,7 +14,6 @@ from services.detokenizer.messages import Answers, StopHit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from common.deltas import Delta
     from common.errors import PandoError
     from common.types import SubscriberId, TokenLogprob
     from services.detokenizer.factory import DecoderFactory
@@ -102,7 +101,12 @@ class PushSession:
         if spec.handle in self._choices:
             raise InvalidRequestError(f"handle {spec.handle} is open already", param="opens")
         decoder = self._decoders.make(skip_special_tokens=spec.skip_special_tokens)
-        self._choices[spec.handle] = Choice(spec, decoder, mailbox)
+        try:
+            self._choices[spec.handle] = Choice(spec, decoder, mailbox)
+        except InvalidRequestError as error:  # a stop pattern that no tokenizer has checked
+            finish = Finish(FinishReason.ERROR, error=error.to_failure())
+            mailbox.post([Delta(spec.request_id, spec.choice_index, 0, (), "", finish=finish)])
+            self._report_gone(spec.handle)
 
     def _distribute(self, push: Push) -> list[Choice]:
         """Put each token into its choice's batch; return the choices that have something to do, in order."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,3 +127,15 @@ async def test_two_schedulers_may_use_the_same_handles(pushing: Pushing) -> None
     assert pushing.hub.open_choices == 2
     pushing.hub.close_session(pushing.session)
     assert pushing.hub.open_choices == 1
+
+
+async def test_a_pattern_that_nobody_has_checked_ends_its_choice_and_no_other(
+    pushing: Pushing, model: TextModel
+) -> None:
+    ids = model.tokenizer.encode("Hello").ids
+    deltas = await pushing.push(opens=[replace(spec(1), stop_patterns=(r"(a)\1",)), spec(2)], tokens=[(2, ids[0])])
+    ended = next(delta for delta in deltas if delta.request_id == "request-1")
+    assert ended.finish is not None
+    assert ended.finish.error is not None
+    assert ended.finish.error.param == "stop_regex"
+    assert pushing.session.open_choices == 1
