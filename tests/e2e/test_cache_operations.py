@@ -128,6 +128,7 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
         chat(aware, GUIDE, f"visitor-{number}")
     chat(aware, "What I alone ask for. " * 12, "diarist")
     wait_until(lambda: GUIDE[:200] in public_texts(aware), 30)
+    assert chat(aware, GUIDE, "passer-by") >= 128
     watching = subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", "cache", "watch", "--scheduler", aware.deployment.address_of("scheduler")],
         stdout=subprocess.PIPE,
