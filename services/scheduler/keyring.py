@@ -44,11 +44,13 @@ class Keyring:
         self._log = get_logger("keyring")
         self._given = secret
         self._secret = secret or b""
+        # The file's own secret, be it in use or not.
+        self._kept: str | None = None
         self._generations: dict[str, int] = {}
         try:
             with self._locked():
                 if not path.exists():
-                    self._secret = secret or secrets.token_bytes(_SECRET_BYTES)
+                    self._kept = None if secret else secrets.token_bytes(_SECRET_BYTES).hex()
                     self._write()
                 if path.stat().st_mode & 0o077:
                     raise ConfigurationError(f"others can read {path}, which holds a secret: chmod 600 it")
@@ -84,6 +86,9 @@ class Keyring:
     def _read(self) -> None:
         """Take the file's generations over where they are later than what is known."""
         content = json.loads(self._path.read_text(encoding="ascii"))
+        if not isinstance(content, dict):
+            raise TypeError("not a keyring")
+        self._kept = content.get("secret")
         secret = self._given or bytes.fromhex(content["secret"])
         if len(secret) < _SECRET_BYTES:
             raise ValueError(f"the secret has {len(secret)} bytes, at least {_SECRET_BYTES} are needed")
@@ -94,7 +99,7 @@ class Keyring:
             self._generations[tag] = max(self._generations.get(tag, 0), int(generation))
 
     def _write(self) -> None:
-        kept = {} if self._given else {"secret": self._secret.hex()}
+        kept = {} if self._kept is None else {"secret": self._kept}
         content = {**kept, "generations": self._generations}
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:

@@ -41,6 +41,12 @@ def test_a_given_secret_is_used_and_not_written_down(tmp_path: Path) -> None:
     assert Keyring(tmp_path / "a", secret).keys(ANN, CHAIN) != Keyring(tmp_path / "b", secret).keys(ANN, CHAIN)
 
 
+def test_a_given_secret_leaves_the_files_own_alone(path: Path) -> None:
+    before = Keyring(path).keys(ANN, CHAIN)
+    Keyring(path, b"x" * 32).revoke(BOB)
+    assert Keyring(path).keys(ANN, CHAIN) == before
+
+
 @pytest.mark.parametrize(("revoked", "kept"), [(ANN, BOB), (ANN, PUBLIC_SCOPE), (PUBLIC_SCOPE, ANN)])
 def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
     path: Path, revoked: tuple[str, ...], kept: tuple[str, ...]
