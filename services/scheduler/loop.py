@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from services.scheduler.group import WorkerGroup
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-# Per log line; one defect may show on many paths.
-SHOWN_VIOLATIONS = 5
+SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
 class SchedulerLoop:
@@ -152,10 +151,10 @@ class SchedulerLoop:
             rules = resolve_cache(self._settings)
             host = resolve_host(self._settings, capacity.host_pages)
             cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
-            self._storage.attach(cache.host, capacity)
+            storage = self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
-                header = encode_header(self._settings.cache, config.page_size, config.device_pages, rules, host)
-                self._decisions.begin(header)
+                sizes = config.page_size, config.device_pages
+                self._decisions.begin(encode_header(self._settings.cache, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)

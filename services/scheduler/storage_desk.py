@@ -28,14 +28,14 @@ class StorageDesk:
         self._epoch = 0
         self._log = get_logger("storage")
 
-    def attach(self, host: HostTier | None, capacity: EngineCapacity) -> None:
-        """Give a new cache's host tier the storage that the workers have, if there are both.
+    def attach(self, host: HostTier | None, capacity: EngineCapacity) -> StorageConfig | None:
+        """Give a new cache's host tier the storage that the workers have, if there are both; return its rules.
 
         Raises:
             ConfigurationError: the keyring cannot be used.
         """
         if not capacity.has_storage or host is None:
-            return
+            return None
         config = resolve(self._settings, capacity)
         if self._keyring is None:
             secret = self._settings.storage_secret
@@ -43,6 +43,7 @@ class StorageDesk:
             self._keyring = Keyring(path, None if secret is None else secret.get_secret_value().encode())
         host.add_storage(config, self._keyring)
         self._log.info("storage.attached", prefetch=config.policy.value, writes=config.writes)
+        return config
 
     def advance(self, epoch: int) -> None:
         """In each new epoch, take over what schedulers with the same keyring have revoked."""

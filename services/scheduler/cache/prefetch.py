@@ -98,15 +98,13 @@ class RateLimit:
         self._updated_at: float | None = None
 
     def available(self, now: float) -> float:
-        """Return how much may be taken now."""
+        """Return how much may be taken now; pure."""
         if not self._per_second:
             return float("inf")
-        if self._updated_at is not None:
-            self._level = min(self._level + (now - self._updated_at) * self._per_second, self._per_second)
-        self._updated_at = now
-        return self._level
+        since = 0.0 if self._updated_at is None else now - self._updated_at
+        return min(self._level + since * self._per_second, self._per_second)
 
-    def take(self, amount: float) -> None:
+    def take(self, amount: float, now: float) -> None:
         """Use some of what is available; a debt is paid off by waiting."""
         if self._per_second:
-            self._level -= amount
+            self._level, self._updated_at = self.available(now) - amount, now

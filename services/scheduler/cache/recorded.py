@@ -55,7 +55,7 @@ class RecordedCache:
 
     @property
     def host(self) -> HostTier | None:
-        """The tier in host memory, if there is one; it records itself, but for what goes to storage."""
+        """The tier in host memory, if there is one; it records itself."""
         return self._cache.host
 
     @property

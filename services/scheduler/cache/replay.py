@@ -20,11 +20,13 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.reviews import CandidateId
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from common.types import TokenIds
+    from services.scheduler.cache.accounts import Scope
     from services.scheduler.cache.decisions import Decision, Facts
     from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
     from services.scheduler.cache.tiers.host_tier import HostTier
@@ -71,7 +73,12 @@ class Report:
 
 
 def encode_header(
-    name: CacheName, page_size: int, capacity: int, config: CacheConfig, host: HostConfig | None = None
+    name: CacheName,
+    page_size: int,
+    capacity: int,
+    config: CacheConfig,
+    host: HostConfig | None = None,
+    storage: StorageConfig | None = None,
 ) -> bytes:
     """Return the line that a log begins with."""
     rules = {**asdict(config), "mode": config.mode.value, "eviction": config.eviction.value}
@@ -84,6 +91,8 @@ def encode_header(
     }
     if host is not None and host.pages:
         opened["host"] = {**asdict(host), "policy": host.policy.value}
+    if storage is not None:
+        opened["storage"] = {**asdict(storage), "policy": storage.policy.value}
     return orjson.dumps({**opened, "config": rules})
 
 
@@ -170,6 +179,9 @@ class _Run:
             "forget_verdicts": lambda given: self._cache.forget_verdicts(),
             "load": self._load,
             "plan_backups": lambda given: self._host.plan_backups(),
+            "prefetch": lambda given: self._host.prefetch(_principal(given), _int32(given["token_ids"])),
+            "end_prefetch": self._end_prefetch,
+            "plan_storage": lambda given: self._host.plan_storage(given["now"]),
             "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),
             "lose_workers": lambda given: self._host.forget_all(),
             "resolve": lambda given: self._cache.resolve(CandidateId(given["candidate"]), given["allowed_tokens"]),
@@ -206,6 +218,12 @@ class _Run:
         if host is None:
             raise KeyError("the header names no host tier")
         return host
+
+    def _end_prefetch(self, given: Facts) -> None:
+        fetch = self._host.storage.find(given["fetch"]) if self._host.storage else None
+        if fetch is None:
+            raise KeyError(f"no look-up {given['fetch']}")
+        self._host.end_prefetch(fetch)
 
     def _load(self, given: Facts) -> None:
         def allocate(count: int) -> TokenIds | None:
@@ -250,6 +268,16 @@ def _decode(line: bytes, at: int) -> Facts:
     return facts
 
 
+class _NoNames:
+    """Stands for names in storage, which are not recorded: nothing is stored again."""
+
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+        return tuple(b"" for _ in hashes)
+
+    def revoke(self, scope: Scope) -> None:
+        """Have nothing to revoke."""
+
+
 def _open(facts: Facts, at: int) -> _Run:
     if facts.get("version") != VERSION:
         raise LogError(f"line {at}: version {facts.get('version')!r}, known is {VERSION}")
@@ -263,7 +291,11 @@ def _open(facts: Facts, at: int) -> _Run:
         host = None
         if "host" in facts:
             host = HostConfig(**{**facts["host"], "policy": WritePolicy(facts["host"]["policy"])})
-        return _Run(make_cache(name, allocator, facts["page_size"], config, host), allocator)
+        cache = make_cache(name, allocator, facts["page_size"], config, host)
+        if "storage" in facts and cache.host is not None:
+            rules = {**facts["storage"], "policy": PrefetchPolicy(facts["storage"]["policy"])}
+            cache.host.add_storage(StorageConfig(**rules), _NoNames())
+        return _Run(cache, allocator)
     except (KeyError, TypeError, ValueError) as error:
         raise LogError(f"line {at}: the header lacks or misnames something: {error!r}") from error
 

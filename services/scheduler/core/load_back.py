@@ -72,10 +72,10 @@ class LoadBack:
 
     def end_prefetch(self, sequence: Sequence) -> None:
         """Look for no more of a sequence that has started, or ended."""
-        if sequence.fetch is not None and self.host.storage is not None:
+        if sequence.fetch is not None:
             prefetch = sequence.fetch.prefetch
             sequence.storage_tokens = (prefetch.position - prefetch.first) * self._page_size
-            self.host.storage.give_up(sequence.fetch)
+            self.host.end_prefetch(sequence.fetch)
             sequence.fetch = None
 
     def holds_back(
@@ -119,11 +119,8 @@ class LoadBack:
 
     def take_transfers(self, now: float) -> tuple[Transfer, ...]:
         """Return what the next plan is to carry: loads that have been started, then what else is due."""
-        for transfer in self.host.plan_backups():
+        for transfer in (*self.host.plan_backups(), *self.host.plan_storage(now)):
             self._start(transfer, now)
-        if self.host.storage is not None:
-            for transfer in self.host.storage.plan(now):
-                self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started
 

@@ -73,7 +73,30 @@ class HostTier:
 
     def prefetch(self, principal: Principal, token_ids: TokenIds) -> Fetch | None:
         """Begin to look for what a principal's view lacks of a request's tokens in storage, if there is one."""
-        return self.storage.prefetch(self._view_of(principal), token_ids) if self.storage is not None else None
+        if self.storage is None:
+            return None
+        given: Facts = {"principal": [principal.tenant, principal.user], "token_ids": token_ids.copy()}
+        with self._operation("prefetch", given) as outcome:
+            fetch = self.storage.prefetch(self._view_of(principal), token_ids)
+            outcome["fetch"] = fetch and fetch.number
+        return fetch
+
+    def end_prefetch(self, fetch: Fetch) -> None:
+        """Ask for nothing more: the request has started, or ended. What is under way is kept when it comes."""
+        assert self.storage is not None, "it has begun the fetch"
+        if fetch.is_done:
+            return
+        with self._operation("end_prefetch", {"fetch": fetch.number}):
+            self.storage.give_up(fetch)
+
+    def plan_storage(self, now: float) -> list[Transfer]:
+        """Begin the transfers with storage that are due."""
+        if self.storage is None or not self.storage.has_work(now):
+            return []
+        with self._operation("plan_storage", {"now": now}) as outcome:
+            started = list(self.storage.plan(now))
+            outcome["transfers"] = [_facts(transfer) for transfer in started]
+        return started
 
     def find(self, principal: Principal, token_ids: TokenIds) -> HostMatch:
         """Return how much of a request its view has on the device and further on the host; pure."""

@@ -39,6 +39,8 @@ class Fetch:
     key: PagedKey
     hashes: list[bytes]
     prefetch: Prefetch
+    # Counts requests.
+    number: int
     # Since when its request could have started.
     awaited_since: float | None = None
 
@@ -67,6 +69,7 @@ class StorageReads:
         self._names = names
         self._has_public = store.config.mode.allows_pins
         self._rate = RateLimit(config.pages_per_s)
+        self._begun = 0
         self._fetches: dict[Fetch, None] = {}
         self._runs: dict[OpenTransfer, tuple[Fetch, Run]] = {}
         self._suspects: OrderedDict[int, None] = OrderedDict()
@@ -94,9 +97,14 @@ class StorageReads:
         if self._has_public and viewer.fingerprint not in self._suspects:
             scopes.append(PUBLIC_SCOPE)
         hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
-        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end))
+        self._begun += 1
+        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end), self._begun)
         self._fetches[fetch] = None
         return fetch
+
+    def find(self, number: int) -> Fetch | None:
+        """Return the fetch with this number, if it goes on."""
+        return next((fetch for fetch in self._fetches if fetch.number == number), None)
 
     def give_up(self, fetch: Fetch) -> None:
         """Ask for nothing more; what is under way is kept when it comes."""
@@ -116,7 +124,7 @@ class StorageReads:
                     self.give_up(fetch)
                     break
                 room -= pages
-                self._rate.take(pages)
+                self._rate.take(pages, now)
                 yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:

@@ -69,6 +69,10 @@ class StorageTier:
         """Ask for nothing more: the request has started, or ended. What is under way is kept when it comes."""
         self._reads.give_up(fetch)
 
+    def find(self, number: int) -> Fetch | None:
+        """Return the look-up with this number, if it goes on."""
+        return self._reads.find(number)
+
     @property
     def is_reading(self) -> bool:
         """Whether pages are under way that somebody may be waiting for."""

@@ -72,7 +72,7 @@ def test_a_rate_is_kept_over_time() -> None:
     limit, taken, now = RateLimit(100.0), 0.0, 0.0
     while now < 10.0:
         if limit.available(now) > 0:
-            limit.take(7.0)
+            limit.take(7.0, now)
             taken += 7.0
         now += 0.01
     assert taken == pytest.approx(1100, abs=10)
@@ -80,5 +80,5 @@ def test_a_rate_is_kept_over_time() -> None:
 
 def test_no_rate_is_no_limit() -> None:
     limit = RateLimit(0.0)
-    limit.take(1e12)
+    limit.take(1e12, 0.0)
     assert limit.available(0.0) == float("inf")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import orjson
 import pytest
 
@@ -12,18 +14,25 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode, encode_header, replay
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.keyring import Keyring
+from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.harness import Arrival, Harness
 from tests.services.scheduler.core.test_host_tier import OTHER, PROMPT, serve
+from tests.services.scheduler.core.test_storage import Server
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class RecordedHarness(Harness):
     """A harness whose cache notes everything."""
 
-    def __init__(self, host: HostConfig) -> None:
+    def __init__(self, host: HostConfig, storage: StorageConfig | None = None) -> None:
         super().__init__(pages=16, host=host, cache="user_aware")
         rules = CacheConfig(mode=Mode.USER_AWARE)
-        self.lines = [encode_header("user_aware", 4, 16, rules, host)]
+        self.lines = [encode_header("user_aware", 4, 16, rules, host, storage)]
         allocator = PageAllocator(16)
         cache = make_cache("user_aware", allocator, 4, rules, host)
         self.cache = RecordedCache(
@@ -73,3 +82,28 @@ def test_transfers_without_a_host_tier_are_a_difference() -> None:
     header = orjson.loads(lines[0])
     del header["host"]
     assert replay([orjson.dumps(header), *lines[1:]]).difference is not None
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
+def test_a_log_with_storage_comes_out_the_same(tmp_path: Path, policy: PrefetchPolicy) -> None:
+    keyring, objects = tmp_path / "keyring.json", Objects()
+    Server(keyring, objects).serve("cold", PROMPT)
+    host, storage = HostConfig(pages=20), StorageConfig(policy, min_pages=2, pages_per_s=30.0)
+    harness = RecordedHarness(host, storage)
+    harness.worker = StoringWorker(16, 4, 20, objects=objects)
+    assert harness.cache.host is not None
+    harness.cache.host.add_storage(storage, Keyring(keyring))
+    for number, user in enumerate(("alice", "bob", "alice")):
+        harness.now = number / 3
+        serve(harness, f"r{number}", PROMPT, user=user)
+        serve(harness, f"flood{number}", OTHER, user=user)
+    harness.cache.forget(Principal("tenant", "alice"))
+    serve(harness, "again", PROMPT)
+    operations = {orjson.loads(line)["operation"] for line in harness.lines}
+    assert {"prefetch", "plan_storage", "finish"} <= operations
+    assert ("end_prefetch" in operations) == (policy is PrefetchPolicy.BEST_EFFORT)
+    assert harness.cache.host.storage is not None
+    assert harness.cache.host.storage.fetched_pages > 0
+    report = replay(harness.lines)
+    assert report.difference is None
+    assert report.operations == len(harness.lines) - 1
