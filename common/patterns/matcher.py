@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # A match spans at most so many characters: more are not held back, so what began earlier is given up.
 MAX_SPAN = 4096
+MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Match:
 class PatternMatcher:
     """Finds the first place at which a match ends; of those that end there, the longest."""
 
-    __slots__ = ("_begin", "_position", "_program", "_threads")
+    __slots__ = ("_begin", "_known", "_position", "_program", "_threads")
 
     def __init__(self, program: Program) -> None:
         """Begin with an empty text."""
@@ -31,6 +32,8 @@ class PatternMatcher:
         self._begin = [state for state in program.closure([program.start]) if program.characters[state] is not None]
         # State to the earliest place at which a match that is there now has begun.
         self._threads: dict[int, int] = {}
+        # Whether a match may begin with a character, for those seen so far.
+        self._known: dict[str, bool] = {}
         self._position = 0
 
     @property
@@ -42,6 +45,9 @@ class PatternMatcher:
         """Add a character; return the match that ends behind it."""
         program, position = self._program, self._position
         threads = self._threads
+        if not threads and not self._begins(character):
+            self._position = position + 1
+            return None
         for state in self._begin:
             threads.setdefault(state, position)
         oldest = position + 1 - MAX_SPAN
@@ -61,3 +67,12 @@ class PatternMatcher:
                 elif reached == program.accept and found is None:
                     found = Match(start, position + 1)
         return found
+
+    def _begins(self, character: str) -> bool:
+        known = self._known.get(character)
+        if known is None:
+            sets = (self._program.characters[state] for state in self._begin)
+            known = any(characters is not None and characters.holds(character) for characters in sets)
+            if len(self._known) < MAX_KNOWN:
+                self._known[character] = known
+        return known

@@ -100,12 +100,12 @@ def nested(generator: random.Random) -> bytes:
     return b'{"model": "tiny", "messages": ' + opening * depth + b"1" + closing * depth + b"}"
 
 
-def request(generator: random.Random) -> bytes:
-    """Return one request as bytes."""
+def request(generator: random.Random, model: str = "tiny") -> bytes:
+    """Return one request as bytes, to the server of `model`."""
     path = generator.choice(list(GOOD))
     body = dump(GOOD[path])
     headers = [b"content-type: application/json"]
-    length: int | None = None
+    surplus = 0
     match generator.randrange(12):
         case 0:
             body = generator.choice(RAW_BODIES)
@@ -125,13 +125,14 @@ def request(generator: random.Random) -> bytes:
             place = generator.randrange(len(body))
             body = body[:place] + bytes([generator.randrange(256)]) + body[place + 1 :]
         case 7:
-            length = len(body) + generator.choice([-1, 1])
+            surplus = generator.choice([-1, 1])
         case _:
             body = dump(mutated(generator, GOOD[path]))
+    body = body.replace(b'"tiny"', dump(model))
     # Who is refused for the method alone may find the connection closed before a large body is sent.
     method = generator.choice([b"POST"] * 9 + [b"DELETE" if len(body) < 10_000 else b"POST"])
     lines = [method + b" " + path.encode() + b" HTTP/1.1", b"host: x", b"connection: close", *headers]
-    lines.append(b"content-length: %d" % (len(body) if length is None else length))
+    lines.append(b"content-length: %d" % (len(body) + surplus))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
