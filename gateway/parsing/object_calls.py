@@ -76,6 +76,8 @@ class ObjectCallParser:
 
     def feed(self, text: str) -> Sequence[Piece]:
         """Return what is certain by now."""
+        if self._is_plainly_text(text):
+            return [Text(text)]
         self._held += text
         while self._held and self._steps[self._state]():
             pass
@@ -90,6 +92,16 @@ class ObjectCallParser:
             self._pieces.append(Text(self._held))
         self._held = ""
         return self._take()
+
+    def _is_plainly_text(self, text: str) -> bool:
+        """Whether `text` can be passed on at once: by far the most tokens can."""
+        return (
+            self._state is _State.TEXT
+            and not self._held
+            and bool(text)
+            and self._notation.opening[0] not in text
+            and not text[-1].isspace()
+        )
 
     def _take(self) -> list[Piece]:
         pieces, self._pieces = merged(self._pieces), []
