@@ -50,16 +50,16 @@ class Effort:
 
     times: bool = True
     pairs: int = 250
-    queues: int = 12
+    queues: int = 16
     candidates: int = 40
-    duplicate_batches: int = 30
+    duplicate_batches: int = 45
     duplicates: int = 8
     boundary_texts: int = 24
     stored_texts: int = 16
     flood_capacities: float = 1.25
 
 
-QUICK = Effort(times=False, pairs=8, boundary_texts=6, stored_texts=4)
+QUICK = Effort(times=False, pairs=8, queues=12, boundary_texts=6, stored_texts=4)
 
 
 @dataclass(slots=True)
