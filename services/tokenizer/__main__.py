@@ -7,9 +7,10 @@ import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
-from common.rpc.channel import is_serving, open_channel
+from common.rpc.channel import open_channel
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
@@ -21,17 +22,23 @@ from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import Encoder
 from services.tokenizer.limits import Limits
 from services.tokenizer.relay import Relay
+from services.tokenizer.routing.discovery import Discovery
+from services.tokenizer.routing.fleet import Fleet
+from services.tokenizer.routing.policies import make_policy
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.service import EncodingPool, TokenizerService
 from services.tokenizer.template_style import style_of
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import grpc
 
+    from common.settings import TokenizerSettings
     from common.tokenization import TextModel
+    from services.tokenizer.relay import Scheduler
 
 NAME = "pando.v1.Tokenizer"
-SCHEDULER_NAME = "pando.v1.Scheduler"
 HEALTH_INTERVAL_S = 0.25
 
 
@@ -53,13 +60,15 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     server = RpcServer(NAME, settings.tokenizer.address, security)
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
         async with open_channel(settings.tokenizer.scheduler, security) as channel:
-            link, relay, service = build(settings, load_served_model(settings.model), channel, executor)
+            connect = partial(open_channel, security=security)
+            schedulers = make_fleet(settings.tokenizer, connect) or SchedulerLink(channel)
+            relay, service = build(settings, load_served_model(settings.model), schedulers, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             await server.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = tasks.create_task(link.run(relay))
-                    health = tasks.create_task(report_health(server, link, channel))
+                    running = tasks.create_task(schedulers.run(relay))
+                    health = tasks.create_task(report_health(server, schedulers.can_serve))
                     await stopping.wait()
                     health.cancel()
                     await server.set_serving(False)
@@ -70,25 +79,32 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
 
 def build(
-    settings: Settings, model: TextModel, channel: grpc.aio.Channel, executor: ThreadPoolExecutor
-) -> tuple[SchedulerLink, Relay, TokenizerService]:
-    """Make the service's objects."""
+    settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor
+) -> tuple[Relay, TokenizerService]:
+    """Make the objects of a service that sends requests to `scheduler`."""
     limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     pool = EncodingPool(Encoder(model, templates, style), executor)
-    link = SchedulerLink(channel)
-    relay = Relay(limits, link, pool.encode, settings.tokenizer.max_pending_requests)
-    return link, relay, TokenizerService(relay, pool, limits, int(time.time()))
+    relay = Relay(limits, scheduler, pool.encode, settings.tokenizer.max_pending_requests)
+    return relay, TokenizerService(relay, pool, limits, int(time.time()))
 
 
-async def report_health(server: RpcServer, link: SchedulerLink, channel: grpc.aio.Channel) -> None:
-    """Say that a request would be served while the scheduler says so."""
+def make_fleet(settings: TokenizerSettings, connect: Callable[[str], grpc.aio.Channel]) -> Fleet | None:
+    """Return the scheduler groups that the settings name, None if they name a single scheduler."""
+    if not settings.schedulers:
+        return None
+    policy = make_policy(settings.routing, settings.routing_load_factor)
+    return Fleet(Discovery(settings.schedulers), connect, policy, settings.routing_prefix_tokens)
+
+
+async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:
+    """Say that a request would be served while a scheduler says so."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
-            can_serve = link.is_connected and await is_serving(channel, SCHEDULER_NAME)
-            metrics.SCHEDULER_CONNECTED.set(can_serve)
-            await server.set_serving(can_serve)
+            serving = await can_serve()
+            metrics.SCHEDULER_CONNECTED.set(serving)
+            await server.set_serving(serving)
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 

@@ -136,9 +136,13 @@ class Relay:
         for admission in admissions:
             self._answer(admission)
 
-    def on_scheduler_lost(self) -> None:
-        """Answer for the scheduler what it has not answered; should it have heard of them, it is to forget them."""
-        unanswered = [request_id for request_id, pending in self._pending.items() if pending.phase is Phase.SENT]
+    def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
+        """Answer for the scheduler what it has not answered; should it have heard of them, it is to forget them.
+
+        There may be several schedulers: `lost` is what this one was sent; None: everything that was sent.
+        """
+        sent = [request_id for request_id, pending in self._pending.items() if pending.phase is Phase.SENT]
+        unanswered = sent if lost is None else sorted(set(sent).intersection(lost))
         error = UnavailableError("the scheduler went away; try again", retry_after_ms=RETRY_AFTER_MS)
         for request_id in unanswered:
             self._answer(Admission(request_id, 0, error.to_failure()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
+from common.rpc.channel import is_serving
 from common.rpc.stream import StreamLink
 from common.wire import admission_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -16,13 +17,23 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from common.types import RequestId, ScheduleRequest
-    from services.tokenizer.relay import Relay
+    from common.types import Admission, RequestId, ScheduleRequest
 
+SERVICE = "pando.v1.Scheduler"
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
 MAX_MESSAGE_TOKENS = 2_000_000
 # Aborts kept for a scheduler that is away; more only cost it work that is thrown away.
 MAX_KEPT_ABORTS = 65_536
+
+
+class SchedulerListener(Protocol):
+    """Who is told what a scheduler answers, and what it will not."""
+
+    def on_admissions(self, admissions: Iterable[Admission]) -> None:
+        """The scheduler has answered."""
+
+    def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
+        """It went away and will not answer `lost`; None: whatever it was sent."""
 
 
 class SchedulerLink:
@@ -30,8 +41,9 @@ class SchedulerLink:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """Prepare a stream on `channel`; `run` opens it."""
+        self._channel = channel
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        self._relay: Relay | None = None
+        self._listener: SchedulerListener | None = None
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
@@ -48,9 +60,13 @@ class SchedulerLink:
         """Whether the stream is open."""
         return self._link.connected
 
-    async def run(self, relay: Relay) -> None:
-        """Keep the stream open until cancelled; `relay` hears of admissions and losses."""
-        self._relay = relay
+    async def can_serve(self) -> bool:
+        """Whether the stream is open and the scheduler says that it would serve a request."""
+        return self.is_connected and await is_serving(self._channel, SERVICE)
+
+    async def run(self, listener: SchedulerListener) -> None:
+        """Keep the stream open until cancelled; `listener` hears of admissions and losses."""
+        self._listener = listener
         await self._link.run()
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
@@ -82,16 +98,16 @@ class SchedulerLink:
             self._kept_aborts.clear()
 
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
-        if self._relay is not None:
-            self._relay.on_admissions(admission_from_wire(admission) for admission in message.admissions)
+        if self._listener is not None:
+            self._listener.on_admissions(admission_from_wire(admission) for admission in message.admissions)
 
     def _on_connected(self) -> None:
         if self._kept_aborts:
             self._send_aborts()
 
     def _on_disconnected(self, _reason: str) -> None:
-        if self._relay is not None:
-            self._relay.on_scheduler_lost()
+        if self._listener is not None:
+            self._listener.on_scheduler_lost()
 
 
 def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOKENS) -> Iterator[list[ScheduleRequest]]:

@@ -16,6 +16,7 @@ from common.settings import ModelSettings, Settings, TokenizerSettings
 from common.types import ErrorCode
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.__main__ import build, report_health
+from services.tokenizer.scheduler_link import SchedulerLink
 from tests.fakes.scheduler import FakeScheduler
 from tests.waiting import until
 
@@ -50,12 +51,13 @@ class Ring:
 
     async def start(self) -> None:
         settings = Settings(model=ModelSettings(reference=MODEL), tokenizer=TokenizerSettings(address=self.address))
-        self.link, self.relay, service = build(settings, self._model, self._scheduler_channel, self._executor)
+        self.link = SchedulerLink(self._scheduler_channel)
+        self.relay, service = build(settings, self._model, self.link, self._executor)
         self._server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
         await self._server.start()
         self._tasks = [
             asyncio.create_task(self.link.run(self.relay)),
-            asyncio.create_task(report_health(self._server, self.link, self._scheduler_channel)),
+            asyncio.create_task(report_health(self._server, self.link.can_serve)),
         ]
         await self.start_scheduler()
 

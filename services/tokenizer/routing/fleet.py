@@ -1,0 +1,111 @@
+"""All scheduler groups: who there is, and who gets what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+from services.tokenizer.routing.policies import Candidate, affinity_key
+from services.tokenizer.routing.replica import Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import grpc
+
+    from common.types import RequestId, ScheduleRequest
+    from services.tokenizer.routing.discovery import Discovery
+    from services.tokenizer.routing.policies import Policy
+    from services.tokenizer.scheduler_link import SchedulerListener
+
+DISCOVERY_INTERVAL_S = 2.0
+
+
+class Fleet:
+    """Sends each request to a group that would serve it now.
+
+    Of a request it keeps nothing once the group has answered. So aborts go to every group: they are by exact id, and
+    who does not have it does nothing.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        connect: Callable[[str], grpc.aio.Channel],
+        policy: Policy,
+        prefix_tokens: int,
+        discovery_interval_s: float = DISCOVERY_INTERVAL_S,
+    ) -> None:
+        """Find groups by `discovery`, talk to them over what `connect` opens, choose by `policy`."""
+        self._discovery = discovery
+        self._connect = connect
+        self._policy = policy
+        self._prefix_tokens = prefix_tokens
+        self._discovery_interval_s = discovery_interval_s
+        self._replicas: dict[str, Replica] = {}
+        self._log = get_logger("fleet")
+
+    async def can_serve(self) -> bool:
+        """Whether any group would serve a request now."""
+        return any(replica.can_serve for replica in self._replicas.values())
+
+    def submit(self, requests: Sequence[ScheduleRequest]) -> None:
+        """Send requests, each to its group; all of them or none.
+
+        Raises:
+            UnavailableError: no group takes them.
+        """
+        away: set[str] = set()
+        sent: list[RequestId] = []
+        waiting = list(requests)
+        while waiting:
+            refused: list[ScheduleRequest] = []
+            for name, batch in self._assign(waiting, away, sent).items():
+                try:
+                    self._replicas[name].submit(batch)
+                    sent.extend(request.request_id for request in batch)
+                except UnavailableError:
+                    away.add(name)
+                    refused.extend(batch)
+            waiting = refused
+
+    def abort(self, request_ids: Iterable[RequestId]) -> None:
+        """Have requests ended, wherever they are."""
+        ids = list(request_ids)
+        for replica in self._replicas.values():
+            replica.abort(ids)
+
+    async def run(self, listener: SchedulerListener) -> None:
+        """Keep streams to all groups until cancelled; `listener` hears of admissions and losses."""
+        running: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                addresses = await self._discovery.look()
+                for address in addresses:
+                    if address not in running:
+                        self._log.info("replica.found", replica=address)
+                        replica = self._replicas[address] = Replica(address, self._connect(address))
+                        running[address] = tasks.create_task(replica.run(listener))
+                for address in running.keys() - set(addresses):
+                    self._log.info("replica.gone", replica=address)
+                    del self._replicas[address]
+                    running.pop(address).cancel()
+                await asyncio.sleep(self._discovery_interval_s)
+
+    def _assign(
+        self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
+    ) -> dict[str, list[ScheduleRequest]]:
+        loads = {name: r.load for name, r in self._replicas.items() if r.can_serve and name not in away}
+        if not loads:
+            self.abort(sent)
+            raise UnavailableError("no scheduler would serve now", retry_after_ms=1000)
+        batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
+        for request in requests:
+            candidates = [Candidate(name, load) for name, load in loads.items()]
+            chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)
+            loads[chosen] += 1
+            batches[chosen].append(request)
+        return batches

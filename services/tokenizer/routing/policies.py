@@ -1,0 +1,102 @@
+"""Which scheduler group gets a request: pure choices over names and loads.
+
+`PrefixAware` is rendezvous hashing (Thaler and Ravishankar, 1998): each group has a score for each key, and the highest
+wins, so that a group that leaves takes only its own keys along. The bound on its load is that of consistent hashing
+with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.types import ScheduleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group that would serve a request now, and how many it has."""
+
+    name: str
+    load: int
+
+
+class Policy(Protocol):
+    """Chooses among groups."""
+
+    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+        """Return the name of the group for a request with `key`; there is at least one."""
+        ...
+
+
+class RoundRobin:
+    """One after the other, whoever asks."""
+
+    def __init__(self) -> None:
+        """Begin with the first."""
+        self._turn = 0
+
+    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+        """Return the next group's name; `key` tells nothing."""
+        self._turn += 1
+        return candidates[(self._turn - 1) % len(candidates)].name
+
+
+class LeastLoaded:
+    """The one with the fewest open requests; among equals, the key's favourite."""
+
+    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+        """Return the name of the least loaded group."""
+        return min(candidates, key=lambda candidate: (candidate.load, -score(key, candidate.name))).name
+
+
+class PrefixAware:
+    """Always the same group for a key, unless that has too much more to do than the others."""
+
+    def __init__(self, load_factor: float) -> None:
+        """Let no group have more than `load_factor` (above 1) times its share of all open requests."""
+        self._load_factor = load_factor
+
+    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+        """Return the key's favourite among the groups that have room; one always has."""
+        open_requests = sum(candidate.load for candidate in candidates) + 1
+        bound = math.ceil(self._load_factor * open_requests / len(candidates))
+        with_room = [candidate for candidate in candidates if candidate.load < bound]
+        return max(with_room, key=lambda candidate: score(key, candidate.name)).name
+
+
+def score(key: bytes, name: str) -> int:
+    """Return how much `key` likes the group `name`: uniform over 64 bits, independent of all other groups."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), key=key, digest_size=8).digest(), "big")
+
+
+def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
+    """Return the key of a request, 32 bytes: its principal's scope, then its first `prefix_tokens` tokens.
+
+    The scope comes first and with its length, so that no prompt of one user has the key of another's: what a user is
+    served by tells nothing of what others have asked.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (request.principal.tenant, request.principal.user):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    digest.update(np.ascontiguousarray(request.token_ids[:prefix_tokens], dtype="<u4").tobytes())
+    return digest.digest()
+
+
+def make_policy(name: str, load_factor: float) -> Policy:
+    """Return the policy called `name` in the settings."""
+    match name:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case _:
+            return PrefixAware(load_factor)

@@ -1,0 +1,205 @@
+"""Several scheduler groups behind one tokenizer: found, used, drained, lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.errors import UnavailableError
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.tokenizer.routing.discovery import Discovery
+from services.tokenizer.routing.fleet import Fleet
+from services.tokenizer.routing.policies import PrefixAware, RoundRobin
+from tests.fakes.scheduler import FakeScheduler
+from tests.services.tokenizer.routing.requests import schedule
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+    from pathlib import Path
+
+    from common.types import Admission, RequestId
+    from services.tokenizer.routing.policies import Policy
+
+
+class LoadedScheduler(FakeScheduler):
+    """Also says how much it has to do."""
+
+    waiting = 0
+
+    async def GetState(self, request: scheduler_pb2.GetStateRequest, context: Any) -> scheduler_pb2.GetStateResponse:
+        return scheduler_pb2.GetStateResponse(waiting_requests=self.waiting)
+
+
+class Group:
+    """One group at an address that it can leave and come back to."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.scheduler = LoadedScheduler()  # type: ignore[abstract]  # the generated base answers what it doesn't
+        self._server: RpcServer | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [request.request_id for request in self.scheduler.requests]
+
+    async def start(self) -> None:
+        self._server = RpcServer("pando.v1.Scheduler", self.address)
+        self._server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, self.scheduler)
+        await self._server.start()
+        await self._server.set_serving(True)
+
+    async def drain(self) -> None:
+        assert self._server is not None
+        await self._server.set_serving(False)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+
+class Listener:
+    """What the relay would hear."""
+
+    def __init__(self) -> None:
+        self.admitted: list[str] = []
+        self.lost: set[str] = set()
+
+    def on_admissions(self, admissions: Iterable[Admission]) -> None:
+        self.admitted.extend(admission.request_id for admission in admissions)
+
+    def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
+        assert lost is not None, "a fleet knows who was sent what"
+        self.lost.update(lost)
+
+
+class Tier:
+    """A fleet over groups that the test starts and stops."""
+
+    def __init__(self, folder: Path, groups: int) -> None:
+        self.groups = [Group(f"unix:{folder}/{index}.sock") for index in range(groups)]
+        self.configured = [group.address for group in self.groups]
+        self.listener = Listener()
+
+    def submit(self, fleet: Fleet, *users: str) -> None:
+        fleet.submit([schedule(f"{user}-{index}", user=user) for index, user in enumerate(users)])
+
+    def serving(self, fleet: Fleet) -> int:
+        return sum(replica.can_serve for replica in fleet._replicas.values())
+
+    @asynccontextmanager
+    async def run(self, policy: Policy) -> AsyncIterator[Fleet]:
+        for group in self.groups:
+            await group.start()
+        fleet = Fleet(Discovery(self.configured), open_channel, policy, prefix_tokens=64, discovery_interval_s=0.05)
+        running = asyncio.create_task(fleet.run(self.listener))
+        try:
+            await until(lambda: self.serving(fleet) == len(self.groups))
+            yield fleet
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for group in self.groups:
+                await group.stop()
+
+
+async def test_requests_are_spread_and_answers_come_back(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.submit(fleet, "a", "b", "c", "d")
+        await until(lambda: len(tier.listener.admitted) == 4)
+        assert [len(group.names) for group in tier.groups] == [2, 2]
+
+
+async def test_a_users_requests_stay_with_one_group(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 3)
+    async with tier.run(PrefixAware(100)) as fleet:
+        for _ in range(5):
+            tier.submit(fleet, "ann", "bob", "cid", "dee", "eve", "fay")
+        await until(lambda: len(tier.listener.admitted) == 30)
+        homes = Counter(name.partition("-")[0] for group in tier.groups for name in set(group.names))
+        assert set(homes.values()) == {1}
+
+
+async def test_a_group_that_drains_gets_nothing_new_and_its_users_move(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(PrefixAware(100)) as fleet:
+        await tier.groups[0].drain()
+        await until(lambda: tier.serving(fleet) == 1)
+        tier.submit(fleet, *"abcdefgh")
+        await until(lambda: len(tier.listener.admitted) == 8)
+        assert [len(group.names) for group in tier.groups] == [0, 8]
+        assert tier.listener.lost == set()
+
+
+async def test_a_group_that_dies_loses_what_it_had_not_answered_and_nothing_else(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        for group in tier.groups:
+            group.scheduler.answers = False
+        tier.submit(fleet, "a", "b", "c", "d")
+        await until(lambda: all(len(group.names) == 2 for group in tier.groups))
+        dying = set(tier.groups[0].names)
+        await tier.groups[0].stop()
+        await until(lambda: tier.listener.lost)
+        assert tier.listener.lost == dying
+        tier.submit(fleet, "e", "f")
+        await until(lambda: len(tier.groups[1].names) == 4)
+
+
+async def test_a_group_that_comes_back_is_used_again(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        await tier.groups[0].stop()
+        await until(lambda: tier.serving(fleet) == 1)
+        await tier.groups[0].start()
+        await until(lambda: tier.serving(fleet) == 2)
+        tier.submit(fleet, "a", "b")
+        await until(lambda: len(tier.groups[0].names) == 1)
+
+
+async def test_groups_come_and_go_by_discovery(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        removed = tier.configured.pop()
+        await until(lambda: len(fleet._replicas) == 1)
+        tier.submit(fleet, "a", "b")
+        await until(lambda: len(tier.groups[0].names) == 2)
+        tier.configured.append(removed)
+        await until(lambda: tier.serving(fleet) == 2)
+
+
+async def test_reported_load_counts(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    tier.groups[0].scheduler.waiting = 50
+    async with tier.run(PrefixAware(1.25)) as fleet:
+        await until(lambda: max(replica.load for replica in fleet._replicas.values()) == 50)
+        tier.submit(fleet, *"abcdefgh")
+        await until(lambda: len(tier.listener.admitted) == 8)
+        assert [len(group.names) for group in tier.groups] == [0, 8]
+
+
+async def test_with_nobody_there_the_caller_is_told_to_come_back(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 1)
+    async with tier.run(RoundRobin()) as fleet:
+        await tier.groups[0].stop()
+        await until(lambda: tier.serving(fleet) == 0)
+        assert not await fleet.can_serve()
+        with pytest.raises(UnavailableError):
+            tier.submit(fleet, "a")
+
+
+async def test_aborts_reach_whoever_has_the_request(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.submit(fleet, "a", "b")
+        await until(lambda: len(tier.listener.admitted) == 2)
+        fleet.abort([schedule("a-0").request_id])
+        await until(lambda: all(group.scheduler.aborts == ["a-0"] for group in tier.groups))

@@ -1,0 +1,104 @@
+"""Which group a request goes to: affinity where it helps, no group overrun, nothing learnt across users."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.tokenizer.routing.policies import (
+    Candidate,
+    LeastLoaded,
+    PrefixAware,
+    RoundRobin,
+    affinity_key,
+    make_policy,
+)
+from tests.services.tokenizer.routing.requests import schedule
+
+if TYPE_CHECKING:
+    from common.types import ScheduleRequest
+
+NAMES = ("a:1", "b:1", "c:1", "d:1")
+keys = st.binary(min_size=32, max_size=32)
+loads = st.lists(st.integers(0, 200), min_size=1, max_size=8)
+
+
+def candidates(*numbers: int) -> list[Candidate]:
+    return [Candidate(f"group-{index}", load) for index, load in enumerate(numbers)]
+
+
+def test_round_robin_takes_turns() -> None:
+    policy = RoundRobin()
+    chosen = [policy.choose(b"", candidates(9, 0, 5)) for _ in range(6)]
+    assert chosen == ["group-0", "group-1", "group-2"] * 2
+
+
+@given(keys, loads)
+def test_the_least_loaded_has_no_more_than_any_other(key: bytes, numbers: list[int]) -> None:
+    chosen = LeastLoaded().choose(key, candidates(*numbers))
+    assert numbers[int(chosen.removeprefix("group-"))] == min(numbers)
+
+
+@given(keys, loads, st.floats(1.01, 4))
+def test_no_group_gets_more_than_its_bounded_share(key: bytes, numbers: list[int], factor: float) -> None:
+    chosen = int(PrefixAware(factor).choose(key, candidates(*numbers)).removeprefix("group-"))
+    share = (sum(numbers) + 1) / len(numbers)
+    assert numbers[chosen] < factor * share + 1
+
+
+@given(st.lists(keys, min_size=1, max_size=50, unique=True), st.sampled_from(NAMES))
+def test_a_group_that_leaves_takes_only_its_own_keys_along(asked: list[bytes], leaving: str) -> None:
+    policy = PrefixAware(1.25)
+    before = {key: policy.choose(key, [Candidate(name, 0) for name in NAMES]) for key in asked}
+    after = {key: policy.choose(key, [Candidate(name, 0) for name in NAMES if name != leaving]) for key in asked}
+    assert all(after[key] == before[key] for key in asked if before[key] != leaving)
+
+
+def test_keys_spread_over_all_groups_evenly() -> None:
+    policy = PrefixAware(1.25)
+    idle = [Candidate(name, 0) for name in NAMES]
+    counts = Counter(policy.choose(index.to_bytes(32, "big"), idle) for index in range(4000))
+    assert all(850 < counts[name] < 1150 for name in NAMES)
+
+
+def test_an_overrun_favourite_is_left_alone_until_it_has_room() -> None:
+    policy = PrefixAware(1.25)
+    favourite = policy.choose(bytes(32), candidates(0, 0, 0))
+    crowded = [Candidate(c.name, 90 if c.name == favourite else 5) for c in candidates(0, 0, 0)]
+    assert policy.choose(bytes(32), crowded) != favourite
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (schedule("2", user="ann", ids=[*range(64), 7]), True),  # differs behind the first pages
+        (schedule("2", user="ann", ids=[9, *range(64)]), False),
+        (schedule("2", user="bob", ids=[*range(65)]), False),
+        (schedule("2", tenant="rival", user="ann", ids=[*range(65)]), False),
+    ],
+)
+def test_a_key_is_of_one_users_prompts_that_begin_alike(other: ScheduleRequest, *, same: bool) -> None:
+    mine = affinity_key(schedule("1", user="ann", ids=[*range(65)]), 64)
+    assert (affinity_key(other, 64) == mine) is same
+
+
+def test_where_the_tenant_ends_and_the_user_begins_makes_a_difference() -> None:
+    first, second = schedule("1", tenant="ab", user="c"), schedule("1", tenant="a", user="bc")
+    assert affinity_key(first, 64) != affinity_key(second, 64)
+
+
+def test_ids_of_any_integer_type_have_one_key() -> None:
+    request = schedule("1", ids=[1, 2, 70_000])
+    wide = replace(request, token_ids=np.array([1, 2, 70_000], dtype=np.int64))
+    assert affinity_key(request, 64) == affinity_key(wide, 64)
+
+
+def test_every_policy_of_the_settings_is_there() -> None:
+    kinds = [type(make_policy(name, 1.25)) for name in ("round_robin", "least_loaded", "prefix_aware")]
+    assert kinds == [RoundRobin, LeastLoaded, PrefixAware]
