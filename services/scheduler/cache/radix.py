@@ -219,7 +219,8 @@ class RadixCache:
             self.host.storage.forget(account)
         for hold in self.leases.all():
             is_meant = session is None or (hold.sessions is not None and session in hold.sessions)
-            if hold.account is account and hold.node is not None and is_meant:
+            # A row of a session that was forgotten before may still be on what this one had in common with it.
+            if hold.account is account and hold.node is not None and (is_meant or hold.is_closed):
                 self._close(hold, hold.node, session)
         if session is not None:
             return forget_session(self.store, account, session)

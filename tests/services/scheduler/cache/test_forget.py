@@ -95,6 +95,20 @@ def test_running_rows_of_a_forgotten_session_leave_nothing_and_others_go_on() ->
     driver.check()
 
 
+def test_rows_of_two_sessions_forgotten_in_turn_keep_nothing_of_what_they_shared() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    driver.serve(ANN, SYSTEM, session="one")
+    rows = [driver.admit(ANN, [*SYSTEM, number, 0], session=name) for number, name in enumerate(("one", "other"))]
+    driver.cache.forget(ANN, "other")
+    assert driver.edges(ANN) == [SYSTEM]
+    driver.cache.forget(ANN, "one")
+    assert driver.edges(ANN) == []
+    driver.check(*rows)
+    for row in rows:
+        driver.end(row)
+    assert driver.allocator.free_pages == driver.allocator.capacity
+
+
 def test_name_of_a_session_means_nothing_to_other_users() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, SYSTEM, session="monday")

@@ -152,7 +152,7 @@ class ViewOracle:
                 entry.sessions = None if entry.sessions is None else entry.sessions - {session}
             self.private[user] = {path: entry for path, entry in mine.items() if entry.sessions != set()}
         for held in self.held:
-            if held.user == user and session in (None, held.session):
+            if held.user == user and (held.is_closed or session in (None, held.session)):
                 held.is_closed = True
                 left = {*self.public, *self.private.get(user, {})}
                 held.length = sum(self.page_size for path in self.paths(held.ids, held.length) if path in left)
