@@ -133,6 +133,6 @@ def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
 
 
 def _names(generation: Generation) -> tuple[str, str]:
-    """Return the whole id of a generation's first request, and the part of it that a client may have chosen."""
+    """Return the whole id of a generation's first request, and what its client knows it by."""
     whole = generation.entries[0].request.request_id
-    return whole, whole.rpartition(".")[0] or whole
+    return whole, whole.rpartition(".")[0] or whole.removesuffix("-0")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # A match spans at most so many characters: more are not held back, so what began earlier is given up.
 MAX_SPAN = 4096
+# Characters of which is known where they lead; texts have few different ones.
 MAX_KNOWN = 4096
 
 
@@ -22,7 +23,10 @@ class Match:
 
 
 class PatternMatcher:
-    """Finds the first place at which a match ends; of those that end there, the longest."""
+    """Finds the first place at which a match ends; of those that end there, the longest.
+
+    A character costs at most as much as the pattern has states, which is what makes hostile patterns harmless.
+    """
 
     __slots__ = ("_begin", "_known", "_position", "_program", "_threads")
 
@@ -32,8 +36,8 @@ class PatternMatcher:
         self._begin = [state for state in program.closure([program.start]) if program.characters[state] is not None]
         # State to the earliest place at which a match that is there now has begun.
         self._threads: dict[int, int] = {}
-        # Whether a match may begin with a character, for those seen so far.
-        self._known: dict[str, bool] = {}
+        # Character to the states that it leads on from.
+        self._known: dict[str, frozenset[int]] = {}
         self._position = 0
 
     @property
@@ -43,36 +47,45 @@ class PatternMatcher:
 
     def step(self, character: str) -> Match | None:
         """Add a character; return the match that ends behind it."""
-        program, position = self._program, self._position
+        position, accepting = self._position, self._accepting(character)
+        self._position = position + 1
         threads = self._threads
-        if not threads and not self._begins(character):
-            self._position = position + 1
-            return None
         for state in self._begin:
             threads.setdefault(state, position)
         oldest = position + 1 - MAX_SPAN
+        nexts = self._program.nexts
         moved: dict[int, int] = {}
         for state, start in threads.items():
-            characters = program.characters[state]
-            if characters is not None and start >= oldest and characters.holds(character):
-                following = program.nexts[state][0]
-                if start < moved.get(following, position + 1):
-                    moved[following] = start
-        self._threads, self._position = {}, position + 1
-        found = None
+            if state in accepting and start >= oldest:
+                following = nexts[state][0]
+                moved[following] = min(start, moved.get(following, start))
+        self._threads = {}
+        return self._spread(moved) if moved else None
+
+    def _spread(self, moved: dict[int, int]) -> Match | None:
+        """Go on without a character from the states reached; whoever has begun earlier comes first."""
+        program, found = self._program, None
+        seen: set[int] = set()
         for state, start in sorted(moved.items(), key=lambda item: item[1]):
-            for reached in program.closure([state]):
+            stack = [state]
+            while stack:
+                reached = stack.pop()
+                if reached in seen:
+                    continue
+                seen.add(reached)
                 if program.characters[reached] is not None:
-                    self._threads.setdefault(reached, start)
-                elif reached == program.accept and found is None:
-                    found = Match(start, position + 1)
+                    self._threads[reached] = start
+                elif reached == program.accept:
+                    found = Match(start, self._position)
+                else:
+                    stack.extend(program.nexts[reached])
         return found
 
-    def _begins(self, character: str) -> bool:
+    def _accepting(self, character: str) -> frozenset[int]:
         known = self._known.get(character)
         if known is None:
-            sets = (self._program.characters[state] for state in self._begin)
-            known = any(characters is not None and characters.holds(character) for characters in sets)
+            sets = enumerate(self._program.characters)
+            known = frozenset(state for state, characters in sets if characters and characters.holds(character))
             if len(self._known) < MAX_KNOWN:
                 self._known[character] = known
         return known

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MAX_PATTERN_CHARACTERS = 512
-MAX_STATES = 2048
+# Written out, a pattern has at most so many states: this bounds what a character costs.
+MAX_STATES = 256
 
 _CATEGORIES: dict[object, Callable[[str], bool]] = {
     codes.CATEGORY_DIGIT: str.isdecimal,
@@ -66,7 +67,6 @@ class Program:
     nexts: list[tuple[int, ...]] = field(default_factory=list)
     start: int = 0
     accept: int = 0
-    limit: int = MAX_STATES
 
     def add(self, characters: Characters | None, nexts: tuple[int, ...]) -> int:
         """Add a state; return its number.
@@ -74,8 +74,8 @@ class Program:
         Raises:
             InvalidRequestError: there are too many.
         """
-        if len(self.nexts) >= self.limit:
-            raise _refused(f"it is too large: counted repetitions are written out, to {self.limit} states at most")
+        if len(self.nexts) >= MAX_STATES:
+            raise _refused(f"it is too large: counted repetitions are written out, to {MAX_STATES} states at most")
         self.characters.append(characters)
         self.nexts.append(nexts)
         return len(self.nexts) - 1
@@ -112,16 +112,6 @@ def compile_pattern(pattern: str, param: str = "stop_regex") -> Program:
         raise _refused(str(error), param) from error
     if program.accept in program.closure([program.start]):
         raise _refused("it matches the empty text", param)
-    return program
-
-
-def literal_program(text: str) -> Program:
-    """Return the automaton that matches `text` and nothing else."""
-    program = Program(limit=len(text) + 1)
-    program.accept = behind = program.add(None, ())
-    for character in reversed(text):
-        behind = program.add(Characters(((ord(character), ord(character)),)), (behind,))
-    program.start = behind
     return program
 
 

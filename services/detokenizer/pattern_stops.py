@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.patterns.matcher import PatternMatcher
-from common.patterns.program import compile_pattern, literal_program
+from common.patterns.program import compile_pattern
+from services.detokenizer.stops import StopAutomaton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from common.patterns.matcher import Match
 
 
 class PatternStopMatcher:
     """Ends a text like `services.detokenizer.stops.StopMatcher`: whatever match ends first, the longest of those."""
 
-    __slots__ = ("_held", "_include_stop_text", "_matchers", "matched")
+    __slots__ = ("_held", "_include_stop_text", "_matchers", "_node", "_strings", "matched")
 
     def __init__(self, patterns: Iterable[str], strings: Iterable[str], *, include_stop_text: bool) -> None:
         """Begin with an empty text.
@@ -24,8 +23,9 @@ class PatternStopMatcher:
         Raises:
             InvalidRequestError: a pattern cannot be used.
         """
-        programs = [*map(compile_pattern, patterns), *(literal_program(text) for text in strings if text)]
-        self._matchers = [PatternMatcher(program) for program in programs]
+        self._matchers = [PatternMatcher(compile_pattern(pattern)) for pattern in patterns]
+        self._strings = StopAutomaton(strings)
+        self._node = 0
         self._include_stop_text = include_stop_text
         # The end of the text that may become a match.
         self._held = ""
@@ -36,10 +36,11 @@ class PatternStopMatcher:
         """Add `text` and return what may be shown; unless `armed`, matches that end in it are passed over."""
         buffer = self._held + text
         for position in range(len(self._held), len(buffer)):
-            matches = [match for matcher in self._matchers if (match := matcher.step(buffer[position])) is not None]
-            if matches and armed:
-                return self._end(buffer, position + 1, matches)
-        shown = len(buffer) - max(matcher.pending for matcher in self._matchers)
+            length = self._step(buffer[position])
+            if length and armed:
+                return self._end(buffer, position + 1, length)
+        pending = [matcher.pending for matcher in self._matchers]
+        shown = len(buffer) - max(self._strings.depths[self._node], *pending)
         self._held = buffer[shown:]
         return buffer[:shown]
 
@@ -48,8 +49,18 @@ class PatternStopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _end(self, buffer: str, end: int, matches: list[Match]) -> str:
-        length = max(match.end - match.start for match in matches)
+    def _step(self, character: str) -> int:
+        """Add a character; return the length of the longest match that ends behind it, 0 if none does."""
+        node = self._strings.step(self._node, character)
+        longest = self._strings.matches[node]
+        self._node = self._strings.retreat(node) if longest else node
+        for matcher in self._matchers:
+            match = matcher.step(character)
+            if match is not None:
+                longest = max(longest, match.end - match.start)
+        return longest
+
+    def _end(self, buffer: str, end: int, length: int) -> str:
         self.matched = buffer[end - length : end]
         self._held = ""
         return buffer[: end if self._include_stop_text else end - length]

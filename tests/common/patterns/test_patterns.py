@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.patterns.matcher import MAX_SPAN, Match, PatternMatcher
-from common.patterns.program import compile_pattern, literal_program
+from common.patterns.program import compile_pattern
 
 LITERALS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", "ab"])
 
@@ -111,6 +111,10 @@ def test_what_is_held_back_is_bounded() -> None:
         assert matcher.pending <= MAX_SPAN
 
 
-def test_literals_match_themselves() -> None:
-    matcher = PatternMatcher(literal_program("a.b"))
-    assert [matcher.step(character) for character in "axb a.b"][-1] == Match(4, 7)
+@pytest.mark.parametrize("pattern", ["(?:a?){100}b", "(?:[ab]|a|(?:a|b)?){30}c", f"[{'x' * 200}a]{{90}}b"])
+def test_the_worst_patterns_cost_little_for_a_character(pattern: str) -> None:
+    matcher = PatternMatcher(compile_pattern(pattern))
+    started = time.perf_counter()
+    for _ in range(1000):
+        matcher.step("a")
+    assert time.perf_counter() - started < 3.0
