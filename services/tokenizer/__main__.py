@@ -30,10 +30,9 @@ from services.tokenizer.service import EncodingPool, TokenizerService
 from services.tokenizer.template_style import style_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-    import grpc
-
+    from common.rpc.security import Security
     from common.settings import TokenizerSettings
     from common.tokenization import TextModel
     from services.tokenizer.relay import Scheduler
@@ -59,9 +58,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     server = RpcServer(NAME, settings.tokenizer.address, security)
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
-        async with open_channel(settings.tokenizer.scheduler, security) as channel:
-            connect = partial(open_channel, security=security)
-            schedulers = make_fleet(settings.tokenizer, connect) or SchedulerLink(channel)
+        async with open_schedulers(settings.tokenizer, security) as schedulers:
             relay, service = build(settings, load_served_model(settings.model), schedulers, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             await server.start()
@@ -90,12 +87,16 @@ def build(
     return relay, TokenizerService(relay, pool, limits, int(time.time()))
 
 
-def make_fleet(settings: TokenizerSettings, connect: Callable[[str], grpc.aio.Channel]) -> Fleet | None:
-    """Return the scheduler groups that the settings name, None if they name a single scheduler."""
-    if not settings.schedulers:
-        return None
-    policy = make_policy(settings.routing, settings.routing_load_factor)
-    return Fleet(Discovery(settings.schedulers), connect, policy, settings.routing_prefix_tokens)
+@contextlib.asynccontextmanager
+async def open_schedulers(settings: TokenizerSettings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
+    """Connect to the scheduler groups that the settings name, or to the only scheduler."""
+    if settings.schedulers:
+        policy = make_policy(settings.routing, settings.routing_load_factor)
+        connect = partial(open_channel, security=security)
+        yield Fleet(Discovery(settings.schedulers), connect, policy, settings.routing_prefix_tokens)
+        return
+    async with open_channel(settings.scheduler, security) as channel:
+        yield SchedulerLink(channel)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:

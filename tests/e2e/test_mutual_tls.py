@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import ssl
-import subprocess
-import sys
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.supervisor.layout import free_port
-from deploy.supervisor.process import child_environment
+from tests.e2e.processes import Processes
 from tests.fakes.certificates import Authority, Identity
 from tests.waiting import wait_until
 
@@ -39,8 +34,7 @@ class TlsRing:
         self.stranger = Authority(directory / "other", "somebody")
         self.ports = {name: free_port(HOST) for name in SERVICES}
         self.identities = {name: self.authority.issue(name) for name in SERVICES}
-        self._directory = directory
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes = Processes(directory)
 
     @property
     def url(self) -> str:
@@ -49,7 +43,7 @@ class TlsRing:
     def start(self) -> None:
         for name in SERVICES:
             self._start(name)
-        wait_until(self.is_ready, timeout_s=60, what=self._logs)
+        wait_until(self.is_ready, timeout_s=60, what=self._processes.logs)
 
     def is_ready(self) -> bool:
         try:
@@ -65,10 +59,7 @@ class TlsRing:
         return f"{HOST}:{self.ports[name]}"
 
     def stop(self) -> None:
-        for process in reversed(self._processes):
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            process.wait(30)
+        self._processes.stop()
 
     def _start(self, name: str) -> None:
         identity = self.identities[name]
@@ -92,23 +83,7 @@ class TlsRing:
             "worker.address": self.address("worker"),
             "detokenizer.address": self.address("detokenizer"),
         }
-        flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
-        module = name if name == "gateway" else f"services.{name}"
-        with closing(self._log(name).open("wb")) as log:
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *flags],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=child_environment(os.environ),
-                )
-            )
-
-    def _log(self, name: str) -> Path:
-        return self._directory / f"{name}.log"
-
-    def _logs(self) -> str:
-        return "\n".join(f"{name}: {self._log(name).read_text()[-2000:]}" for name in SERVICES)
+        self._processes.start(name, name if name == "gateway" else f"services.{name}", settings)
 
 
 @pytest.fixture(scope="module")

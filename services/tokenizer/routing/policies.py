@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from common.types import ScheduleRequest
 
+# So few requests decode together at the pace of one: nobody is sent away from its cache for less. And loads are known
+# only as of some tenths of a second ago.
+FREE_LOAD = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -61,13 +65,13 @@ class PrefixAware:
     """Always the same group for a key, unless that has too much more to do than the others."""
 
     def __init__(self, load_factor: float) -> None:
-        """Let no group have more than `load_factor` (above 1) times its share of all open requests."""
+        """Let no group have more than `load_factor` (above 1) times its share of all open requests, or FREE_LOAD."""
         self._load_factor = load_factor
 
     def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
         """Return the key's favourite among the groups that have room; one always has."""
         open_requests = sum(candidate.load for candidate in candidates) + 1
-        bound = math.ceil(self._load_factor * open_requests / len(candidates))
+        bound = max(FREE_LOAD, math.ceil(self._load_factor * open_requests / len(candidates)))
         with_room = [candidate for candidate in candidates if candidate.load < bound]
         return max(with_room, key=lambda candidate: score(key, candidate.name)).name
 
