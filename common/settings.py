@@ -91,6 +91,8 @@ class GatewaySettings(IdentitySettings):
     """SQLite database of stored responses; absent: one in memory, as long as the gateway lives."""
     responses_lifetime_days: float = Field(default=30.0, gt=0)
     """How long responses are stored."""
+    responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Room for stored responses; one credential's may take a quarter of it. Beyond that the oldest go."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

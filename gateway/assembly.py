@@ -66,7 +66,9 @@ class Gateway:
         self._generations = Generations(
             self._ring, Journal(), resume_policy(settings), metrics, max_open_requests=settings.max_open_requests
         )
-        self._stored = StoredResponses(settings.responses_file, settings.responses_lifetime_days * 86_400)
+        self._stored = StoredResponses(
+            settings.responses_file, settings.responses_lifetime_days * 86_400, settings.responses_max_bytes
+        )
         context = Context(
             generations=self._generations,
             model=model,

@@ -25,13 +25,13 @@ T = TypeVar("T")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, holder TEXT NOT NULL, user TEXT, created REAL NOT NULL,
-    response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL
+    response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL, size INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX IF NOT EXISTS responses_by_holder ON responses (tenant, holder, created);
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS responses_by_holder ON responses (tenant, holder, created, size);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created, size);
 """
-# Beyond so many of one holder the oldest go.
-MAX_PER_HOLDER = 10_000
+# One holder's responses may take this part of the room; beyond that its oldest go.
+HOLDERS_SHARE = 4
 # Writes that may wait for the disk; beyond that responses are not kept, which is logged.
 MAX_PENDING_WRITES = 1_000
 
@@ -57,13 +57,14 @@ class StoredResponse:
 class StoredResponses:
     """Keeps responses for `lifetime_s`. All work is done in one thread, in order, so a read sees earlier writes."""
 
-    def __init__(self, path: Path | None, lifetime_s: float) -> None:
-        """Open the database; None keeps it in memory, as long as this process lives.
+    def __init__(self, path: Path | None, lifetime_s: float, max_bytes: int) -> None:
+        """Open the database; None keeps it in memory, as long as this process lives. Beyond `max_bytes` the oldest go.
 
         Raises:
             ConfigurationError: it cannot be opened.
         """
         self._lifetime_s = lifetime_s
+        self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "responses")
         self._pending = 0
         self._log = get_logger("responses")
@@ -109,16 +110,28 @@ class StoredResponses:
     def _insert(self, holder: Holder, stored: StoredResponse) -> None:
         now = time.time()
         texts = [orjson.dumps(part) for part in (stored.response, stored.messages, stored.input)]
+        size = sum(map(len, texts))
         self._database.execute("DELETE FROM responses WHERE created < ?", (now - self._lifetime_s,))
+        self._make_room(size, self._max_bytes // HOLDERS_SHARE, " WHERE tenant = ? AND holder = ?", holder)
+        self._make_room(size, self._max_bytes, "", None)
         self._database.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (stored.response["id"], holder.tenant, holder.credential, holder.user, now, *texts),
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (stored.response["id"], holder.tenant, holder.credential, holder.user, now, *texts, size),
         )
-        self._database.execute(
-            "DELETE FROM responses WHERE id IN (SELECT id FROM responses WHERE tenant = ? AND holder = ? "
-            "ORDER BY created DESC LIMIT -1 OFFSET ?)",
-            (holder.tenant, holder.credential, MAX_PER_HOLDER),
-        )
+
+    def _make_room(self, size: int, limit: int, where: str, holder: Holder | None) -> None:
+        """Delete the oldest responses until `size` more bytes fit into `limit`."""
+        of = (holder.tenant, holder.credential) if holder else ()
+        [used] = self._database.execute(f"SELECT COALESCE(SUM(size), 0) FROM responses{where}", of).fetchone()
+        excess = used + size - limit
+        if excess <= 0:
+            return
+        oldest = self._database.execute(f"SELECT id, size FROM responses{where} ORDER BY created", of).fetchall()
+        for response_id, freed in oldest:
+            if excess <= 0:
+                return
+            self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            excess -= freed
 
     def _select(self, holder: Holder, response_id: str) -> StoredResponse | None:
         row = self._database.execute(

@@ -55,7 +55,7 @@ class FakedGateway:
                 quotas=build_quotas(self.settings),
                 readiness=self.readiness,
                 administration=self.administration,
-                stored=StoredResponses(self.settings.responses_file, 86_400),
+                stored=StoredResponses(self.settings.responses_file, 86_400, self.settings.responses_max_bytes),
                 metrics=self.metrics,
                 limits=limits(self.settings),
                 fingerprint="pando-test",
