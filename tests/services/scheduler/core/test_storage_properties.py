@@ -1,0 +1,105 @@
+"""The random lives of the host tier's test above a storage where pages come and go; every KV that is read is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from services.scheduler.cache.object_keys import object_keys
+from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from tests.fakes.storing_worker import Objects, StoringWorker
+from tests.services.scheduler.core.test_host_tier_properties import HostTierMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from services.scheduler.cache.accounts import Scope
+    from tests.fakes.simulated_worker import SimulatedWorker
+
+
+class Names:
+    """A keyring in memory."""
+
+    def __init__(self) -> None:
+        self._generations: Counter[Scope] = Counter()
+
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+        return object_keys(b"secret", scope, self._generations[scope], hashes)
+
+    def revoke(self, scope: Scope) -> None:
+        self._generations[scope] += 1
+
+
+class StorageMachine(HostTierMachine):
+    """What was stored in one life of the workers is there in the next, unless it gets lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: Objects = {}
+
+    @initialize(
+        policy=st.sampled_from(PrefetchPolicy),
+        min_pages=st.integers(1, 3),
+        window=st.integers(1, 16),
+        writes=st.sampled_from([True, True, True, False]),
+    )
+    def add_storage(self, policy: PrefetchPolicy, min_pages: int, window: int, writes: bool) -> None:
+        self.storage_config = StorageConfig(policy, wait_s=1.0, min_pages=min_pages, window_pages=window, writes=writes)
+
+    def attach(self) -> None:
+        """Add storage, once both initial rules have run."""
+        host = self.harness.cache.host
+        assert host is not None
+        if host.storage is None:
+            host.add_storage(self.storage_config, Names())
+        if not isinstance(self.harness.worker, StoringWorker):
+            self.harness.worker = self.storing(self.harness.worker)
+
+    def storing(self, worker: SimulatedWorker) -> StoringWorker:
+        return StoringWorker(
+            worker.pages, worker.page_size, worker.host_pages, worker.ranks, objects=self.objects,
+            last_step=worker.last_step, last_transfer=worker.last_transfer,
+        )  # fmt: skip
+
+    @invariant()
+    def both_tiers_are_sound(self) -> None:
+        if hasattr(self, "harness") and hasattr(self, "storage_config"):
+            self.attach()
+        super().both_tiers_are_sound()
+
+    @rule()
+    def storage_fails_or_comes_back(self) -> None:
+        assert isinstance(self.harness.worker, StoringWorker)
+        self.harness.worker.is_down = not self.harness.worker.is_down
+
+    @precondition(lambda self: bool(self.objects))
+    @rule(data=st.data())
+    def an_object_gets_lost(self, data: st.DataObject) -> None:
+        del self.objects[data.draw(st.sampled_from(sorted(self.objects)))]
+
+    @rule(seconds=st.floats(0.0, 2.0))
+    def time_passes(self, seconds: float) -> None:
+        self.harness.now += seconds
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness") and hasattr(self, "storage_config"):
+            self.attach()
+        super().teardown()
+
+
+TestStorage = StorageMachine.TestCase
+TestStorage.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ninety_thousand_steps() -> None:
+    run_state_machine_as_test(
+        StorageMachine, settings=settings(max_examples=1500, stateful_step_count=60, deadline=None)
+    )
