@@ -113,7 +113,8 @@ class DecodePass:
             run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Other threads, such as NCCL's watchdog, may go on asking the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run()
             self._graphs[name] = graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,8 @@ class GpuStepper:
 
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture decode passes as graphs."""
-        self._decode_passes.capture(report, _CAPTURE_BUDGET_S)
+        # Ranks must capture the same passes, since these meet in collectives.
+        self._decode_passes.capture(report, math.inf if self._is_shared else _CAPTURE_BUDGET_S)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         """Take note of what a plan has changed; see `LaggedStepper`."""

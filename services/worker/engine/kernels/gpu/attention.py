@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from services.worker.engine.batch import ForwardBatch
 
 
+_MOST_ROWS_AT_ONCE = 64
+
+
 class ChunkAttention(Protocol):
     """Attention of the rows of a batch that prefill."""
 
@@ -55,8 +58,8 @@ class GpuAttention:
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Do both in one program where all rows decode."""
-        if batch.decode_rows != batch.rows:
+        """Do both in one program where few rows decode: with many, a longer start of each costs more than a launch."""
+        if batch.decode_rows != batch.rows or batch.rows > _MOST_ROWS_AT_ONCE:
             return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
         return self._decode.store_and_attend(
             qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms

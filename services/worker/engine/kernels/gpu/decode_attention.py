@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
 
@@ -51,7 +53,7 @@ def _decode(
     scale, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
-    MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr,
+    MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -69,6 +71,8 @@ def _decode(
         parts = tl.maximum(tl.cdiv(stored, share), 1)
         start = part * share
         end = tl.minimum(start + share, stored)
+    if OVERLAPS:
+        follow()
     if part < parts:
         group = tl.arange(0, QUERIES)
         columns = tl.arange(0, WIDTH)
@@ -246,6 +250,7 @@ class DecodeAttention:
             HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
-            num_warps=tuning.warps, num_stages=tuning.stages,
+            OVERLAPS=OVERLAPS,
+            num_warps=tuning.warps, num_stages=tuning.stages, **OPTIONS,
         )  # fmt: skip
         return outputs

@@ -8,29 +8,36 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+
 if TYPE_CHECKING:
     from services.worker.engine.batch import ForwardBatch
     from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
 
-# Heads that one program of `rotate_and_store` works on.
-_HEADS = 4
+# Heads that one program of `rotate_and_store` works on, and its warps: few tokens are spread out, many are bundled.
+_SPREAD, _BUNDLED = (4, 1), (16, 4)
+_MANY_TOKENS = 512
 _GATE_BLOCK = 1024
 
 
 @triton.jit
-def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    if OVERLAPS:
+        follow()
     wide = tl.load(inputs + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
     normed = (wide * scale).to(outputs.dtype.element_ty)
-    factors = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(outputs + row * WIDTH + columns, normed * factors, mask=inside)
 
 
 @triton.jit
-def _gate(both, outputs, width, BLOCK: tl.constexpr):
+def _gate(both, outputs, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    if OVERLAPS:
+        follow()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -45,8 +52,11 @@ def _rotate_and_store(
     qkv, keys, values, angles, positions, write_slots, query_norm, key_norm, epsilon,
     stride_page, stride_head, stride_token,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    NORMED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        follow()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, HALF)
@@ -97,7 +107,9 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     if tokens:
         block = triton.next_power_of_2(width)
         warps = min(max(block // 512, 1), 8)
-        _rms_norm[(tokens,)](inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps)
+        _rms_norm[(tokens,)](
+            inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps, OVERLAPS=OVERLAPS, **OPTIONS
+        )
     return outputs
 
 
@@ -106,7 +118,9 @@ def gate(both: torch.Tensor) -> torch.Tensor:
     tokens, width = both.shape[0], both.shape[1] // 2
     outputs = both.new_empty(tokens, width)
     if tokens:
-        _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4)
+        _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](
+            both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4, OVERLAPS=OVERLAPS, **OPTIONS
+        )
     return outputs
 
 
@@ -128,12 +142,13 @@ def rotate_and_store(
     heads = shape.query_heads + 2 * shape.kv_heads
     stride_page, stride_head, stride_token, _ = layer.keys.stride()
     if tokens:
-        _rotate_and_store[(tokens, triton.cdiv(heads, _HEADS))](
+        heads_at_once, warps = _BUNDLED if tokens >= _MANY_TOKENS else _SPREAD
+        _rotate_and_store[(tokens, triton.cdiv(heads, heads_at_once))](
             qkv, layer.keys, layer.values, angles, batch.positions, batch.write_slots,
             norms.query if norms else qkv, norms.key if norms else qkv, norms.epsilon if norms else 0.0,
             stride_page, stride_head, stride_token,
             QUERY_HEADS=shape.query_heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
-            PAGE_SIZE=shape.page_size, NORMED=norms is not None, HEADS=_HEADS,
-            HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=1,
+            PAGE_SIZE=shape.page_size, NORMED=norms is not None, HEADS=heads_at_once,
+            HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=warps, OVERLAPS=OVERLAPS, **OPTIONS,
         )  # fmt: skip
     return qkv[:, : shape.query_width]

@@ -7,57 +7,99 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+
 if TYPE_CHECKING:
     import torch
 
 MOST_TOKENS = 2
+# Weights per step of a program; of what was tried, the fastest at most shapes.
+_STEP = 1024
+# Rows of a matrix so short that a program takes two.
+_SHORT_ROW = 1024
+# A row is read at once up to this length, if all programs find room on the device together (32 on each multiprocessor).
+_LONGEST_AT_ONCE = 4096
+_RESIDENT_PROGRAMS = 132 * 32
 
 
 @triton.jit
-def _product(
-    inputs, weight, bias, outputs, width, columns_out,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+def _finished(
+    sums, gated_sums, bias, target, rows, inside, columns_out,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < columns_out
-    steps = tl.arange(0, BLOCK)
-    token = tl.program_id(1)
-    sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    gated_sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    at_rows = weight + rows.to(tl.int64)[:, None] * width
-    at_gated = weight + (rows + columns_out).to(tl.int64)[:, None] * width
-    for start in range(0, width, BLOCK):
-        at = start + steps
-        if WHOLE:
-            mask = inside[:, None]
-            given = tl.load(inputs + token * width + at)
-        else:
-            mask = inside[:, None] & (at < width)[None, :]
-            given = tl.load(inputs + token * width + at, mask=at < width, other=0.0)
-        given = given.to(tl.float32)[None, :]
-        sums += tl.load(at_rows + at[None, :], mask=mask, other=0.0).to(tl.float32) * given
-        if GATED:
-            gated_sums += tl.load(at_gated + at[None, :], mask=mask, other=0.0).to(tl.float32) * given
+    """Return what is to be stored: the product with its bias, gated, or added to what is there."""
+    element = target.dtype.element_ty
     product = tl.sum(sums, axis=1)
     if HAS_BIAS:
         product += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-    element = outputs.dtype.element_ty
     if GATED:
         up = tl.sum(gated_sums, axis=1)
         if HAS_BIAS:
             up += tl.load(bias + columns_out + rows, mask=inside, other=0.0).to(tl.float32)
         gate = product.to(element).to(tl.float32)
         product = (gate / (1.0 + tl.exp(-gate))).to(element).to(tl.float32) * up.to(element).to(tl.float32)
-    target = outputs + token * columns_out + rows
     if ADDS:
         product = product.to(element).to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target, product.to(element), mask=inside)
+    return product.to(element)
 
 
-def _cut(width: int) -> tuple[int, int]:
-    """Return output columns of a program and weights per step; of what was tried, the fastest at most shapes."""
-    return (2, 512) if width <= 1024 else (1, 1024)
+@triton.jit
+def _product(
+    inputs, weight, bias, outputs, width, columns_out,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Read the weights in steps of BLOCK, which divides `width`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1)
+    inside = rows < columns_out
+    steps = tl.arange(0, BLOCK)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    gated_sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    at_rows = weight + rows.to(tl.int64)[:, None] * width
+    at_gated = weight + (rows + columns_out).to(tl.int64)[:, None] * width
+    if OVERLAPS:
+        follow()
+    for start in range(0, width, BLOCK):
+        at = start + steps
+        given = tl.load(inputs + token * width + at).to(tl.float32)[None, :]
+        sums += tl.load(at_rows + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32) * given
+        if GATED:
+            gated_sums += tl.load(at_gated + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32) * given
+    target = outputs + token * columns_out + rows
+    tl.store(target, _finished(
+        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED
+    ), mask=inside)  # fmt: skip
+
+
+@triton.jit
+def _product_at_once(
+    inputs, weight, bias, outputs, width, columns_out,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Have all weights on their way while the program before still runs."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1)
+    inside = rows < columns_out
+    at = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (at < width)[None, :]
+    weights = tl.load(weight + rows.to(tl.int64)[:, None] * width + at[None, :], mask=mask, other=0.0)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    gated_sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    if GATED:
+        at_gated = weight + (rows + columns_out).to(tl.int64)[:, None] * width
+        gated_weights = tl.load(at_gated + at[None, :], mask=mask, other=0.0)
+    if OVERLAPS:
+        follow()
+    given = tl.load(inputs + token * width + at, mask=at < width, other=0.0).to(tl.float32)[None, :]
+    sums += weights.to(tl.float32) * given
+    if GATED:
+        gated_sums += gated_weights.to(tl.float32) * given
+    target = outputs + token * columns_out + rows
+    tl.store(target, _finished(
+        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED
+    ), mask=inside)  # fmt: skip
 
 
 def _launch(
@@ -66,11 +108,17 @@ def _launch(
 ) -> None:  # fmt: skip
     tokens, columns_out = outputs.shape
     width = weight.shape[1]
-    rows, block = _cut(width)
-    _product[(triton.cdiv(columns_out, rows), tokens)](
+    rows = 2 if width <= _SHORT_ROW else 1
+    block = triton.next_power_of_2(width)
+    programs = triton.cdiv(columns_out, rows)
+    at_once = block <= _LONGEST_AT_ONCE and (programs <= _RESIDENT_PROGRAMS or width % _STEP)
+    if not at_once:
+        block = next(step for step in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1) if width % step == 0)
+    run = _product_at_once if at_once else _product
+    run[(programs, tokens)](
         inputs, weight, weight if bias is None else bias, outputs, width, columns_out,
-        TOKENS=tokens, ROWS=rows, BLOCK=block, WHOLE=width % block == 0, HAS_BIAS=bias is not None, ADDS=adds,
-        GATED=gated, num_warps=2, num_stages=3,
+        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated, OVERLAPS=OVERLAPS,
+        num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **OPTIONS,
     )  # fmt: skip
 
 
