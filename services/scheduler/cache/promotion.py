@@ -193,5 +193,5 @@ class Promoter:
         canonical.priority = max(canonical.priority, half.priority)
         canonical.uses += half.uses
         if store.host is not None:
-            store.host.pages.hand_on(half, canonical)
+            store.host.take_over(half, canonical)
         store.remove(half)

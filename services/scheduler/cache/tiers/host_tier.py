@@ -233,6 +233,11 @@ class HostTier:
         self.pages.split(node, upper)
         self.ledger.split(node, upper)
 
+    def take_over(self, node: Node, other: Node) -> None:
+        """A node's children hang below another with the same parent and tokens now, and the node is about to leave."""
+        self.ledger.follow(node, other)
+        self.pages.hand_on(node, other)
+
     def leave(self, leaf: Node) -> None:
         """A leaf is about to leave the tree."""
         self.ledger.leave(leaf)

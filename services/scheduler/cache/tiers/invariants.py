@@ -61,6 +61,9 @@ def _pages(host: HostTier, nodes: list[Node]) -> Iterator[str]:
     expected = named.copy()
     for opened in host.ledger.all():
         expected.update(opened.transfer.host_pages.tolist())
+    free_to_go = [node for node in nodes if node.host_pages is not None and not node.host_ref]
+    if any(host.pages.allocator.counts[node.host_pages].max() > 1 for node in free_to_go):
+        yield "a copy counts as evictable and is held by a transfer"
     counts = {page: count for page, count in enumerate(host.pages.allocator.counts.tolist()) if count}
     if counts != dict(expected):
         yield f"host pages are referenced {counts}, named {dict(expected)}"

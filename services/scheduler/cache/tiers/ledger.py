@@ -161,6 +161,16 @@ class TransferLedger:
         opened.parts[node] = Part(part.first + upper.size, part.count - upper.size)
         self._by_node[upper] = opened
 
+    def follow(self, node: Node, other: Node) -> None:
+        """Let what ends in a node end in another with the same parent and tokens, so that its copy stays as long."""
+        ending = self._by_end.pop(node, {})
+        if ending:
+            self._host.add_host_ref(other, len(ending))
+            self._host.add_host_ref(node, -len(ending))
+            for opened in ending:
+                opened.end = other
+            self._by_end.setdefault(other, {}).update(ending)
+
     def leave(self, leaf: Node) -> None:
         """Follow a leaf's removal: what was on its way for it is for nobody now, and its transfers end above it."""
         opened = self._by_node.pop(leaf, None)

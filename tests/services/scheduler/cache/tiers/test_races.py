@@ -230,3 +230,17 @@ def test_a_node_that_left_page_by_page_is_one_node_again() -> None:
     driver.check()
     driver.done(driver.load(A))
     assert driver.peek(ANN, [*A, 0]) == len(A)
+
+
+def test_a_copy_that_is_being_read_stays_when_another_node_takes_it_over() -> None:
+    driver = hosted(A)
+    load = driver.load(A)
+    driver.serve(BOB, A)
+    driver.next_epoch()
+    assert driver.public == [A]
+    driver.check()
+    driver.cache.flush()
+    driver.check()
+    driver.done(load)
+    driver.cache.flush()
+    assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
