@@ -223,7 +223,10 @@ class RadixCache:
             if hold.account is account and hold.node is not None and (is_meant or hold.is_closed):
                 self._close(hold, hold.node, session)
         if session is not None:
-            return forget_session(self.store, account, session)
+            freed = forget_session(self.store, account, session)
+            if self.host is not None and self.host.storage is not None:
+                self.host.storage.renew(account)
+            return freed
         freed = sum(self.store.remove_below(top) for top in list(account.tops))
         for node, _ in self.store.tree.walk_public():
             if node.creators is not None:

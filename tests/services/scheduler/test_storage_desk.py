@@ -13,6 +13,7 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.convert_cache import storage_to_wire
 from services.scheduler.keyring import Keyring
 from services.scheduler.storage_desk import StorageDesk, default_path, resolve
 
@@ -79,6 +80,19 @@ def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="storage_keyring"):
         StorageDesk(settings(tmp_path / "file" / "ring")).attach(make_cache().host, CAPACITY)
+
+
+def test_the_traffic_is_told(tmp_path: Path) -> None:
+    cache = make_cache()
+    StorageDesk(settings(tmp_path / "ring", storage_prefetch="best_effort")).attach(cache.host, CAPACITY)
+    assert cache.host is not None
+    storage = cache.host.storage
+    assert storage is not None
+    storage.stored_pages, storage.fetched_pages, storage.misses = 1, 2, 3
+    storage.reading_pages, storage.writing_pages = 4, 5
+    message = storage_to_wire(storage)
+    assert message.prefetch == "best_effort"
+    assert [value for _, value in message.ListFields()][1:] == [1, 2, 3, 4, 5]
 
 
 def test_by_default_the_keyring_is_with_the_users_other_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

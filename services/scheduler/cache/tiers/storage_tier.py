@@ -129,6 +129,13 @@ class StorageTier:
             if node.host_pages is not None:
                 self.note(node)
 
+    def renew(self, account: Account) -> None:
+        """What a principal has left is to be stored under its new names."""
+        for top in account.tops:
+            for node in (top, *(node for node, _ in self._store.tree.walk(top))):
+                if node.host_pages is not None:
+                    self.note(node)
+
     def forget(self, account: Account) -> None:
         """A principal is to be forgotten: what is stored of it is not found any more, and dropped where it is known."""
         self._writes.drop(account)

@@ -218,6 +218,17 @@ def test_forgotten_is_forgotten_in_storage_too(keyring: Path) -> None:
     assert Server(keyring, objects).serve("bob", user="bob") == 44
 
 
+def test_what_a_forgotten_session_leaves_is_stored_under_its_new_name(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    server.serve("kept")
+    server.cache.forget(make_request("x", PROMPT).principal, "some other session")
+    server.serve("other", [1, 2, 3], user="bob")
+    server.finish()
+    assert len(objects) == 12 + 1
+    assert Server(keyring, objects).serve("kept") == 44
+
+
 def test_forgetting_reaches_what_is_not_in_memory_any_more(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects).serve("alice")
