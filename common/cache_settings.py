@@ -13,7 +13,7 @@ from common.section import Section
 class CacheSettings(Section):
     """Who finds what, who may keep how much. Shares are of a tier's pages, spans are in epochs."""
 
-    cache: Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"] = "isolated"
+    cache: Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"] = "user_aware"
     """Prefix cache: what enough users have computed themselves is public and the rest is theirs; only what the
     operator pinned is public; one per user; one for all (fast and leaky: for trusted users only); or none."""
     epoch_seconds: float = Field(default=10.0, gt=0)
