@@ -79,7 +79,9 @@ class Context:
             PermissionDeniedError: it is the credential of an ordinary user.
         """
         caller = await self.caller(request)
-        if not caller.is_admin:
+        # Without keys the machine's own user is an administrator, but not whatever page that user's browser shows.
+        is_foreign_page = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        if not caller.is_admin or is_foreign_page:
             raise PermissionDeniedError("This needs the credential of an administrator.")
         return caller
 

@@ -116,6 +116,8 @@ async def test_strangers_do_not_administrate_a_gateway_without_keys() -> None:
     gateway = gateway_saying("x")
     assert (await gateway.post("/flush_cache", {})).status_code == 200
     assert gateway.administration.flushes == 1
+    elsewhere = {"sec-fetch-site": "cross-site"}
+    assert (await gateway.get("/flush_cache", elsewhere)).status_code == 403
     gateway.peer = "10.1.2.3"
     assert (await gateway.post("/flush_cache", {})).status_code == 403
     assert gateway.administration.flushes == 1
