@@ -41,7 +41,8 @@ class RenderingBudget:
 
     def check(self) -> None:
         """Raise InvalidRequestError if this thread's rendering has taken too long."""
-        if time.monotonic() > self._local.deadline:
+        # There is none while a template is compiled, when constants are looked up.
+        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
             message = f"the model's chat template takes longer than {self._limit_s:g} s for this conversation"
             raise InvalidRequestError(message, param="messages")
 

@@ -29,6 +29,11 @@ def test_a_template_that_would_never_end_is_given_up(source: str) -> None:
     assert ChatTemplates({"default": "{{ messages[0].content }}"}, {}, limit_s=0.2).render(HELLO) == "Hello"
 
 
+def test_constants_may_be_looked_up_while_a_template_is_compiled() -> None:
+    templates = ChatTemplates({"default": "{{ [1, 2][0] }}{{ {'a': 3}.a }}"}, {})
+    assert templates.render(HELLO) == "13"
+
+
 def test_an_answer_that_shall_begin_so_stands_behind_the_prompt() -> None:
     templates = ChatTemplates({"default": "{{ messages[0].content }}:"}, {})
     chat = ChatPrompt(HELLO.messages, assistant_prefix="<tool_call>")
