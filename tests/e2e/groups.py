@@ -1,0 +1,103 @@
+"""Two scheduler groups behind one gateway, tokenizer and detokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+
+from common.rpc.options import CHANNEL_OPTIONS
+from deploy.supervisor.layout import free_port
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.processes import Processes
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Mapping
+    from pathlib import Path
+
+GROUPS = (0, 1)
+TOKENS = 40
+PROMPT = "A long prompt that every user begins with, so that its pages are worth keeping. " * 8
+
+
+class Tier:
+    """One gateway, tokenizer and detokenizer; two schedulers with a worker each, whose engine makes tokens up."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, object] | None = None) -> None:
+        """Keep sockets and logs in `directory`; `settings` are everybody's: {"tokenizer.routing": "round_robin"}."""
+        self._directory = directory
+        self._settings = settings or {}
+        self._processes = Processes(directory)
+        self.port = free_port("127.0.0.1")
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
+
+    def start(self) -> None:
+        for group in GROUPS:
+            self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
+        self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
+        for group in GROUPS:
+            self.start_group(group)
+        schedulers = ",".join(f'"{self._socket(f"scheduler-{group}")}"' for group in GROUPS)
+        self._start(
+            "tokenizer",
+            "services.tokenizer",
+            {"tokenizer.address": self._socket("tokenizer"), "tokenizer.schedulers": f"[{schedulers}]"},
+        )
+        addresses = {"gateway.tokenizer": self._socket("tokenizer"), "gateway.detokenizer": self._socket("detokenizer")}
+        self._start("gateway", "gateway", {"gateway.port": self.port, **addresses})
+        wait_until(lambda: self.is_ready() and self.serving() == {0, 1}, timeout_s=60, what=self._processes.logs)
+
+    def start_group(self, group: int) -> None:
+        settings = {
+            "scheduler.address": self._socket(f"scheduler-{group}"),
+            "scheduler.workers": f'["{self._socket(f"worker-{group}")}"]',
+            "scheduler.detokenizer": self._socket("detokenizer"),
+            "scheduler.drain_s": 20,
+        }
+        self._start(f"scheduler-{group}", "services.scheduler", settings)
+
+    def end_group(self, group: int, number: signal.Signals) -> None:
+        self._processes.end(f"scheduler-{group}", number)
+
+    def is_ready(self) -> bool:
+        try:
+            return self.http.get("/ready").status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def serving(self) -> set[int]:
+        return {group for group in GROUPS if (state := self.state(group)) and state.worker_group == "READY"}
+
+    def state(self, group: int) -> scheduler_pb2.GetStateResponse | None:
+        with grpc.insecure_channel(self._socket(f"scheduler-{group}"), options=CHANNEL_OPTIONS) as channel:
+            try:
+                stub = scheduler_pb2_grpc.SchedulerStub(channel)
+                return stub.GetState(scheduler_pb2.GetStateRequest(), timeout=2)
+            except grpc.RpcError:
+                return None
+
+    def steps(self) -> dict[int, int]:
+        return {group: state.finished_steps for group in GROUPS if (state := self.state(group))}
+
+    def complete(self, user: str) -> dict[str, int]:
+        """Return the completion's usage, with cached tokens, and the number of words that came."""
+        body = {"model": "smollm2-135m-instruct", "prompt": PROMPT, "max_tokens": TOKENS, "user": user}
+        answer = self.http.post("/v1/completions", json=body | {"temperature": 0})
+        assert answer.status_code == httpx.codes.OK, answer.text
+        usage = answer.json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {"cached": cached, "prompt": usage["prompt_tokens"], "completion": usage["completion_tokens"]}
+
+    def stop(self) -> None:
+        self.http.close()
+        self._processes.stop()
+
+    def _socket(self, name: str) -> str:
+        return f"unix:{self._directory}/{name}.sock"
+
+    def _start(self, name: str, module: str, settings: dict[str, object]) -> None:
+        common = {"model.load_format": "fake", "worker.fake_step_ms": 5}
+        self._processes.start(name, module, {**common, **self._settings, **settings})
