@@ -83,7 +83,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 def workload_name(arguments: argparse.Namespace) -> str:
     """Return a name for results: runs of different pressure are different benchmarks."""
-    name = "m1" if arguments.trace is None else arguments.trace.name.partition(".")[0]
+    name = "m1" if arguments.trace is None else f"trace-{arguments.trace.name.partition('.')[0]}"
     return f"{name}-{arguments.requests}-requests-{arguments.device_pages}-pages"
 
 
