@@ -70,6 +70,7 @@ def bench(tier: Tier, arguments: argparse.Namespace, output: Path) -> dict[str, 
         "requests": arguments.requests,
         "concurrency": arguments.concurrency,
         "scale": arguments.scale,
+        "think-s": 0.2,
         "seed": 7,
         "json": output,
     }
