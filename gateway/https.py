@@ -39,7 +39,7 @@ class HttpsFiles:
         Raises:
             OSError: a file cannot be read, or the two do not fit (`ssl.SSLError`).
         """
-        # A context that has been given a certificate without its key can shake no hands any more: try another one first.
+        # A context that was given a certificate without its key can shake no hands any more: try another one first.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
         context.load_cert_chain(self.certificate, self.key)
 
