@@ -69,12 +69,12 @@ def _bracket_unary(call: Handler, method: str) -> Handler:
 def _bracket_stream(call: Handler, method: str) -> Handler:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         async with _Bracket(method, context):
-            # Tells the caller that the stream is accepted, before there is anything to answer (see StreamLink).
-            await context.send_initial_metadata(())
             responses = call(request, context)
-            if inspect.isawaitable(responses):  # a handler that writes by context.write and returns nothing
+            if inspect.isawaitable(responses):  # a handler that writes by context.write, and accepts when it is ready
                 await responses
                 return
+            # Tells the caller that the stream is accepted, before there is anything to answer (see StreamLink).
+            await context.send_initial_metadata(())
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response

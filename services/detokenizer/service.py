@@ -45,6 +45,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
     ) -> None:
         """Take in steps; answer with stop hits and choices that nobody listens to."""
+        await context.send_initial_metadata(())
         session = self._hub.open_session()
         writer = asyncio.create_task(self._answer(session, context))
         try:
@@ -69,6 +70,8 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         mailbox = self._hub.subscribe(SubscriberId(request.subscriber_id))
         self._measure()
         try:
+            # Only now: who hears of it may at once have choices opened that answer to this subscriber.
+            await context.send_initial_metadata(())
             while True:
                 response = deltas_to_wire(await mailbox.take())
                 async with asyncio.timeout(WRITE_TIMEOUT_S):

@@ -85,6 +85,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest], context: Context
     ) -> None:
         """Take in a gateway's requests and aborts; answer with admissions."""
+        await context.send_initial_metadata(())
         session = GatewaySession()
         writer = asyncio.create_task(_answer(session, context))
         try:

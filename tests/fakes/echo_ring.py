@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -94,14 +95,16 @@ class EchoRing(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.Detoke
 
 @asynccontextmanager
 async def running_ring(mode: str = "finish") -> AsyncIterator[EchoRing]:
-    """Serve on a free port."""
+    """Serve on a socket of its own."""
     ring = EchoRing(mode)  # type: ignore[abstract]  # the other calls answer UNIMPLEMENTED
     server = grpc.aio.server()
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(ring, server)
     detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(ring, server)
-    ring.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield ring
-    finally:
-        await server.stop(grace=0)
+    with tempfile.TemporaryDirectory() as directory:
+        ring.address = f"unix:{directory}/ring.sock"
+        server.add_insecure_port(ring.address)
+        await server.start()
+        try:
+            yield ring
+        finally:
+            await server.stop(grace=0)

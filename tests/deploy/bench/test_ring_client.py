@@ -11,9 +11,10 @@ from deploy.bench.prompts import PromptMaker
 from deploy.bench.ring_client import ChoiceRecord, RingClient, RingError, schedule_requests
 from deploy.bench.workloads.random_text import random_sessions
 from tests.fakes.echo_ring import CACHED_TOKENS, running_ring
-from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from deploy.bench.records import BenchRequest
 
 WORK = [session.requests[0] for session in random_sessions(5, 20, 7)]
@@ -85,8 +86,8 @@ async def test_a_broken_stream_ends_the_run() -> None:
             await waiting
 
 
-async def test_a_service_that_is_away_is_named() -> None:
-    address = free_url().removeprefix("http://")
+async def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/nobody.sock"
     async with running_ring() as ring:
         with pytest.raises(RingError, match=f"scheduler at {address}"):
             async with RingClient(address, ring.address):
