@@ -130,6 +130,11 @@ async def test_a_push_becomes_one_message_for_its_subscriber(ring: Ring, model: 
     ]
 
 
+async def test_who_hears_that_it_has_subscribed_is_known(ring: Ring) -> None:
+    await ring.subscribe()
+    assert ring.hub.subscribers == 1
+
+
 async def test_text_goes_to_the_subscriber_that_a_choice_names(ring: Ring) -> None:
     first, second, push = await ring.subscribe("one"), await ring.subscribe("two"), await ring.push()
     message = detokenizer_pb2.PushRequest(opens=[opened(1, "one"), opened(2, "two")], handles=[1, 2], token_ids=[5, 6])
