@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -84,8 +83,6 @@ def ask(
         deltas = detokenizer.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber), timeout=TIMEOUT_S)
         # What the ring had to say before the subscriber is known would be lost.
         deltas.initial_metadata()
-        # The stream is accepted a moment before the subscriber is known; on a busy machine that can be long.
-        time.sleep(0.2)
         state = scheduler.GetState(scheduler_pb2.GetStateRequest())
         retractions, peak_rows = state.retractions, 0
 
