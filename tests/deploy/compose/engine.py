@@ -24,6 +24,13 @@ class Project:
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def has_engine(self) -> bool:
+        engine = (("version", "--format", "{{.Server.Version}}"), ("compose", "version"))
+        try:
+            return all(self._run(*command, check=False).strip() for command in engine)
+        except FileNotFoundError:
+            return False
+
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
         return self._run("compose", "--project-name", self.name, *arguments, timeout_s=timeout_s)
 
