@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 
+import orjson
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
@@ -96,7 +97,11 @@ async def test_tokenize_and_detokenize() -> None:
 async def test_api_description_shows_the_bodies() -> None:
     description = (await gateway_saying("x").get("/openapi.json")).json()
     body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    assert "messages" in body["content"]["application/json"]["schema"]["properties"]
+    reference = body["content"]["application/json"]["schema"]["$ref"]
+    schemas = description["components"]["schemas"]
+    assert "messages" in schemas[reference.rpartition("/")[2]]["properties"]
+    # Nothing refers to what is not there.
+    assert set(re.findall(r"#/components/schemas/(\w+)", orjson.dumps(description).decode())) <= schemas.keys()
 
 
 @pytest.mark.parametrize("given", ["abc-123", "req_1.2:3/4+5=@x", "a" * 128])
