@@ -184,7 +184,7 @@ def select_gpu_backend(options: RunnerOptions, dtype: torch.dtype, device: torch
     if dtype.itemsize != 2:
         reason = f"the GPU's own kernels compute in bfloat16 or float16, not {dtype}"
     elif importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed; install it: pip install 'pando[gpu]'"
+        reason = "Triton is not installed; install it: pip install triton"
     if reason is None:
         # Only here: the CPU does without.
         from services.worker.engine.kernels.gpu.backend import GpuBackend

@@ -141,6 +141,9 @@ class _Loader:
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
             keep_freed_memory()
+        else:
+            # Of this thread, which all work on the engine happens in: launches and captures go to the current device.
+            torch.cuda.set_device(self._device)
         report(0.0, "preparing kernels")
         library = find_library(options, self._device)
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library)

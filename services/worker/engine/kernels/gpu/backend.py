@@ -38,7 +38,7 @@ class GpuBackend:
     def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:
         if importlib.util.find_spec("flashinfer") is None:
             log.warning(
-                "FlashInfer is not installed, prompts are computed slower; install it: pip install 'pando[gpu]'"
+                "FlashInfer is not installed, prompts are computed slower; install it: pip install flashinfer-python"
             )
             return TorchChunkAttention(shape)
         if shape.head_dim not in _FLASHINFER_HEAD_DIMS:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+from services.worker.engine.kernels.gpu.overlap import follow, launch_options
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
@@ -250,7 +250,6 @@ class DecodeAttention:
             HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
-            OVERLAPS=OVERLAPS,
-            num_warps=tuning.warps, num_stages=tuning.stages, **OPTIONS,
+            num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip
         return outputs

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+from services.worker.engine.kernels.gpu.overlap import follow, launch_options
 
 if TYPE_CHECKING:
     from services.worker.engine.batch import ForwardBatch
@@ -108,7 +108,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
         block = triton.next_power_of_2(width)
         warps = min(max(block // 512, 1), 8)
         _rms_norm[(tokens,)](
-            inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps, OVERLAPS=OVERLAPS, **OPTIONS
+            inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps, **launch_options(tokens)
         )
     return outputs
 
@@ -119,7 +119,7 @@ def gate(both: torch.Tensor) -> torch.Tensor:
     outputs = both.new_empty(tokens, width)
     if tokens:
         _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](
-            both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4, OVERLAPS=OVERLAPS, **OPTIONS
+            both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4, **launch_options(tokens)
         )
     return outputs
 
@@ -149,6 +149,6 @@ def rotate_and_store(
             stride_page, stride_head, stride_token,
             QUERY_HEADS=shape.query_heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
             PAGE_SIZE=shape.page_size, NORMED=norms is not None, HEADS=heads_at_once,
-            HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=warps, OVERLAPS=OVERLAPS, **OPTIONS,
+            HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=warps, **launch_options(tokens),
         )  # fmt: skip
     return qkv[:, : shape.query_width]

@@ -13,9 +13,14 @@ import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter runs one program after another.
-OVERLAPS = os.environ.get("TRITON_INTERPRET", "0") == "0"
-# What every launch of a program that calls `follow` needs; others must not have it.
-OPTIONS: dict[str, bool] = {"launch_pdl": True} if OVERLAPS else {}
+_CAN_OVERLAP = os.environ.get("TRITON_INTERPRET", "0") == "0"
+# With more tokens programs last much longer than a launch, and what waits only takes power from what computes.
+MOST_TOKENS = 64
+
+
+def launch_options(tokens: int) -> dict[str, bool]:
+    """Return the arguments of a launch for `tokens` tokens that say whether it overlaps with the one before."""
+    return {"OVERLAPS": True, "launch_pdl": True} if _CAN_OVERLAP and tokens <= MOST_TOKENS else {"OVERLAPS": False}
 
 
 @triton.jit

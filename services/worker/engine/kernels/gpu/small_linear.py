@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.overlap import OPTIONS, OVERLAPS, follow
+from services.worker.engine.kernels.gpu.overlap import follow, launch_options
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +117,8 @@ def _launch(
     run = _product_at_once if at_once else _product
     run[(programs, tokens)](
         inputs, weight, weight if bias is None else bias, outputs, width, columns_out,
-        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated, OVERLAPS=OVERLAPS,
-        num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **OPTIONS,
+        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated,
+        num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **launch_options(tokens),
     )  # fmt: skip
 
 
