@@ -84,19 +84,24 @@ class DecisionLog:
 
     def _write(self) -> None:
         """Write lines until told to stop; after an error, go on taking them and write nothing."""
-        is_broken = False
-        while (line := self._lines.get()) != _STOP:
-            if is_broken:
-                continue
+        is_broken, says_how_it_ends = False, True
+        while True:
+            line = self._lines.get()
+            is_last = line == _STOP
             try:
-                self._file.write((line if isinstance(line, bytes) else encode(*line)) + b"\n")
-                if self._lines.empty():
-                    if self._is_ended:
+                if not is_last and not is_broken:
+                    self._file.write((line if isinstance(line, bytes) else encode(*line)) + b"\n")
+                    says_how_it_ends = False
+                if (is_last or self._lines.empty()) and not is_broken:
+                    if self._is_ended and not says_how_it_ends:
                         self._file.write(encode_end() + b"\n")
+                        says_how_it_ends = True
                     self._file.flush()
             except OSError as error:
                 is_broken = self._is_ended = True
                 self._log.error("decision_log.ended", path=str(self._path), cause=str(error))
+            if is_last:
+                return
 
 
 def _open(path: Path) -> BinaryIO:
