@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Installs torch into the environment whose pip is named by $1: `torch.sh path/to/pip 2.13.0 cpu|gpu`.
+# Installs torch into the environment whose pip is named by $1, and for GPUs FlashInfer: `torch.sh path/to/pip 2.13.0 cpu|gpu`.
 #
 # The default build on PyPI brings several gigabytes of CUDA packages, which a machine without a GPU never uses. The CPU
 # build lives on PyTorch's own index, so it is looked for first where pip is configured to look, then there.
 set -euo pipefail
 pip=$1 version=$2 flavour=$3
+FLASHINFER_VERSION=0.6.11.post2
 
-if [[ $flavour == gpu || $(uname -s) != Linux ]]; then
+if [[ $flavour == gpu ]]; then
+    # The build for CUDA brings Triton along. FlashInfer compiles its kernels when they are first used.
+    exec "$pip" install "torch==$version" "flashinfer-python==$FLASHINFER_VERSION"
+fi
+if [[ $(uname -s) != Linux ]]; then
     exec "$pip" install "torch==$version"
 fi
 if "$pip" install --quiet --retries 1 "torch==$version+cpu" 2>/dev/null; then
