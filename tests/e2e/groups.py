@@ -84,7 +84,9 @@ class Tier:
 
     def complete(self, user: str) -> dict[str, int]:
         """Return the completion's usage, with cached tokens, and the number of words that came."""
-        body = {"model": "smollm2-135m-instruct", "prompt": PROMPT, "max_tokens": TOKENS, "user": user}
+        # What all of them ask would become public.
+        prompt = f"{user} asks: {PROMPT}"
+        body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": TOKENS, "user": user}
         answer = self.http.post("/v1/completions", json=body | {"temperature": 0})
         assert answer.status_code == httpx.codes.OK, answer.text
         usage = answer.json()["usage"]
