@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.models import resolve
-from services.worker.engine.host import limit_spinning
+from tests.services.worker.engine.driving import Driver, load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +45,6 @@ def main() -> int:
 @torch.inference_mode()
 def predict(texts: Sequence[list[int]], dtype: str, kv_dtype: str) -> list[torch.Tensor]:
     """Return the log probabilities [tokens, vocabulary] of each text's next tokens."""
-    from tests.services.worker.engine.driving import Driver, load
-
     longest = max(map(len, texts))
     runner = load(BUNDLED, threads=0, dtype=dtype, kv_dtype=kv_dtype, device_pages=128, max_step_tokens=longest)
     predicted = []
@@ -73,5 +71,4 @@ def compare(texts: Sequence[list[int]], predicted: list[torch.Tensor], reference
 
 
 if __name__ == "__main__":
-    limit_spinning()
     raise SystemExit(main())
