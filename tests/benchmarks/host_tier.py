@@ -33,7 +33,7 @@ from services.worker.engine.host import limit_spinning
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model_runner import ModelRunner
 
 LOAD, BACKUP = TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST
@@ -73,8 +73,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Load it; `arguments` are those of the command line."""
         from services.worker.engine.backends import RunnerOptions
+        from services.worker.engine.measuring.random_batches import random_batch
         from services.worker.engine.model_runner import ModelRunner
-        from services.worker.engine.random_batches import random_batch
 
         self._make_batch = random_batch
         longest = -(-max(arguments.lengths) // arguments.page_size)

@@ -22,7 +22,7 @@ from services.worker.engine.kernels.torch_kernels import TorchKernels
 if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
-    from services.worker.engine.model_config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

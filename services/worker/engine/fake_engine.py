@@ -11,9 +11,9 @@ import numpy as np
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.engine.engine import InvalidPlanError
-from services.worker.engine.plan import PlanLimits
-from services.worker.engine.plan_runner import PlanRunner, Sampled
-from services.worker.engine.rows import RowTable
+from services.worker.engine.plans.plan import PlanLimits
+from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
+from services.worker.engine.plans.rows import RowTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from common.types import TokenIds
     from services.worker.engine.engine import Emit, ProgressReport
-    from services.worker.engine.passes import ForwardPass
+    from services.worker.engine.plans.passes import ForwardPass
 
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.

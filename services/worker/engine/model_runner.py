@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.steps import EngineCapacity
-from services.worker.engine.assembly import Assembler
 from services.worker.engine.backends import (
     Backend,
     RunnerOptions,
@@ -23,28 +22,29 @@ from services.worker.engine.backends import (
     select_gpu_backend,
     select_kv_dtype,
 )
-from services.worker.engine.calibration import calibrate
-from services.worker.engine.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
-from services.worker.engine.host_pool import HostPool, allocate_host_pool, count_host_pages
-from services.worker.engine.host_tier import make_transfers
+from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, count_host_pages
+from services.worker.engine.host_tier.tier import make_transfers
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
-from services.worker.engine.kv_pool import KvPool, allocate_pool, bytes_per_token
-from services.worker.engine.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
+from services.worker.engine.measuring.calibration import calibrate
+from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
+from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
+from services.worker.engine.model.assembly import Assembler
+from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token
+from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
-from services.worker.engine.rotary import rotary_table
-from services.worker.engine.transformer import Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineSpec
-    from services.worker.engine.batch import ForwardBatch
     from services.worker.engine.checkpoints.interface import Checkpoint
-    from services.worker.engine.transfers import Transfers
+    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 

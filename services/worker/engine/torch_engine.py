@@ -10,24 +10,24 @@ import numpy as np
 import torch
 
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
-from services.worker.engine.batch import ForwardBatch
 from services.worker.engine.engine import Emit, ProgressReport
-from services.worker.engine.lagged_plan_runner import LaggedPlanRunner
+from services.worker.engine.measuring.warm_up import warm_up
+from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.passes import ForwardPass, HostBatch, gather
-from services.worker.engine.plan import PlanLimits
-from services.worker.engine.plan_runner import PlanRunner, Sampled
-from services.worker.engine.rows import RowTable
+from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner
+from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
+from services.worker.engine.plans.plan import PlanLimits
+from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
+from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
-from services.worker.engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from services.worker.engine.gpu_stepper import GpuStepper
-    from services.worker.engine.host_pool import HostPool
-    from services.worker.engine.transfers import Transfers
+    from services.worker.engine.gpu.gpu_stepper import GpuStepper
+    from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.host_tier.transfers import Transfers
 
 
 class Runner(Protocol):
@@ -93,7 +93,7 @@ class TorchEngine:
 
     def _make_gpu_stepper(self, runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> GpuStepper:
         # Only here: it imports Triton.
-        from services.worker.engine.gpu_stepper import GpuStepper
+        from services.worker.engine.gpu.gpu_stepper import GpuStepper
 
         with torch.inference_mode():
             stepper = GpuStepper(runner, spec)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from services.worker.engine.model_config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig
 
 # A prime, so that rows of a matrix never repeat each other exactly and no two logits tie.
 _PERIOD = 1_048_573

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from services.worker.engine.model_config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig
 
 
 class Checkpoint(Protocol):

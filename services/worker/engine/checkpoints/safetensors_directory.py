@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from common.errors import ConfigurationError
-from services.worker.engine.model_config import ModelConfig, config_from_json
+from services.worker.engine.model.config import ModelConfig, config_from_json
 
 if TYPE_CHECKING:
     from pathlib import Path

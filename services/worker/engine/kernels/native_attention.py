@@ -16,7 +16,7 @@ from services.worker.engine.kernels.native_library import (
 )
 
 if TYPE_CHECKING:
-    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch
 
 
 class NativeAttention:

@@ -11,7 +11,7 @@ from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, 
 from services.worker.engine.kernels.torch_kernels import rms_norm
 
 if TYPE_CHECKING:
-    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch
 
 
 class TorchAttention:

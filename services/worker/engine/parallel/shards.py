@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from services.worker.engine.model_config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig
 
 # Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those.
 _FEED_FORWARD_UNIT = 16

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from services.worker.engine.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowTable
     from services.worker.engine.sampling.table import SamplingTable
 
 

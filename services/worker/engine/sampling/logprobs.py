@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from services.worker.engine.rows import RowIndices
+    from services.worker.engine.plans.rows import RowIndices
 
 
 def token_logprobs(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.types import RowSlot, TokenLogprob
-    from services.worker.engine.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowTable
 
 
 @dataclass(frozen=True, slots=True)

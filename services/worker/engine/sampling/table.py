@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.worker.engine.padded import PaddedTable
+from services.worker.engine.plans.padded import PaddedTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ import torch
 
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model_runner import ModelRunner
 
 if TYPE_CHECKING:

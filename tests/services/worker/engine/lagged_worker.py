@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.engine.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
-from services.worker.engine.passes import ForwardPass, gather
-from services.worker.engine.plan import PlanLimits
-from services.worker.engine.plan_runner import Sampled
-from services.worker.engine.rows import RowTable
+from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
+from services.worker.engine.plans.passes import ForwardPass, gather
+from services.worker.engine.plans.plan import PlanLimits
+from services.worker.engine.plans.plan_runner import Sampled
+from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.torch_engine import to_device
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker

@@ -13,7 +13,7 @@ from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
 from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
 
 if TYPE_CHECKING:
-    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch
 
 
 _MOST_ROWS_AT_ONCE = 64

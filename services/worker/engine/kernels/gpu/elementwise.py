@@ -11,8 +11,8 @@ import triton.language as tl
 from services.worker.engine.kernels.gpu.overlap import follow, launch_options
 
 if TYPE_CHECKING:
-    from services.worker.engine.batch import ForwardBatch
     from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
+    from services.worker.engine.model.batch import ForwardBatch
 
 # Heads that one program of `rotate_and_store` works on, and its warps: few tokens are spread out, many are bundled.
 _SPREAD, _BUNDLED = (4, 1), (16, 4)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from services.worker.engine.batch import ForwardBatch
     from services.worker.engine.kernels.interface import AttentionShape, KvLayer
+    from services.worker.engine.model.batch import ForwardBatch
 
 # What FlashInfer's documentation recommends, for parts of rows that are computed apart.
 _WORKSPACE_BYTES = 128 * 1024**2

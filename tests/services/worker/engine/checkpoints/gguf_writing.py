@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from services.worker.engine.model_config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig
 
 
 def write_gguf(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from services.worker.engine.batch import ForwardBatch
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
-from services.worker.engine.kv_pool import allocate_pool
+from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.kv_pool import allocate_pool
 
 
 @dataclass(frozen=True, slots=True)

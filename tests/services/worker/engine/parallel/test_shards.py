@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
-from services.worker.engine.model_config import ModelConfig, RotaryConfig
+from services.worker.engine.model.config import ModelConfig, RotaryConfig
 from services.worker.engine.parallel.shards import Span, shard_model, split_evenly
 
 SMOL = ModelConfig(

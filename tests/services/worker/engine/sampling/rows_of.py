@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import SamplingParams
-from services.worker.engine.rows import RowTable
+from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.scenario import open_row

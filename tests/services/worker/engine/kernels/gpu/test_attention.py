@@ -27,7 +27,7 @@ TOLERANCE = 2e-2 if HAS_GPU else 2e-5
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.worker.engine.batch import ForwardBatch
+    from services.worker.engine.model.batch import ForwardBatch
 
 
 @st.composite

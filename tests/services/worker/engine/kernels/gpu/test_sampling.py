@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from common.steps import StepPlan
 from common.types import SamplingParams, StepId
-from services.worker.engine.rows import RowTable
+from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.scenario import open_row
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
+from services.worker.engine.gpu.resident_rows import ResidentRows
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
-from services.worker.engine.resident_rows import ResidentRows
 
 PARAMETERS = st.builds(
     SamplingParams,

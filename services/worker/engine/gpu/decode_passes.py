@@ -1,0 +1,164 @@
+"""Decode passes of fixed sizes over resident rows, captured as CUDA graphs: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.engine.gpu.resident_rows import to_device
+from services.worker.engine.kernels.gpu import row_state
+from services.worker.engine.model.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineCapacity
+    from services.worker.engine.gpu.resident_rows import ResidentRows
+    from services.worker.engine.kernels.gpu.sampling import TokenChooser
+    from services.worker.engine.plans.rows import RowIndices
+
+log = logging.getLogger(__name__)
+
+
+class ResidentRunner(Protocol):
+    """One rank's model on a GPU, as `ModelRunner` implements it. Behind its pool's last page is one for padding."""
+
+    capacity: EngineCapacity
+    device: torch.device
+
+    def compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return logits of the batch's samples, [samples, vocabulary] in the model's type, without waiting."""
+
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `token_ids` on every rank."""
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture: dense where a step is short, within an eighth of any size above 64."""
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+class DecodePass:
+    """Everything a pass of `size` rows reads and writes, at fixed addresses."""
+
+    def __init__(
+        self, size: int, rows: ResidentRows, runner: ResidentRunner, chooser: TokenChooser, *, chooses: bool
+    ) -> None:
+        """Allocate; `chooses` on the rank that samples, the others are told by `runner`."""
+        device = rows.cells.device
+        self.size = size
+        self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros(size, dtype=torch.int32, device=device)
+        self.logits = torch.empty(0, device=device)
+        self._rows = rows
+        self._page_size = runner.capacity.page_size
+        self._runner = runner
+        self._chooser = chooser
+        self._chooses = chooses
+        self._batch = ForwardBatch(
+            token_ids=torch.zeros(size, dtype=torch.int64, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            key_lengths=torch.ones(size, dtype=torch.int32, device=device),
+            page_table=rows.page_table,
+            write_slots=torch.zeros(size, dtype=torch.int64, device=device),
+            sample_indices=torch.arange(size, device=device),
+            decode_rows=size,
+            max_query_length=1,
+            max_key_length=rows.page_table.shape[1] * self._page_size,
+            table_rows=self.slots,
+        )
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._members: RowIndices = np.empty(0, np.int64)
+        self._order: RowIndices = np.empty(0, np.int64)
+
+    def take(self, members: RowIndices, lengths: RowIndices) -> RowIndices:
+        """Set who takes part; return the place of each member's token in `token_ids`."""
+        if not np.array_equal(members, self._members):
+            # Longest first: whoever starts last then has least to do, so that the device's units end together.
+            order = np.argsort(-lengths, kind="stable")
+            slots = np.full(self.size, self._rows.padding_slot, np.int32)
+            slots[: members.size] = members[order]
+            self.slots.copy_(to_device(slots, self.slots.device), non_blocking=True)
+            self._members, self._order = members.copy(), np.argsort(order, kind="stable")
+        return self._order
+
+    def compute(self) -> None:
+        """Run the model."""
+        if not self._replay("compute"):
+            self._compute()
+
+    def choose(self, *, filtered: bool) -> None:
+        """Sample, and append to the rows."""
+        if not self._replay("filtered" if filtered else "plain"):
+            self._choose(filtered=filtered)
+
+    def tell(self, token_ids: torch.Tensor) -> None:
+        """Append tokens that were sampled elsewhere, [size] int32."""
+        self.token_ids.copy_(token_ids)
+        row_state.append(self._rows.cells, self.slots, self.token_ids)
+
+    def capture(self, pool: Any) -> None:  # torch does not export the type
+        """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
+        for name, run in (
+            ("compute", self._compute),
+            ("plain", lambda: self._choose(filtered=False)),
+            ("filtered", lambda: self._choose(filtered=True)),
+        ):
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as NCCL's watchdog, may go on asking the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run()
+            self._graphs[name] = graph
+
+    def _replay(self, name: str) -> bool:
+        graph = self._graphs.get(name)
+        if graph is None:
+            return False
+        graph.replay()
+        return True
+
+    def _compute(self) -> None:
+        batch = self._batch
+        row_state.prepare(
+            self._rows.cells, self.slots, batch.token_ids, batch.positions, batch.key_lengths, batch.write_slots,
+            self._page_size,
+        )  # fmt: skip
+        self.logits = self._runner.compute(batch)
+
+    def _choose(self, *, filtered: bool) -> None:
+        if self._chooses:
+            self._chooser.choose(self.logits, self.slots, self._rows.cells, self.token_ids, filtered=filtered)
+        self._runner.broadcast_tokens(self.token_ids)
+        row_state.append(self._rows.cells, self.slots, self.token_ids)
+
+
+class DecodePasses:
+    """Passes of every size of the ladder."""
+
+    def __init__(self, sizes: tuple[int, ...], make: Callable[[int], DecodePass]) -> None:
+        """Make a pass of each of `sizes`, ascending."""
+        self._passes = tuple(make(size) for size in sizes)
+
+    def of(self, rows: int) -> DecodePass:
+        """Return the smallest pass with room for `rows` rows."""
+        return next(one for one in self._passes if one.size >= rows)
+
+    def capture(self, report: Callable[[float], None], budget_s: float) -> None:
+        """Capture the largest first, so that others find its memory; what `budget_s` leaves over runs uncaptured."""
+        started = time.monotonic()
+        pool = torch.cuda.graph_pool_handle()
+        for done, one in enumerate(reversed(self._passes), start=1):
+            one.capture(pool)
+            report(done / len(self._passes))
+            if time.monotonic() - started > budget_s:
+                log.warning("Graphs of %d of %d batch sizes are captured in %.0f s; the others run slower",
+                            done, len(self._passes), budget_s)  # fmt: skip
+                return

@@ -1,0 +1,105 @@
+"""The rows' state on the device: what a pass must know of a row without asking the host.
+
+One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page table. The host
+writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may be a
+pass behind. The last line belongs to padding: rows that fill a captured batch up to its size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.kernels.gpu import row_state
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import RowOpen, StepPlan
+    from services.worker.engine.plans.rows import RowTable
+
+_PAGES = row_state.PAGES.value
+
+
+class ResidentRows:
+    """Owns the state; changes gather until `upload` sends them, in the order of the stream."""
+
+    def __init__(
+        self, max_rows: int, table_width: int, padding_page: int, vocabulary_size: int, device: torch.device
+    ) -> None:
+        """Make `max_rows` lines with page tables of `table_width`, and one for padding, with a page of its own."""
+        self.padding_slot = max_rows
+        self.cells = torch.zeros(max_rows + 1, _PAGES + table_width, dtype=torch.int32, device=device)
+        self.cells[max_rows, row_state.LENGTH.value] = 1
+        self.cells[max_rows, _PAGES] = padding_page
+        self._vocabulary_size = vocabulary_size
+        self._places: list[NDArray[np.int32]] = []
+        self._values: list[NDArray[np.int32]] = []
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """[slots, table_width] int32, a view."""
+        return self.cells[:, _PAGES:]
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """[slots] int32, a view."""
+        return self.cells[:, row_state.LAST_TOKEN.value]
+
+    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+        """Take over what `plan` has changed in `rows`."""
+        changed: dict[int, int] = {}
+        for opened in plan.opens:
+            self._open(opened)
+            changed[opened.row] = 0
+        for replacement in plan.replacements:
+            changed[replacement.row] = min(changed.get(replacement.row, replacement.first), replacement.first)
+        granted: dict[int, int] = {}
+        for grant in plan.grants:
+            granted[grant.row] = granted.get(grant.row, 0) + grant.pages.size
+        for row, count in granted.items():
+            first = int(rows.page_counts[row]) - count
+            changed[row] = min(changed.get(row, first), first)
+        for row, first in changed.items():
+            self._write_pages(row, first, rows)
+
+    def upload(self) -> None:
+        """Send what has gathered; later launches see it."""
+        if not self._places:
+            return
+        changes = np.stack([np.concatenate(self._places), np.concatenate(self._values)])
+        self._places, self._values = [], []
+        sent = to_device(changes, self.cells.device)
+        row_state.scatter(self.cells, sent[0], sent[1])
+
+    def _open(self, opened: RowOpen) -> None:
+        sampling = opened.sampling
+        header = np.zeros(_PAGES, np.int32)
+        header[row_state.LENGTH.value] = opened.token_ids.size
+        header[row_state.SEED_LOW.value : row_state.SEED_HIGH.value + 1] = np.array([sampling.seed], np.uint64).view(
+            np.int32
+        )
+        header[row_state.TEMPERATURE.value] = np.array([sampling.temperature], np.float32).view(np.int32)[0]
+        header[row_state.TOP_K.value] = min(sampling.top_k or self._vocabulary_size, self._vocabulary_size)
+        header[row_state.TOP_P.value] = np.array([sampling.top_p], np.float32).view(np.int32)[0]
+        header[row_state.MIN_P.value] = np.array([sampling.min_p], np.float32).view(np.int32)[0]
+        self._write(opened.row, 0, header)
+
+    def _write_pages(self, row: int, first: int, rows: RowTable) -> None:
+        # A row may be granted more pages than its context can use; those are never read.
+        last = min(int(rows.page_counts[row]), self.cells.shape[1] - _PAGES)
+        if last > first:
+            self._write(row, _PAGES + first, rows.page_table[row, first:last])
+
+    def _write(self, row: int, column: int, values: NDArray[np.int32]) -> None:
+        start = row * self.cells.shape[1] + column
+        self._places.append(np.arange(start, start + values.size, dtype=np.int32))
+        self._values.append(values.copy())
+
+
+def to_device(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Return `values` on the device without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,134 @@
+"""Host memory for KV pages that have left the device."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.host_memory import HostArena
+
+if TYPE_CHECKING:
+    from common.steps import EngineSpec
+    from services.worker.engine.model.kv_pool import KvPool
+
+# What is page-locked in one call: long enough that calls cost little, short enough that the first pages are soon ready.
+_PINNED_AT_ONCE = 1024**3
+# Share of the free host memory that the pool may take; the rest is the page cache's and other processes'.
+_MEMORY_SHARE = 0.9
+
+
+class HostPool:
+    """Pages of a rank's host tier. Within a page its layers lie behind each other, keys before values.
+
+    So a page is one run of bytes: long copies over the bus however pages are scattered, and an object for storage as it
+    is. Its tokens are laid out as on the device.
+
+    `memory` is [pages, layers, 2, elements of a layer's keys in a page].
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """Hand out parts of `memory`, which is contiguous."""
+        self.memory = memory
+        self._bytes = memory.view(torch.uint8).view(memory.shape[0], -1).numpy()
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return self.memory.shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self._bytes.shape[1])
+
+    def read_page(self, page: int) -> bytes:
+        """Return a copy of a page's bytes."""
+        content: bytes = self._bytes[page].tobytes()
+        return content
+
+    def write_page(self, page: int, content: memoryview) -> None:
+        """Overwrite a page with `page_bytes` bytes."""
+        self._bytes[page] = memoryview(content).cast("B")
+
+
+def count_host_pages(spec: EngineSpec, page_bytes: int, free_bytes: int) -> int:
+    """Return how many pages the host tier of a rank gets, 0 for none.
+
+    Raises:
+        ConfigurationError: they would not fit into `free_bytes` of host memory.
+    """
+    pages = spec.host_bytes // page_bytes if spec.host_pages is None else spec.host_pages
+    if pages * page_bytes > free_bytes * _MEMORY_SHARE:
+        raise ConfigurationError(
+            f"a host tier of {pages} pages takes {pages * page_bytes >> 20} MiB on each rank, and "
+            f"{free_bytes >> 20} MiB of host memory are free"
+        )
+    if spec.host_pages is None and spec.host_bytes and not pages:
+        raise ConfigurationError(f"a host tier of {spec.host_bytes} bytes does not hold a page of {page_bytes} bytes")
+    return pages
+
+
+def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
+    """Allocate a host tier for the pages of `pool`; memory is touched only as it is used."""
+    keys = pool.layers[0].keys
+    elements = math.prod(keys.shape[1:])
+    return HostPool(HostArena().zeros((pages, len(pool.layers), 2, elements), keys.dtype))
+
+
+class PinnedRange:
+    """Page-locks a pool from its first page on, in a thread of its own, so that nobody waits for hundreds of gigabytes.
+
+    Copies to and from pages that are not locked yet have to wait.
+    """
+
+    def __init__(self, pool: HostPool, device: torch.device) -> None:
+        """Begin to lock."""
+        self.error: str | None = None
+        # Locked together, from a multiple of this on; a copy must not cross the border of two such ranges.
+        self.pages_at_once = _pages_at_once(pool.page_bytes)
+        self._pool = pool
+        self._device = device
+        self._ready_pages = 0
+        self._registered: list[int] = []
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pinning", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready_pages(self) -> int:
+        """Pages [0, ready_pages) are locked."""
+        return self._ready_pages
+
+    def close(self) -> None:
+        """Unlock everything; no copy may be under way."""
+        self._is_closing.set()
+        self._thread.join()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+        for address in self._registered:
+            runtime.cudaHostUnregister(address)
+        self._registered.clear()
+
+    def _run(self) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+        torch.cuda.set_device(self._device)
+        base = self._pool.memory.data_ptr()
+        while self._ready_pages < self._pool.pages and not self._is_closing.is_set():
+            pages = min(self.pages_at_once, self._pool.pages - self._ready_pages)
+            address = base + self._ready_pages * self._pool.page_bytes
+            code = int(runtime.cudaHostRegister(address, pages * self._pool.page_bytes, 0))
+            if code:
+                self.error = f"page-locking host memory failed with code {code} after {self._ready_pages} pages"
+                return
+            self._registered.append(address)
+            self._ready_pages += pages
+
+
+def _pages_at_once(page_bytes: int) -> int:
+    """Return how many pages are locked in one call: ranges that do not share a page of the system's memory."""
+    least = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
+    return max(1, _PINNED_AT_ONCE // (page_bytes * least)) * least

@@ -1,0 +1,63 @@
+"""How much KV fits: pure arithmetic over measured memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from common.steps import EngineSpec
+    from services.worker.engine.model.config import ModelConfig
+
+# A host has other tenants, and nothing is lost by a pool of this size: at SmolLM2-135M it holds 46,000 tokens.
+_HOST_POOL_LIMIT = 2 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMeasure:
+    """Bytes that were free on the device before the weights were loaded, and are now; `shared_by` ranks share them."""
+
+    free_before: int
+    free_now: int
+    shared_by: int = 1
+    is_host: bool = False
+
+
+def longest_context(spec: EngineSpec, config: ModelConfig) -> int:
+    """Return the tokens a row may have: the model's limit, or the smaller one that was asked for."""
+    return min(config.max_context, spec.max_context or config.max_context)
+
+
+def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve: int, memory: MemoryMeasure) -> int:
+    """Return how many pages to allocate.
+
+    `spec.device_pages` is taken as it is. Otherwise weights and KV together take `spec.memory_fraction` of what was
+    free, less `reserve` bytes for activations; on a host at most 2 GiB, and no more than all rows can fill.
+
+    Raises:
+        ConfigurationError: not even one page fits.
+    """
+    if spec.device_pages is not None:
+        pages = spec.device_pages
+    else:
+        used = memory.free_before - memory.free_now
+        budget = int(memory.free_before * spec.memory_fraction) - used - reserve
+        page_bytes = kv_bytes_per_token * spec.page_size
+        pages = budget // memory.shared_by // page_bytes
+        if memory.is_host:
+            pages_by_rows = spec.max_rows * -(-context // spec.page_size)
+            pages = min(pages, _HOST_POOL_LIMIT // page_bytes, pages_by_rows)
+    if pages < 1:
+        raise ConfigurationError(
+            f"no memory for KV: {memory.free_now >> 20} MiB are free after loading, {reserve >> 20} MiB of them kept "
+            f"for activations, and memory_fraction is {spec.memory_fraction}"
+        )
+    return pages
+
+
+def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int) -> int:
+    """Return bytes to leave for the intermediate results of a full step and for logits with the sampler's copies."""
+    widest = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.query_heads * config.head_dim
+    return spec.max_step_tokens * widest * element_bytes + 4 * spec.max_rows * config.vocabulary_size * 4

@@ -1,0 +1,40 @@
+"""The input of one forward pass: ragged tokens of several rows and where their KV lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.plans.passes import HostBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Tokens of `rows` sequences, concatenated; all tensors live on the model's device.
+
+    Sequence i owns the tokens in the half-open range [query_starts[i], query_starts[i + 1]). After this pass its KV
+    covers key_lengths[i] tokens, of which the last ones are this pass's queries. Sequences that decode (one query
+    each) come first, `decode_rows` of them, then those that prefill a chunk.
+    """
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64, position of each token in its sequence
+    query_starts: torch.Tensor  # [rows + 1] int32
+    key_lengths: torch.Tensor  # [rows] int32
+    page_table: torch.Tensor  # [rows, max_pages] int32, physical page of each page-sized block; tail entries unused
+    write_slots: torch.Tensor  # [tokens] int64, page * page_size + offset at which each token's KV is stored
+    sample_indices: torch.Tensor  # [samples] int64, tokens whose hidden state becomes logits
+    decode_rows: int
+    max_query_length: int
+    max_key_length: int
+    # [rows] int32, each sequence's row of `page_table`; None: its own index
+    table_rows: torch.Tensor | None = None
+    host: HostBatch | None = None  # the same in host memory, for kernels whose work is planned there
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return self.key_lengths.shape[0]

@@ -1,0 +1,125 @@
+"""One forward pass: who takes part, and its ragged input as host arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from services.worker.engine.plans.rows import RowIndices, RowTable
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prefill chunks of a pass, one entry each; `completes` says which reach the end of their row's ids."""
+
+    rows: RowIndices
+    starts: IntArray
+    lengths: IntArray
+    completes: NDArray[np.bool_]
+
+
+NO_CHUNKS = Chunks(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """Rows that decode one token each, then chunks."""
+
+    decode_rows: RowIndices
+    chunks: Chunks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.decode_rows.size == 0 and self.chunks.rows.size == 0
+
+    @property
+    def sampled_rows(self) -> RowIndices:
+        """The rows that get a token from this pass, in the order of its samples."""
+        if self.chunks.rows.size == 0:
+            return self.decode_rows
+        return np.concatenate([self.decode_rows, self.chunks.rows[self.chunks.completes]])
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """The fields of `ForwardBatch`, in numpy."""
+
+    token_ids: IntArray  # [tokens]
+    positions: IntArray  # [tokens]
+    query_starts: NDArray[np.int32]  # [rows + 1]
+    key_lengths: NDArray[np.int32]  # [rows]
+    page_table: NDArray[np.int32]  # [rows, max_pages]
+    write_slots: IntArray  # [tokens]
+    sample_indices: IntArray  # [samples]
+    decode_rows: int
+    max_query_length: int
+    max_key_length: int
+
+
+def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
+    """Collect what the model needs from the rows; no loop over rows."""
+    if forward.chunks.rows.size == 0:
+        return _gather_decode(rows, forward.decode_rows)
+    return _gather_mixed(rows, forward)
+
+
+def _gather_decode(rows: RowTable, taking_part: RowIndices) -> HostBatch:
+    count = taking_part.size
+    key_lengths = rows.lengths[taking_part]
+    positions = key_lengths - 1
+    max_key_length = int(key_lengths.max())
+    return HostBatch(
+        token_ids=rows.token_ids[taking_part, positions].astype(np.int64),
+        positions=positions,
+        query_starts=np.arange(count + 1, dtype=np.int32),
+        key_lengths=key_lengths.astype(np.int32),
+        page_table=_page_table(rows, taking_part, max_key_length),
+        write_slots=_write_slots(rows, taking_part, positions),
+        sample_indices=np.arange(count),
+        decode_rows=count,
+        max_query_length=1,
+        max_key_length=max_key_length,
+    )
+
+
+def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
+    decoding, chunks = forward.decode_rows, forward.chunks
+    taking_part = np.concatenate([decoding, chunks.rows])
+    first_positions = np.concatenate([rows.lengths[decoding] - 1, chunks.starts])
+    query_lengths = np.concatenate([np.ones(decoding.size, np.int64), chunks.lengths])
+    query_starts = np.concatenate([[0], np.cumsum(query_lengths)])
+    # The row and the position of every token of the pass.
+    token_rows = np.repeat(taking_part, query_lengths)
+    positions = np.arange(query_starts[-1]) + np.repeat(first_positions - query_starts[:-1], query_lengths)
+    key_lengths = first_positions + query_lengths
+    sampling = np.concatenate([np.ones(decoding.size, np.bool_), chunks.completes])
+    max_key_length = int(key_lengths.max())
+    return HostBatch(
+        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        query_starts=query_starts.astype(np.int32),
+        key_lengths=key_lengths.astype(np.int32),
+        page_table=_page_table(rows, taking_part, max_key_length),
+        write_slots=_write_slots(rows, token_rows, positions),
+        sample_indices=query_starts[1:][sampling] - 1,
+        decode_rows=int(decoding.size),
+        max_query_length=int(query_lengths.max()),
+        max_key_length=max_key_length,
+    )
+
+
+def _page_table(rows: RowTable, taking_part: RowIndices, max_key_length: int) -> NDArray[np.int32]:
+    return rows.page_table[taking_part, : -(-max_key_length // rows.page_size)]
+
+
+def _write_slots(rows: RowTable, token_rows: RowIndices, positions: IntArray) -> IntArray:
+    block, offset = np.divmod(positions, rows.page_size)
+    slots: IntArray = rows.page_table[token_rows, block].astype(np.int64) * rows.page_size + offset
+    return slots

@@ -1,0 +1,170 @@
+"""Taking a step plan into the rows: every claim it makes about them is checked first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.plans.passes import NO_CHUNKS, Chunks
+from services.worker.engine.plans.rows import Phase, RowTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+    from common.transfers import Transfer
+    from common.types import RowSlot
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """What a plan may name: ids in [0, vocabulary_size), pages of each tier from 0 on, tokens per pass."""
+
+    vocabulary_size: int
+    device_pages: int
+    max_step_tokens: int
+    host_pages: int = 0
+
+
+def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
+    """Carry out closes, opens, replacements and grants, and return the chunks of the first pass.
+
+    Raises:
+        InvalidPlanError: the plan contradicts the rows; they are undefined then.
+    """
+    if plan.steps < 1:
+        raise InvalidPlanError(f"a plan has at least one step, not {plan.steps}")
+    for row in plan.closes:
+        _require_open(rows, row, "close")
+        rows.close(row)
+    for opened in plan.opens:
+        _check_open(opened, rows, limits)
+        rows.open(opened)
+    for replacement in plan.replacements:
+        _check_replacement(replacement, rows, limits)
+        rows.replace_pages(replacement.row, replacement.first, replacement.pages)
+    for grant in plan.grants:
+        _check_grant(grant, rows, limits)
+        rows.append_pages(grant.row, grant.pages)
+    chunks = _take_chunks(plan.prefills, rows)
+    _check_size(chunks, rows, limits)
+    _check_coverage(chunks, rows, plan.steps)
+    for transfer in plan.transfers:
+        _check_transfer(transfer, limits)
+    return chunks
+
+
+def _require_open(rows: RowTable, row: RowSlot, what: str) -> None:
+    if not 0 <= row < rows.max_rows or rows.phase[row] == Phase.FREE:
+        raise InvalidPlanError(f"{what} of row {row}, which is not open")
+
+
+def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
+    row, length = opened.row, opened.token_ids.size
+    if not 0 <= row < rows.max_rows:
+        raise InvalidPlanError(f"open of row {row}: slots are 0 to {rows.max_rows - 1}")
+    if rows.phase[row] != Phase.FREE:
+        raise InvalidPlanError(f"open of row {row}, which is open already")
+    if not 1 <= opened.prompt_tokens <= length:
+        raise InvalidPlanError(f"open of row {row}: {opened.prompt_tokens} prompt tokens among {length} ids")
+    if not 0 <= opened.computed_tokens < length:
+        raise InvalidPlanError(f"open of row {row}: {opened.computed_tokens} computed tokens of {length}")
+    if not length < opened.max_total_tokens <= rows.max_context:
+        raise InvalidPlanError(
+            f"open of row {row}: at most {opened.max_total_tokens} tokens in total, with {length} ids there "
+            f"and a context of {rows.max_context}"
+        )
+    if opened.token_ids.min() < 0 or opened.token_ids.max() >= limits.vocabulary_size:
+        raise InvalidPlanError(f"open of row {row}: a token id outside the vocabulary of {limits.vocabulary_size}")
+    if opened.pages.size * rows.page_size < opened.computed_tokens:
+        raise InvalidPlanError(f"open of row {row}: its pages do not hold {opened.computed_tokens} computed tokens")
+    _check_pages(opened.pages, limits, f"open of row {row}")
+
+
+def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: PlanLimits) -> None:
+    row = replacement.row
+    _require_open(rows, row, "page replacement")
+    if not 0 <= replacement.first <= rows.page_counts[row] - replacement.pages.size:
+        raise InvalidPlanError(
+            f"page replacement of row {row}: entries from {replacement.first}, {replacement.pages.size} of them, "
+            f"in a table of {rows.page_counts[row]}"
+        )
+    _check_pages(replacement.pages, limits, f"page replacement of row {row}")
+
+
+def _check_grant(grant: PageGrant, rows: RowTable, limits: PlanLimits) -> None:
+    _require_open(rows, grant.row, "page grant")
+    _check_pages(grant.pages, limits, f"page grant of row {grant.row}")
+
+
+def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:
+    what = f"transfer {transfer.transfer_id}"
+    if transfer.direction.uses_storage:
+        raise InvalidPlanError(f"{what}: there is no storage tier")
+    device, host = transfer.device_pages, transfer.host_pages
+    if not 0 < device.size == host.size:
+        raise InvalidPlanError(f"{what}: {device.size} device pages and {host.size} host pages")
+    _check_pages(device, limits, what)
+    if host.min() < 0 or host.max() >= limits.host_pages:
+        raise InvalidPlanError(f"{what}: a host page outside [0, {limits.host_pages})")
+    if np.unique(device).size != device.size or np.unique(host).size != host.size:
+        raise InvalidPlanError(f"{what}: a page twice")
+
+
+def _check_pages(pages: NDArray[np.int32], limits: PlanLimits, what: str) -> None:
+    # A wrong page would let one request read or overwrite another's memory.
+    if pages.size and (pages.min() < 0 or pages.max() >= limits.device_pages):
+        raise InvalidPlanError(f"{what}: a page outside [0, {limits.device_pages})")
+
+
+def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowTable) -> Chunks:
+    if not prefills:
+        return NO_CHUNKS
+    for chunk in prefills:
+        _check_chunk(chunk, rows)
+    table = np.array([(chunk.row, chunk.start, chunk.length) for chunk in prefills], np.int64)
+    indices, starts, lengths = (np.ascontiguousarray(column) for column in table.T)
+    if np.unique(indices).size != indices.size:
+        raise InvalidPlanError("two chunks of one row in one plan")
+    return Chunks(indices, starts, lengths, completes=starts + lengths == rows.lengths[indices])
+
+
+def _check_chunk(chunk: PrefillChunk, rows: RowTable) -> None:
+    row = chunk.row
+    _require_open(rows, row, "prefill")
+    if rows.phase[row] != Phase.PREFILL:
+        raise InvalidPlanError(f"prefill of row {row}, whose ids are all computed")
+    if chunk.start != rows.computed[row]:
+        raise InvalidPlanError(f"prefill of row {row} from {chunk.start}, with {rows.computed[row]} tokens computed")
+    if not 1 <= chunk.length <= rows.lengths[row] - chunk.start:
+        raise InvalidPlanError(
+            f"prefill of row {row}: {chunk.length} tokens from {chunk.start}, with {rows.lengths[row]} ids there"
+        )
+
+
+def _check_size(chunks: Chunks, rows: RowTable, limits: PlanLimits) -> None:
+    tokens = int(chunks.lengths.sum()) + int(np.count_nonzero(rows.phase == Phase.DECODE))
+    if tokens > max(limits.max_step_tokens, rows.max_rows):
+        raise InvalidPlanError(f"a pass of {tokens} tokens, more than the {limits.max_step_tokens} configured")
+
+
+def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
+    """Check that every pass of the lease has a page to write to, for each row that will take part."""
+    decoding = rows.decoding()
+    continuing = chunks.rows[chunks.completes]
+    # A decode pass stores the last known id. The very last token of a row is never stored.
+    limit = rows.max_total_tokens - 1
+    decoded = np.minimum(rows.lengths[decoding] + steps - 1, limit[decoding])
+    prefilled = np.minimum(rows.lengths[continuing] + steps - 1, limit[continuing])
+    needed = np.concatenate([decoded, prefilled, chunks.starts + chunks.lengths])
+    involved = np.concatenate([decoding, continuing, chunks.rows])
+    short = needed > rows.page_counts[involved] * rows.page_size
+    if short.any():
+        i = int(np.argmax(short))
+        raise InvalidPlanError(
+            f"row {involved[i]} needs room for {needed[i]} tokens in this plan, "
+            f"its {rows.page_counts[involved[i]]} pages hold {rows.page_counts[involved[i]] * rows.page_size}"
+        )

@@ -1,0 +1,130 @@
+"""Running a plan over the rows: the part of an engine that is the same whatever computes the tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from common.steps import RowOpen, RowStop, StepPlan, StepResult
+from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
+from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+
+if TYPE_CHECKING:
+    from common.transfers import TransferAck
+    from common.types import RowSlot, TokenIds, TokenLogprob
+    from services.worker.engine.engine import Emit
+    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.plans.rows import RowTable
+
+Clock = Callable[[], float]
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for."""
+
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+
+
+class Stepper(Protocol):
+    """Computes the tokens of passes."""
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row's parameters."""
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""
+
+
+class PlanRunner:
+    """Owns the rows and drives a stepper through plans."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        limits: PlanLimits,
+        stepper: Stepper,
+        *,
+        transfers: Transfers | None = None,
+        reports_tokens: bool = True,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
+
+        `transfers` is there if `limits` allow any.
+        """
+        self.rows = rows
+        self._limits = limits
+        self._stepper = stepper
+        self._transfers = transfers
+        self._reports_tokens = reports_tokens
+        self._clock = clock
+
+    def run(self, plan: StepPlan, emit: Emit) -> None:
+        """Run all passes of a plan; see `Engine.execute`."""
+        started = self._clock()
+        chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        for opened in plan.opens:
+            self._stepper.open(opened)
+        if self._transfers is not None:
+            self._transfers.begin(plan.transfers)
+        decoding = self.rows.decoding()
+        for substep in range(plan.steps):
+            forward = ForwardPass(decoding, chunks if substep == 0 else NO_CHUNKS)
+            computing = self._clock()
+            sampled = Sampled() if forward.is_empty else self._stepper.step(self.rows, forward)
+            computed = self._clock()
+            stops = self._advance(forward, sampled.token_ids)
+            decoding = self.rows.decoding()
+            last = substep == plan.steps - 1 or decoding.size == 0
+            acks = self._take_acks(forward)
+            ended = self._clock()
+            result = StepResult(
+                plan.step_id,
+                substep,
+                last,
+                compute_us=round((computed - computing) * 1e6),
+                host_us=round((computing - started + ended - computed) * 1e6),
+                acks=acks,
+            )
+            emit(self._with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
+            if last:
+                return
+            started = ended
+
+    def reset(self) -> None:
+        """Free all rows and void all transfers."""
+        self.rows.reset()
+        if self._transfers is not None:
+            self._transfers.reset()
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Do nothing: every result was emitted at once."""
+
+    def _take_acks(self, forward: ForwardPass) -> tuple[TransferAck, ...]:
+        if self._transfers is None:
+            return ()
+        return self._transfers.wait() if forward.is_empty else self._transfers.poll()
+
+    def _advance(self, forward: ForwardPass, token_ids: TokenIds) -> tuple[RowStop, ...]:
+        if forward.chunks.rows.size:
+            self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+        return self.rows.append_tokens(forward.sampled_rows, token_ids)
+
+    @staticmethod
+    def _with_tokens(
+        result: StepResult, forward: ForwardPass, sampled: Sampled, stops: tuple[RowStop, ...]
+    ) -> StepResult:
+        return replace(
+            result,
+            rows=forward.sampled_rows.astype(np.int32),
+            token_ids=sampled.token_ids,
+            stops=stops,
+            logprobs=sampled.logprobs,
+        )

@@ -1,0 +1,143 @@
+"""The rows of a rank: ids, page tables and progress of every running request, as arrays indexed by row slot."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.steps import RowOpen, RowStop
+from common.types import FinishReason, RowSlot, TokenIds
+from services.worker.engine.plans.padded import PaddedTable
+
+RowIndices = NDArray[np.int64]
+
+
+class Phase(IntEnum):
+    """Where a row stands."""
+
+    FREE = 0
+    # Some of its ids are not computed yet.
+    PREFILL = 1
+    # All ids but the last are computed; every pass adds one.
+    DECODE = 2
+    # It stopped itself and waits for its close.
+    STOPPED = 3
+
+
+class RowTable:
+    """State of all row slots. Methods trust their arguments; `plan.py` checks plans before they come here.
+
+    Arrays have one entry per slot; those of free slots mean nothing. `lengths` counts the ids known (prompt and
+    output), `computed` those whose KV is stored, which while decoding is one less.
+    """
+
+    def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
+        """Make `max_rows` free slots for up to `max_context` tokens each."""
+        self.page_size = page_size
+        self.max_rows = max_rows
+        self.max_context = max_context
+        self.phase = np.zeros(max_rows, np.uint8)
+        self.lengths = np.zeros(max_rows, np.int64)
+        self.computed = np.zeros(max_rows, np.int64)
+        self.prompt_tokens = np.zeros(max_rows, np.int64)
+        self.max_total_tokens = np.zeros(max_rows, np.int64)
+        # Absolute position from which on stop ids count.
+        self.stops_from = np.zeros(max_rows, np.int64)
+        self.stop_ids = PaddedTable(max_rows, np.int64, fill=-1)
+        self.page_counts = np.zeros(max_rows, np.int64)
+        # Never cleared, and the system commits only pages that are written: a large context costs what is used.
+        self.token_ids = np.zeros((max_rows, max_context), np.int32)
+        self.page_table = np.zeros((max_rows, -(-max_context // page_size)), np.int32)
+
+    @property
+    def open_count(self) -> int:
+        """How many slots are taken."""
+        return int(np.count_nonzero(self.phase))
+
+    def decoding(self) -> RowIndices:
+        """Return the rows that decode, in ascending order."""
+        return np.flatnonzero(self.phase == Phase.DECODE)
+
+    def reset(self) -> None:
+        """Free all slots."""
+        self.phase[:] = Phase.FREE
+
+    def open(self, opened: RowOpen) -> None:
+        """Take a free slot."""
+        row, length = opened.row, opened.token_ids.size
+        self.phase[row] = Phase.PREFILL
+        self.lengths[row] = length
+        self.computed[row] = opened.computed_tokens
+        self.prompt_tokens[row] = opened.prompt_tokens
+        self.max_total_tokens[row] = opened.max_total_tokens
+        self.stops_from[row] = opened.prompt_tokens + opened.min_new_tokens
+        self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))
+        self.token_ids[row, :length] = opened.token_ids
+        self.page_counts[row] = 0
+        self.append_pages(row, opened.pages)
+
+    def close(self, row: RowSlot) -> None:
+        """Free a slot."""
+        self.phase[row] = Phase.FREE
+
+    def append_pages(self, row: RowSlot, pages: NDArray[np.int32]) -> None:
+        """Put pages at the end of a row's page table."""
+        start = int(self.page_counts[row])
+        end = start + pages.size
+        if end > self.page_table.shape[1]:
+            self._widen_page_table(end)
+        self.page_table[row, start:end] = pages
+        self.page_counts[row] = end
+
+    def replace_pages(self, row: RowSlot, first: int, pages: NDArray[np.int32]) -> None:
+        """Overwrite part of a row's page table."""
+        self.page_table[row, first : first + pages.size] = pages
+
+    def advance_prefill(self, rows: RowIndices, lengths: NDArray[np.int64]) -> None:
+        """Count chunks as computed."""
+        self.computed[rows] += lengths
+
+    def advance(self, rows: RowIndices) -> NDArray[np.bool_]:
+        """Make room for the token that each row is about to get; return which have reached their length.
+
+        Rows go on decoding, but those that are returned have stopped. `record` brings the tokens.
+        """
+        positions = self.lengths[rows]
+        # Every id before the new one is computed then, however the row got here.
+        self.computed[rows] = positions
+        self.lengths[rows] = positions + 1
+        at_limit: NDArray[np.bool_] = positions + 1 >= self.max_total_tokens[rows]
+        self.phase[rows] = np.where(at_limit, np.uint8(Phase.STOPPED), np.uint8(Phase.DECODE))
+        return at_limit
+
+    def record(self, rows: RowIndices, positions: NDArray[np.int64], token_ids: TokenIds) -> NDArray[np.bool_]:
+        """Put tokens in the places that `advance` made; return which of them stop their row."""
+        self.token_ids[rows, positions] = token_ids
+        hits_stop: NDArray[np.bool_] = (self.stop_ids.values[rows] == token_ids[:, None]).any(axis=1)
+        return hits_stop & (positions >= self.stops_from[rows])
+
+    def stop(self, rows: RowIndices) -> None:
+        """Take rows out of decoding until they are closed."""
+        self.phase[rows[self.phase[rows] == Phase.DECODE]] = Phase.STOPPED
+
+    def append_tokens(self, rows: RowIndices, token_ids: TokenIds) -> tuple[RowStop, ...]:
+        """Give each row its sampled token; rows go on decoding unless they are returned as stopped."""
+        positions = self.lengths[rows]
+        hits_length = self.advance(rows)
+        hits_stop = self.record(rows, positions, token_ids)
+        stopped = hits_stop | hits_length
+        if not stopped.any():
+            return ()
+        self.phase[rows[stopped]] = Phase.STOPPED
+        return tuple(
+            RowStop(RowSlot(int(rows[i])), FinishReason.STOP, int(token_ids[i]))
+            if hits_stop[i]
+            else RowStop(RowSlot(int(rows[i])), FinishReason.LENGTH)
+            for i in np.flatnonzero(stopped)
+        )
+
+    def _widen_page_table(self, width: int) -> None:
+        extra = np.zeros((self.max_rows, width - self.page_table.shape[1]), np.int32)
+        self.page_table = np.concatenate([self.page_table, extra], axis=1)

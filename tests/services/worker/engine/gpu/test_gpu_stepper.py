@@ -1,0 +1,142 @@
+"""Resident rows and passes of fixed sizes, against a runner that verifies every batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.steps import EngineSpec, StepPlan
+from common.types import SamplingParams, StepId
+from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
+from tests.fakes.simulated_worker import VOCABULARY, expected_output
+from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker
+from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
+from tests.services.worker.engine.plans.test_lagged_plan_runner import lives
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.gpu.chunk_halves import halves
+from services.worker.engine.gpu.decode_passes import ladder
+from services.worker.engine.gpu.gpu_stepper import GpuStepper
+from services.worker.engine.plans.passes import Chunks
+
+PROMPT = [11, 12, 13, 14, 15]
+
+
+class ResidentCheckingRunner(CheckingRunner):
+    """Takes the padding out of a batch before it is checked."""
+
+    def compute(self, batch):  # type: ignore[no-untyped-def]  # as `ResidentRunner.compute`
+        if batch.table_rows is None:
+            return self.forward(batch).half()
+        live = batch.table_rows != batch.page_table.shape[0] - 1
+        count = int(live.sum())
+        logits = torch.zeros(live.shape[0], VOCABULARY, dtype=torch.float16)
+        plain = replace(
+            batch,
+            token_ids=batch.token_ids[live],
+            positions=batch.positions[live],
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
+            key_lengths=batch.key_lengths[live],
+            page_table=batch.page_table[batch.table_rows[live].long()],
+            write_slots=batch.write_slots[live],
+            sample_indices=torch.arange(count),
+            decode_rows=count,
+            max_key_length=int(batch.key_lengths[live].max()),
+            table_rows=None,
+        )
+        assert bool((batch.write_slots[~live] // PAGE_SIZE == self.capacity.device_pages).all()), "padding has its page"
+        logits[live] = self.forward(plain).half()
+        return logits
+
+
+def stepper(runner: CheckingRunner, max_rows: int = 4) -> GpuStepper:
+    checking = ResidentCheckingRunner(runner.capacity)
+    return GpuStepper(checking, EngineSpec("none", max_rows=max_rows, page_size=PAGE_SIZE))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data(), st.integers(14, 40), st.integers(1, 3))
+def test_rows_on_the_device_follow_the_plans(data: st.DataObject, pages: int, depth: int) -> None:
+    lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004), data)
+
+
+def test_a_row_with_penalties_waits_for_its_history_and_others_do_not() -> None:
+    made = stepper(CheckingRunner(), 8)
+    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    punished = SamplingParams(temperature=0.0, frequency_penalty=0.001)
+    opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(3, [21, 22], [3, 4, 5], total=9, sampling=punished))
+    plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(3, 0, 2)), steps=9)
+    results = one.run(plan) + one.settle()
+    assert [tokens_by_row(result).get(0) for result in results[:4]] == expected_output(PROMPT, 9)
+    assert [tokens_by_row(result)[3] for result in results] == expected_output([21, 22], 9)
+
+
+def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:
+    hot = SamplingParams(temperature=5000.0, seed=1234567890123456789, top_k=400)
+    outputs = []
+    for row, first in ((0, 0), (6, 9)):
+        one = LaggedWorker(4000, PAGE_SIZE, 8, stepper(CheckingRunner(), 8))
+        opens = (open_row(row, PROMPT, range(first, first + 3), total=12, sampling=hot),)
+        other = (open_row(2, [50, 51], [20, 21, 22], total=12, sampling=GREEDY),) if row else ()
+        prefills = tuple(chunk(opened.row, 0, opened.token_ids.size) for opened in (*opens, *other))
+        results = one.run(StepPlan(StepId(1), opens=(*opens, *other), prefills=prefills, steps=7)) + one.settle()
+        outputs.append([tokens_by_row(result)[row] for result in results])
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != expected_output(PROMPT, 12)
+
+
+def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stepper(CheckingRunner(), 8)
+    compute = made._runner.compute
+    sizes: list[int] = []
+
+    def short_of_memory(batch):  # type: ignore[no-untyped-def]
+        sizes.append(batch.token_ids.shape[0])
+        if sizes[-1] > 4:
+            raise torch.OutOfMemoryError("made up")
+        return compute(batch)
+
+    monkeypatch.setattr(made._runner, "compute", short_of_memory)
+    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(1, [31, 32, 33, 34, 35, 36], [3, 4, 5], total=9))
+    (result,) = one.run(StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(1, 0, 6)))) + one.settle()
+    assert tokens_by_row(result) == {
+        0: expected_output(PROMPT, 6)[0],
+        1: expected_output([31, 32, 33, 34, 35, 36], 7)[0],
+    }
+    assert max(size for size in sizes if size <= 4) > 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: sum(lengths) > 1), st.data())
+def test_halves_hold_the_same_tokens(lengths: list[int], data: st.DataObject) -> None:
+    count = len(lengths)
+    starts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
+    completes = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    whole = Chunks(np.arange(count), starts, np.array(lengths), completes)
+    first, second = halves(whole)
+    parts = [
+        (int(part.rows[i]), int(part.starts[i]) + token, bool(part.completes[i]) and token == part.lengths[i] - 1)
+        for part in (first, second)
+        for i in range(part.rows.size)
+        for token in range(int(part.lengths[i]))
+    ]
+    assert parts == [
+        (row, int(starts[row]) + token, bool(completes[row]) and token == lengths[row] - 1)
+        for row in range(count)
+        for token in range(lengths[row])
+    ]
+    assert min(first.lengths.min(), second.lengths.min()) >= 1
+    assert abs(int(first.lengths.sum()) - int(second.lengths.sum())) <= 1
+
+
+def test_the_ladder_covers_every_number_of_rows() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(5) == (1, 2, 4, 5)
+    assert ladder(256)[-1] == 256
+    assert list(ladder(300)) == sorted(set(ladder(300)))

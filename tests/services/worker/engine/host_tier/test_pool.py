@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from common.steps import EngineSpec
+from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, count_host_pages
+from services.worker.engine.kernels.interface import AttentionShape, KvLayout
+from services.worker.engine.model.kv_pool import allocate_pool
+
+SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
+CPU = torch.device("cpu")
+
+
+def make(dtype: torch.dtype = torch.bfloat16) -> HostPool:
+    pool = allocate_pool(SHAPE, layers=3, pages=5, layout=KvLayout.LANES, dtype=dtype, device=CPU)
+    host = allocate_host_pool(pool, 7)
+    assert host.page_bytes == pool.bytes_per_token * pool.page_size
+    return host
+
+
+def test_a_page_is_one_run_of_bytes_of_all_layers() -> None:
+    host = make()
+    assert (host.pages, host.page_bytes) == (7, 3 * 2 * 2 * 8 * 4 * 2)
+    content = bytes(range(256)) * (host.page_bytes // 256)
+    host.write_page(3, memoryview(content))
+    assert host.read_page(3) == content
+    assert host.read_page(2) == host.read_page(4) == bytes(host.page_bytes)
+
+
+def test_the_pool_is_sized_in_bytes_or_pages() -> None:
+    assert count_host_pages(EngineSpec("m"), 100, free_bytes=10_000) == 0
+    assert count_host_pages(EngineSpec("m", host_bytes=999), 100, free_bytes=10_000) == 9
+    assert count_host_pages(EngineSpec("m", host_pages=20, host_bytes=999), 100, free_bytes=10_000) == 20
+    assert count_host_pages(EngineSpec("m", host_pages=0, host_bytes=999), 100, free_bytes=10_000) == 0
+
+
+def test_a_pool_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="are free"):
+        count_host_pages(EngineSpec("m", host_pages=91), 100, free_bytes=10_000)
+
+
+def test_a_pool_smaller_than_a_page_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="does not hold a page"):
+        count_host_pages(EngineSpec("m", host_bytes=99), 100, free_bytes=10_000)
