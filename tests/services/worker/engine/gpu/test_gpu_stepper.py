@@ -15,8 +15,8 @@ from common.types import SamplingParams, StepId
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output
 from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker
-from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
 from tests.services.worker.engine.plans.test_lagged_plan_runner import lives
+from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
