@@ -33,7 +33,9 @@ def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--users", type=positive_int, help="per phase; default: 32")
     parser.add_argument("--apps", type=positive_int, help="default: 2")
     parser.add_argument("--scale", type=positive_float, help="lengths times this; default: 1/8")
-    parser.add_argument("--concurrency", type=positive_int, default=8, help="(%(default)s)")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=positive_int, default=8, help="sessions at a time (%(default)s)")
+    load.add_argument("--rate", type=positive_float, help="instead: sessions per second, Poisson")
     parser.add_argument("--epoch-seconds", type=positive_float, default=2.0, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     add_setting_arguments(parser)
@@ -70,16 +72,18 @@ def options_of(arguments: argparse.Namespace) -> RoundOptions:
         size=replace(size, **chosen),
         rounds=arguments.rounds,
         concurrency=arguments.concurrency,
+        rate=arguments.rate,
         epoch_seconds=arguments.epoch_seconds,
         seed=arguments.seed,
     )
 
 
 def _report(console: Console, arguments: argparse.Namespace, model: str, rounds: list[ModeRounds]) -> None:
+    benchmark = f"tenants-{arguments.mix}" if arguments.rate is None else f"tenants-{arguments.mix}-open"
     for phase in rounds[0].phases:
-        console.print(mode_table(rounds, phase, f"{arguments.mix}, {phase}, {model}; median (least-largest)"))
+        console.print(mode_table(rounds, phase, f"{benchmark}, {phase}, {model}; median (least-largest)"))
     console.print(ratio_table(rounds))
     if arguments.json is not None:
         provenance = Provenance.collect(sys.argv[1:])
-        for sheet in sheets_of(rounds, f"tenants-{arguments.mix}", model, provenance):
+        for sheet in sheets_of(rounds, benchmark, model, provenance):
             write_results(arguments.json, sheet.results)

@@ -17,7 +17,7 @@ from deploy.bench.figures import summarize
 from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.target import TargetError
-from deploy.bench.tenants.mixes import round_phases, system_prompts
+from deploy.bench.tenants.mixes import arriving, round_phases, system_prompts
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -52,12 +52,13 @@ class ModeRounds:
 
 @dataclass(frozen=True, slots=True)
 class RoundOptions:
-    """How the rounds are played."""
+    """How the rounds are played: `concurrency` sessions at a time, or `rate` new ones per second if given."""
 
     mix: str
     size: MixSize
     rounds: int
     concurrency: int
+    rate: float | None
     epoch_seconds: float
     seed: int
 
@@ -115,7 +116,10 @@ class ModeServer:
             TargetError: a request failed.
         """
         assert self._bench is not None, "it has been started"
-        result = await self._bench.closed_loop(phase.sessions, self._options.concurrency)
+        if self._options.rate is None:
+            result = await self._bench.closed_loop(phase.sessions, self._options.concurrency)
+        else:
+            result = await self._bench.open_loop(arriving(phase.sessions, self._options.rate, self._options.seed))
         for record in result.records:
             if record.error is not None:
                 raise TargetError(f"{self.mode}: a request failed: {record.error}: {record.message}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deploy.bench.arrivals import gamma_arrivals
 from deploy.bench.workloads.ideal import PAGE_TOKENS
 from deploy.bench.workloads.m1 import M1Shape, m1_sessions
 from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
@@ -70,6 +71,12 @@ def round_phases(mix: str, size: MixSize, number: int, seed: int) -> tuple[Phase
         return Phase(name, tuple(_rename(session, number, name) for session in sessions))
 
     return phase("cold"), phase("warm")
+
+
+def arriving(sessions: Sequence[Session], rate: float, seed: int) -> list[Session]:
+    """Return the sessions with Poisson arrivals of `rate` per second; equal seeds give equal times."""
+    times = gamma_arrivals(len(sessions), rate, seed=seed)
+    return [replace(session, arrival_s=time) for session, time in zip(sessions, times, strict=True)]
 
 
 def system_prompts(sessions: Sequence[Session], page_tokens: int = PAGE_TOKENS) -> list[Segment]:

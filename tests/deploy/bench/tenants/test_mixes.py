@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.tenants.mixes import MIXES, MixSize, round_phases, system_prompts
+from deploy.bench.tenants.mixes import MIXES, MixSize, arriving, round_phases, system_prompts
 
 SIZE = MixSize(users=6, apps=2, scale=0.1)
 
@@ -42,3 +42,11 @@ def test_s1_keeps_its_proportions() -> None:
     assert [segment.tokens for segment in request.segments] == [445, 28]
     assert request.output_tokens == 8
     assert len(cold.sessions) == 8
+
+
+def test_every_mode_meets_the_same_arrivals() -> None:
+    cold, _ = round_phases("s1", SIZE, 0, seed=1)
+    times = [session.arrival_s for session in arriving(cold.sessions, 4.0, seed=3)]
+    assert times == [session.arrival_s for session in arriving(cold.sessions, 4.0, seed=3)]
+    assert times == sorted(time for time in times if time is not None)
+    assert times[-1] == pytest.approx(len(times) / 4.0, rel=0.8)
