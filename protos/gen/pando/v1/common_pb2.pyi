@@ -19,6 +19,35 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """A JSON schema: the output is one JSON value that is valid against it."""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 2
+    """A regular expression that the whole output matches."""
+    GRAMMAR_KIND_EBNF: _GrammarKind.ValueType  # 3
+    """Rules in GBNF, from `root` on."""
+    GRAMMAR_KIND_STRUCTURAL_TAG: _GrammarKind.ValueType  # 4
+    """XGrammar's description of an answer in which parts are free and parts are bound, as JSON."""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""A JSON schema: the output is one JSON value that is valid against it."""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
+"""A regular expression that the whole output matches."""
+GRAMMAR_KIND_EBNF: GrammarKind.ValueType  # 3
+"""Rules in GBNF, from `root` on."""
+GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind.ValueType  # 4
+"""XGrammar's description of an answer in which parts are free and parts are bound, as JSON."""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 class _CacheMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -245,6 +274,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it. Range [0, 2]."""
     top_p: _builtins.float
@@ -269,6 +299,10 @@ class SamplingParams(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids. Values in [-100, 100]."""
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """What the output has to conform to; absent: any text."""
+
     def __init__(
         self,
         *,
@@ -282,21 +316,54 @@ class SamplingParams(_message.Message):
         seed: _builtins.int = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "top_k", b"top_k", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "grammar", b"grammar", "top_k", b"top_k", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
+    _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grammar) -> _WhichOneofReturnType__grammar | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """Rules for a whole output. Only the worker reads the text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PARAM_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    text: _builtins.str
+    param: _builtins.str
+    """The request field that it came from, named by errors about it."""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
+        param: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "param", b"param", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class StopConditions(_message.Message):

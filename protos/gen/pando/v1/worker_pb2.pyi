@@ -627,6 +627,46 @@ class RowLogprob(_message.Message):
 Global___RowLogprob: _TypeAlias = RowLogprob  # noqa: Y015
 
 @_typing.final
+class PrepareGrammarRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar: ...
+    def __init__(
+        self,
+        *,
+        grammar: _common_pb2.Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarRequest: _TypeAlias = PrepareGrammarRequest  # noqa: Y015
+
+@_typing.final
+class PrepareGrammarResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPILE_US_FIELD_NUMBER: _builtins.int
+    compile_us: _builtins.int
+    """Time that compiling took; 0: it was there already."""
+    def __init__(
+        self,
+        *,
+        compile_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_us", b"compile_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammarResponse: _TypeAlias = PrepareGrammarResponse  # noqa: Y015
+
+@_typing.final
 class GetWorkerStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

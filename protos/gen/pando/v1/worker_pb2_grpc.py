@@ -44,6 +44,11 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.StepResult.FromString,
                 _registered_method=True)
+        self.PrepareGrammar = channel.unary_unary(
+                '/pando.v1.Worker/PrepareGrammar',
+                request_serializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -68,6 +73,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareGrammar(self, request, context):
+        """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+        Asked of rank 0 only, which samples.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """What this rank holds now.
         """
@@ -87,6 +100,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.StepPlan.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.StepResult.SerializeToString,
+            ),
+            'PrepareGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareGrammar,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -148,6 +166,33 @@ class Worker(object):
             '/pando.v1.Worker/Execute',
             pando_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
             pando_dot_v1_dot_worker__pb2.StepResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/PrepareGrammar',
+            pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

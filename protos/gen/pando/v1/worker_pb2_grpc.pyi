@@ -35,6 +35,10 @@ class WorkerStub:
     """Loads the model and allocates KV memory; all ranks of a group are configured at the same time."""
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
     """Plans down, results up. The rows of a rank live exactly as long as this stream."""
+    PrepareGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]
+    """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+    Asked of rank 0 only, which samples.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """What this rank holds now."""
 
@@ -45,6 +49,10 @@ class WorkerAsyncStub(WorkerStub):
     """Loads the model and allocates KV memory; all ranks of a group are configured at the same time."""
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
     """Plans down, results up. The rows of a rank live exactly as long as this stream."""
+    PrepareGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]  # type: ignore[assignment]
+    """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+    Asked of rank 0 only, which samples.
+    """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """What this rank holds now."""
 
@@ -64,6 +72,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResult], _abc.AsyncIterator[_worker_pb2.StepResult]]:
         """Plans down, results up. The rows of a rank live exactly as long as this stream."""
+
+    @_abc_1.abstractmethod
+    def PrepareGrammar(
+        self,
+        request: _worker_pb2.PrepareGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareGrammarResponse, _abc.Awaitable[_worker_pb2.PrepareGrammarResponse]]:
+        """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+        Asked of rank 0 only, which samples.
+        """
 
     @_abc_1.abstractmethod
     def GetState(
