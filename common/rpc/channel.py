@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from common.rpc.security import Pem, Security
 
 
-def open_channel(address: str, security: Security = UNIX_ONLY) -> grpc.aio.Channel:
+def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str | None = None) -> grpc.aio.Channel:
     """Open a channel to a service of the ring at host:port or unix:path.
+
+    `certified_as` is the name that its certificate must have, where that is not the address's own host.
 
     Raises:
         ConfigurationError: the address is TCP, and `security` allows none.
@@ -24,8 +26,10 @@ def open_channel(address: str, security: Security = UNIX_ONLY) -> grpc.aio.Chann
     if not security.needs_tls(address):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
+    options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", certified_as)] if certified_as else [])]
+
     def connect(pem: Pem) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(address, security.channel_credentials(pem), options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, security.channel_credentials(pem), options=options)
 
     return RenewingChannel(security.load, connect)
 

@@ -7,10 +7,10 @@ import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
@@ -22,7 +22,6 @@ from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import Encoder
 from services.tokenizer.limits import Limits
 from services.tokenizer.relay import Relay
-from services.tokenizer.routing.discovery import Discovery
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import make_policy
 from services.tokenizer.scheduler_link import SchedulerLink
@@ -32,6 +31,9 @@ from services.tokenizer.template_style import style_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    import grpc
+
+    from common.rpc.discovery import Found
     from common.rpc.security import Security
     from common.settings import TokenizerSettings
     from common.tokenization import TextModel
@@ -92,7 +94,10 @@ async def open_schedulers(settings: TokenizerSettings, security: Security) -> As
     """Connect to the scheduler groups that the settings name, or to the only scheduler."""
     if settings.schedulers:
         policy = make_policy(settings.routing, settings.routing_load_factor)
-        connect = partial(open_channel, security=security)
+
+        def connect(found: Found) -> grpc.aio.Channel:
+            return open_channel(found.address, security, found.name)
+
         yield Fleet(Discovery(settings.schedulers), connect, policy, settings.routing_prefix_tokens)
         return
     async with open_channel(settings.scheduler, security) as channel:

@@ -15,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from common.rpc_settings import RpcSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 DAY = datetime.timedelta(days=1)
@@ -34,7 +35,7 @@ class Identity:
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1 and localhost."""
+    """Signs certificates: for 127.0.0.1 and localhost, where no names are given."""
 
     def __init__(self, directory: Path, name: str = "ours") -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -46,12 +47,15 @@ class Authority:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         self.path.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, *, expired: bool = False, believes: Path | None = None) -> Identity:
-        """Write a certificate and its key; an expired one ended an hour ago."""
+    def issue(
+        self, name: str, *, expired: bool = False, believes: Path | None = None, hosts: Sequence[str] = ()
+    ) -> Identity:
+        """Write a certificate and its key, for `hosts` if there are any; an expired one ended an hour ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         lifetime = -datetime.timedelta(hours=1) if expired else DAY
-        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        here = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [x509.DNSName(host) for host in hosts] or here
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = (
             self._builder(subject, key, lifetime)

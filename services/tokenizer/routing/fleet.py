@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from common.rpc.discovery import Discovery, Found
     from common.types import RequestId, ScheduleRequest
-    from services.tokenizer.routing.discovery import Discovery
     from services.tokenizer.routing.policies import Policy
     from services.tokenizer.scheduler_link import SchedulerListener
 
@@ -34,7 +34,7 @@ class Fleet:
     def __init__(
         self,
         discovery: Discovery,
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[Found], grpc.aio.Channel],
         policy: Policy,
         prefix_tokens: int,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
@@ -83,13 +83,12 @@ class Fleet:
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
-                addresses = await self._discovery.look()
-                for address in addresses:
-                    if address not in running:
-                        self._log.info("replica.found", replica=address)
-                        replica = self._replicas[address] = Replica(address, self._connect(address))
-                        running[address] = tasks.create_task(replica.run(listener))
-                for address in running.keys() - set(addresses):
+                found = {group.address: group for group in await self._discovery.look()}
+                for address in [address for address in found if address not in running]:
+                    self._log.info("replica.found", replica=address)
+                    replica = self._replicas[address] = Replica(address, self._connect(found[address]))
+                    running[address] = tasks.create_task(replica.run(listener))
+                for address in running.keys() - found.keys():
                     self._log.info("replica.gone", replica=address)
                     del self._replicas[address]
                     running.pop(address).cancel()

@@ -44,8 +44,8 @@ async def serving(identity: Identity, **more: Any) -> AsyncIterator[RpcServer]:
         await server.stop(0)
 
 
-async def reaches(port: int, security: Security) -> bool:
-    async with open_channel(f"127.0.0.1:{port}", security) as channel:
+async def reaches(port: int, security: Security, certified_as: str | None = None) -> bool:
+    async with open_channel(f"127.0.0.1:{port}", security, certified_as) as channel:
         return await is_serving(channel, NAME, timeout_s=3)
 
 
@@ -70,6 +70,14 @@ async def test_a_server_that_is_somebody_else_is_not_talked_to(authority: Author
     impostor = Authority(tmp_path / "other", "somebody").issue("worker", believes=authority.path)
     async with serving(impostor) as server:
         assert not await reaches(server.port, read_security(authority.issue("scheduler").settings()))
+
+
+async def test_a_server_found_by_a_name_shows_a_certificate_of_that_name(authority: Authority) -> None:
+    client = read_security(authority.issue("tokenizer").settings())
+    async with serving(authority.issue("scheduler", hosts=["schedulers.llm.svc"])) as server:
+        assert not await reaches(server.port, client)
+        assert await reaches(server.port, client, "schedulers.llm.svc")
+        assert not await reaches(server.port, client, "workers.llm.svc")
 
 
 async def test_a_renewed_server_certificate_is_shown_without_a_restart(authority: Authority) -> None:

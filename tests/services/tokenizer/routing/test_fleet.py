@@ -11,9 +11,9 @@ import pytest
 
 from common.errors import UnavailableError
 from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.tokenizer.routing.discovery import Discovery
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
 from tests.fakes.scheduler import FakeScheduler
@@ -98,7 +98,10 @@ class Tier:
     async def run(self, policy: Policy) -> AsyncIterator[Fleet]:
         for group in self.groups:
             await group.start()
-        fleet = Fleet(Discovery(self.configured), open_channel, policy, prefix_tokens=64, discovery_interval_s=0.05)
+        discovery = Discovery(self.configured)
+        fleet = Fleet(
+            discovery, lambda found: open_channel(found.address), policy, prefix_tokens=64, discovery_interval_s=0.05
+        )
         running = asyncio.create_task(fleet.run(self.listener))
         try:
             await until(lambda: self.serving(fleet) == len(self.groups))

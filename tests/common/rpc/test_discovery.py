@@ -1,8 +1,10 @@
-"""Where groups are."""
+"""Where servers are."""
 
 from __future__ import annotations
 
-from services.tokenizer.routing.discovery import Discovery, resolve_name
+from common.rpc.discovery import Discovery, Found, resolve_name
+
+NAME = "schedulers.llm.svc"
 
 
 class Names:
@@ -12,32 +14,33 @@ class Names:
         self.answer: list[str] | OSError = []
 
     async def resolve(self, host: str, port: int) -> list[str]:
-        assert (host, port) == ("schedulers.llm.svc", 50052)
+        assert (host, port) == (NAME, 50052)
         if isinstance(self.answer, OSError):
             raise self.answer
         return self.answer
 
 
 async def test_static_addresses_are_taken_as_they_are() -> None:
-    assert await Discovery(["a:1", "unix:/run/b.sock", "a:1"]).look() == ("a:1", "unix:/run/b.sock")
+    found = await Discovery(["a:1", "unix:/run/b.sock", "a:1"]).look()
+    assert found == (Found("a:1"), Found("unix:/run/b.sock"))
 
 
 async def test_a_name_stands_for_all_addresses_behind_it_now() -> None:
     names = Names()
-    discovery = Discovery(["static:1", "dns:schedulers.llm.svc:50052"], names.resolve)
+    discovery = Discovery(["static:1", f"dns:{NAME}:50052"], names.resolve)
     names.answer = ["10.0.0.2:50052", "10.0.0.1:50052"]
-    assert await discovery.look() == ("static:1", "10.0.0.1:50052", "10.0.0.2:50052")
+    assert await discovery.look() == (Found("static:1"), Found("10.0.0.1:50052", NAME), Found("10.0.0.2:50052", NAME))
     names.answer = ["10.0.0.3:50052"]
-    assert await discovery.look() == ("static:1", "10.0.0.3:50052")
+    assert await discovery.look() == (Found("static:1"), Found("10.0.0.3:50052", NAME))
 
 
 async def test_what_is_known_is_kept_while_the_name_service_is_away() -> None:
     names = Names()
-    discovery = Discovery(["dns:schedulers.llm.svc:50052"], names.resolve)
+    discovery = Discovery([f"dns:{NAME}:50052"], names.resolve)
     names.answer = ["10.0.0.1:50052"]
     await discovery.look()
     names.answer = OSError("no answer")
-    assert await discovery.look() == ("10.0.0.1:50052",)
+    assert await discovery.look() == (Found("10.0.0.1:50052", NAME),)
 
 
 async def test_a_real_name_is_resolved() -> None:
