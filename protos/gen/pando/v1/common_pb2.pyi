@@ -74,6 +74,34 @@ CACHE_MODE_PRIVATE: CacheMode.ValueType  # 3
 """As the default, but what this request computes is no reason to make anything public."""
 Global___CacheMode: _TypeAlias = CacheMode  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """None: the request generates."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """That of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """Their mean over all tokens."""
+    POOLING_FIRST: _Pooling.ValueType  # 3
+    """That of the first token; only for encoders, whose first token sees the others."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states, after the final norm, become the embedding of a prompt. The sum is scaled to length 1."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""None: the request generates."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""That of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""Their mean over all tokens."""
+POOLING_FIRST: Pooling.ValueType  # 3
+"""That of the first token; only for encoders, whose first token sees the others."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -503,9 +531,14 @@ class Finish(_message.Message):
     MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
     MATCHED_TEXT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     matched_token_id: _builtins.int
     matched_text: _builtins.str
+    embedding: _builtins.bytes
+    """Set exactly when the request asked for pooling and reason is STOP: float32, little-endian, of length 1. As bytes,
+    because every hop passes it on whole.
+    """
     @_builtins.property
     def error(self) -> Global___RequestError:
         """Set exactly when reason is ERROR."""
@@ -517,15 +550,20 @@ class Finish(_message.Message):
         matched_token_id: _builtins.int = ...,
         matched_text: _builtins.str = ...,
         error: Global___RequestError | None = ...,
+        embedding: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_embedding", b"_embedding", "_error", b"_error", "embedding", b"embedding", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding", b"_embedding", "_error", b"_error", "embedding", b"embedding", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__embedding: _TypeAlias = _typing.Literal["embedding"]  # noqa: Y015
+    _WhichOneofArgType__embedding: _TypeAlias = _typing.Literal["_embedding", b"_embedding"]  # noqa: Y015
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType_matched: _TypeAlias = _typing.Literal["matched_token_id", "matched_text"]  # noqa: Y015
     _WhichOneofArgType_matched: _TypeAlias = _typing.Literal["matched", b"matched"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__embedding) -> _WhichOneofReturnType__embedding | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
     @_typing.overload

@@ -118,6 +118,8 @@ class GenerateRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique for all time, chosen by the gateway."""
     model: _builtins.str
@@ -136,6 +138,10 @@ class GenerateRequest(_message.Message):
     """The conversation it belongs to, within its principal."""
     max_context_tokens: _builtins.int
     """What the requester may use of the model's context, prompt and output together; absent: all of it."""
+    pooling: _common_pb2.Pooling.ValueType
+    """Set: nothing is generated, the prompt's embedding comes with its Finish. Sampling and stop conditions mean nothing."""
+    prompt_name: _builtins.str
+    """What the client calls its prompt, for errors about it; absent: prompt or messages."""
     @_builtins.property
     def principal(self) -> _common_pb2.Principal: ...
     @_builtins.property
@@ -175,13 +181,17 @@ class GenerateRequest(_message.Message):
         trace: _common_pb2.TraceContext | None = ...,
         session: _builtins.str | None = ...,
         max_context_tokens: _builtins.int | None = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
+        prompt_name: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt", b"prompt", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt", b"prompt", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "principal", b"principal", "priority", b"priority", "prompt", b"prompt", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooling", b"pooling", "principal", b"principal", "priority", b"priority", "prompt", b"prompt", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
@@ -194,6 +204,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context_tokens) -> _WhichOneofReturnType__max_context_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
     @_typing.overload
@@ -499,6 +511,9 @@ class GetModelResponse(_message.Message):
     TOOL_STYLE_FIELD_NUMBER: _builtins.int
     HAS_REASONING_FIELD_NUMBER: _builtins.int
     BEGINS_WITH_REASONING_FIELD_NUMBER: _builtins.int
+    IS_ENCODER_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name clients use."""
     max_context_tokens: _builtins.int
@@ -513,6 +528,12 @@ class GetModelResponse(_message.Message):
     """Whether the chat template knows <think> blocks."""
     begins_with_reasoning: _builtins.bool
     """Whether the chat template itself opens the block, so that an answer begins inside it."""
+    is_encoder: _builtins.bool
+    """The model embeds, but cannot generate."""
+    pooling: _common_pb2.Pooling.ValueType
+    """How prompts are embedded unless a request says otherwise."""
+    embedding_dimensions: _builtins.int
+    """Components of an embedding."""
     def __init__(
         self,
         *,
@@ -524,10 +545,13 @@ class GetModelResponse(_message.Message):
         tool_style: Global___ToolStyle.ValueType = ...,
         has_reasoning: _builtins.bool = ...,
         begins_with_reasoning: _builtins.bool = ...,
+        is_encoder: _builtins.bool = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
+        embedding_dimensions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_with_reasoning", b"begins_with_reasoning", "created_unix_s", b"created_unix_s", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "max_context_tokens", b"max_context_tokens", "model", b"model", "tool_style", b"tool_style", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_with_reasoning", b"begins_with_reasoning", "created_unix_s", b"created_unix_s", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "pooling", b"pooling", "tool_style", b"tool_style", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,6 +183,7 @@ class WorkerCapacity(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     LOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     HAS_STORAGE_FIELD_NUMBER: _builtins.int
+    IS_ENCODER_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -203,6 +204,8 @@ class WorkerCapacity(_message.Message):
     load_bytes_per_s: _builtins.float
     has_storage: _builtins.bool
     """Whether this rank can carry out transfers with storage."""
+    is_encoder: _builtins.bool
+    """Rows only embed, keep nothing between passes, need no pages, and are computed in one piece."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -223,10 +226,11 @@ class WorkerCapacity(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         load_bytes_per_s: _builtins.float = ...,
         has_storage: _builtins.bool = ...,
+        is_encoder: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +312,7 @@ class RowOpen(_message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -318,6 +323,8 @@ class RowOpen(_message.Message):
     """The row ends with LENGTH at this many tokens of prompt and output together."""
     min_new_tokens: _builtins.int
     """stop_token_ids count only from this many generated tokens on."""
+    pooling: _common_pb2.Pooling.ValueType
+    """Set: the row generates nothing, stops itself when its last id is computed, and its embedding is reported."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then what was generated before a retraction or a resume."""
@@ -343,10 +350,11 @@ class RowOpen(_message.Message):
         max_total_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_new_tokens: _builtins.int = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -522,6 +530,7 @@ class StepResult(_message.Message):
     HOST_US_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Which pass of the plan, from 0."""
@@ -550,6 +559,10 @@ class StepResult(_message.Message):
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferAck]:
         """Transfers of this or earlier plans that this rank has finished since its last result, in any order."""
 
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowEmbedding]:
+        """Of rows that asked for one; each has a stop in this message, too."""
+
     def __init__(
         self,
         *,
@@ -564,10 +577,11 @@ class StepResult(_message.Message):
         host_us: _builtins.int = ...,
         error: _builtins.str | None = ...,
         acks: _abc.Iterable[Global___TransferAck] | None = ...,
+        embeddings: _abc.Iterable[Global___RowEmbedding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
@@ -602,6 +616,29 @@ class RowStop(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_token_id) -> _WhichOneofReturnType__matched_token_id | None: ...
 
 Global___RowStop: _TypeAlias = RowStop  # noqa: Y015
+
+@_typing.final
+class RowEmbedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    embedding: _builtins.bytes
+    """See Finish.embedding."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowEmbedding: _TypeAlias = RowEmbedding  # noqa: Y015
 
 @_typing.final
 class RowLogprob(_message.Message):
