@@ -87,6 +87,12 @@ class GatewaySettings(IdentitySettings):
     """Address of the detokenizer."""
     scheduler: str | None = None
     """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
+    schedulers: tuple[str, ...] = ()
+    """Addresses of several scheduler groups, in the place of `scheduler`: what tokenizer.schedulers says."""
+    scheduler_admin_token: SecretStr | None = None
+    """The schedulers' admin token, if they have one: they flush caches for nobody else."""
+    scheduler_admin_token_file: Path | None = None
+    """File that holds it instead."""
     responses_file: Path | None = None
     """SQLite database of stored responses; absent: one in memory, as long as the gateway lives."""
     responses_lifetime_days: float = Field(default=30.0, gt=0)

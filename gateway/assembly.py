@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
 from common.rpc.security import UNIX_ONLY
+from common.secret_files import read_secret
 from gateway.api.context import Context, Limits
 from gateway.app import create_app
 from gateway.generations import Generations
@@ -28,16 +30,19 @@ from gateway.ring.administration import GrpcAdministration
 from gateway.ring.client import GrpcRing
 from gateway.ring.model import GrpcModel
 from gateway.ring.readiness import RingReadiness
+from gateway.ring.scheduler_groups import SchedulerGroups
 from gateway.served_model import ServedModel
 from gateway.server import HttpServer
 from gateway.stored_responses import StoredResponses
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import grpc
     from prometheus_client import CollectorRegistry
 
+    from common.rpc.discovery import Found
     from common.rpc.security import Security
     from common.settings import GatewaySettings
     from gateway.identity.keys import ApiKey
@@ -57,7 +62,7 @@ class Gateway:
         metrics = GatewayMetrics(registry)
         self._tokenizer = open_channel(settings.tokenizer, security)
         self._detokenizer = open_channel(settings.detokenizer, security)
-        self._scheduler = None if settings.scheduler is None else open_channel(settings.scheduler, security)
+        self._schedulers = open_schedulers(settings, security)
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
         model = GrpcModel(tokenizer)
@@ -76,9 +81,7 @@ class Gateway:
             identity=identity,
             quotas=build_quotas(settings),
             readiness=RingReadiness(self._ring, self._tokenizer),
-            administration=GrpcAdministration(
-                None if self._scheduler is None else scheduler_pb2_grpc.SchedulerStub(self._scheduler)
-            ),
+            administration=GrpcAdministration(self._schedulers, read_admin_token(settings)),
             stored=self._stored,
             metrics=metrics,
             limits=limits(settings),
@@ -105,8 +108,28 @@ class Gateway:
             self._stored.close()
             await self._tokenizer.close()
             await self._detokenizer.close()
-            if self._scheduler is not None:
-                await self._scheduler.close()
+            await self._schedulers.close()
+
+
+def open_schedulers(settings: GatewaySettings, security: Security) -> SchedulerGroups:
+    """Return the groups that administrators ask; perhaps none."""
+    configured = settings.schedulers or ((settings.scheduler,) if settings.scheduler else ())
+
+    def connect(found: Found) -> grpc.aio.Channel:
+        return open_channel(found.address, security, found.name)
+
+    return SchedulerGroups(Discovery(configured), connect)
+
+
+def read_admin_token(settings: GatewaySettings) -> str | None:
+    """Return what the schedulers want to see of an administrator, if it is known.
+
+    Raises:
+        ConfigurationError: the file that holds it is not readable or empty.
+    """
+    return read_secret(
+        "gateway.scheduler_admin_token", settings.scheduler_admin_token, settings.scheduler_admin_token_file
+    )
 
 
 def fingerprint() -> str:

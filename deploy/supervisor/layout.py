@@ -100,6 +100,8 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
                     "tokenizer": sockets["tokenizer"],
                     "detokenizer": sockets["detokenizer"],
                     "scheduler": sockets["scheduler"],
+                    "scheduler_admin_token": settings.scheduler.admin_token,
+                    "scheduler_admin_token_file": settings.scheduler.admin_token_file,
                 }
             ),
             "tokenizer": settings.tokenizer.model_copy(

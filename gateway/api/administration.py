@@ -84,7 +84,7 @@ def _model_info(context: Context) -> Endpoint:
 
 def _server_info(context: Context) -> Endpoint:
     async def server_info(request: Request) -> Response:
-        """Return the scheduler's figures."""
+        """Return the figures of each scheduler group."""
         await context.admin(request)
         card = await context.served.card()
         info = {
@@ -93,7 +93,7 @@ def _server_info(context: Context) -> Endpoint:
             "model_path": card.name,
             "max_model_len": card.max_context_tokens,
             "open_requests": context.generations.open_requests,
-            "internal_states": [await context.administration.state()],
+            "internal_states": await context.administration.states(),
         }
         return Response(orjson.dumps(info), media_type="application/json")
 

@@ -1,8 +1,9 @@
-"""What administrators ask of the scheduler."""
+"""What administrators ask of the schedulers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -12,36 +13,51 @@ from common.rpc.status import to_error
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from gateway.ring.scheduler_groups import SchedulerGroups
     from protos.gen.pando.v1 import scheduler_pb2_grpc
 
+    Stub = scheduler_pb2_grpc.SchedulerAsyncStub
+
+Answer = TypeVar("Answer")
 TIMEOUT_S = 10.0
 
 
 class GrpcAdministration:
     """Implements `gateway.ring.port.Administration`."""
 
-    def __init__(self, stub: scheduler_pb2_grpc.SchedulerAsyncStub | None) -> None:
-        """Ask the scheduler behind `stub`; None if none is configured."""
-        self._stub = stub
+    def __init__(self, groups: SchedulerGroups, admin_token: str | None) -> None:
+        """Ask all groups; `admin_token` is what their schedulers want to see, if anything."""
+        self._groups = groups
+        self._metadata = (("authorization", f"Bearer {admin_token}"),) if admin_token else ()
 
     async def flush_cache(self) -> int:
         """Drop every cache entry that no running request needs."""
-        stub = self._scheduler()
-        try:
-            return (await stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=TIMEOUT_S)).freed_pages
-        except grpc.RpcError as error:
-            raise to_error(error) from error
+        request = scheduler_pb2.FlushCacheRequest()
+        answers = await self._ask(lambda stub: stub.FlushCache(request, timeout=TIMEOUT_S, metadata=self._metadata))
+        return sum(answer.freed_pages for answer in answers)
 
-    async def state(self) -> dict[str, object]:
-        """Return the scheduler's figures, as JSON."""
-        stub = self._scheduler()
-        try:
-            answer = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise to_error(error) from error
-        return MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    async def states(self) -> list[dict[str, object]]:
+        """Return each group's figures, as JSON."""
+        # Without the token: owners and the like are not the gateway's to show.
+        answers = await self._ask(lambda stub: stub.GetState(scheduler_pb2.GetStateRequest(), timeout=TIMEOUT_S))
+        return [
+            MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            for answer in answers
+        ]
 
-    def _scheduler(self) -> scheduler_pb2_grpc.SchedulerAsyncStub:
-        if self._stub is None:
-            raise UnavailableError("this gateway has no way to the scheduler (gateway.scheduler)")
-        return self._stub
+    async def _ask(self, call: Callable[[Stub], Awaitable[Answer]]) -> list[Answer]:
+        """Ask every group, also if one of them fails; raise the first error after that."""
+        stubs = await self._groups.stubs()
+        if not stubs:
+            raise UnavailableError("this gateway knows no scheduler (gateway.scheduler, gateway.schedulers)")
+        results = await asyncio.gather(*(call(stub) for stub in stubs), return_exceptions=True)
+        answers: list[Answer] = []
+        for result in results:
+            if isinstance(result, grpc.RpcError):
+                raise to_error(result) from result
+            if isinstance(result, BaseException):
+                raise result
+            answers.append(result)
+        return answers

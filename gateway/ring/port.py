@@ -64,13 +64,13 @@ class Readiness(Protocol):
 
 
 class Administration(Protocol):
-    """What administrators ask of the scheduler.
+    """What administrators ask of the scheduler groups.
 
-    Every method raises a PandoError: what the scheduler reported, or UnavailableError if it is away.
+    Every method raises a PandoError: what a scheduler reported, or UnavailableError if one is away.
     """
 
     async def flush_cache(self) -> int:
         """Drop every cache entry that no running request needs; return how many pages that gave."""
 
-    async def state(self) -> dict[str, object]:
-        """Return the scheduler's figures, as JSON."""
+    async def states(self) -> list[dict[str, object]]:
+        """Return the figures of each group's scheduler, as JSON."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigurationError, PermissionDeniedError
+from common.errors import PermissionDeniedError
+from common.secret_files import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,15 +69,4 @@ def read_token(settings: SchedulerSettings) -> str | None:
     Raises:
         ConfigurationError: both are named, or the file is not readable or empty.
     """
-    token, path = settings.admin_token, settings.admin_token_file
-    if path is None:
-        return token.get_secret_value() if token is not None else None
-    if token is not None:
-        raise ConfigurationError("name scheduler.admin_token or scheduler.admin_token_file, not both")
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"scheduler.admin_token_file: {error}") from error
-    if not text:
-        raise ConfigurationError(f"scheduler.admin_token_file: {path} is empty")
-    return text
+    return read_secret("scheduler.admin_token", settings.admin_token, settings.admin_token_file)

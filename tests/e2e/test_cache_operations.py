@@ -157,6 +157,8 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert "there is no such pin" in pando(aware, "unpin", "--system", pinned).stdout
     assert pando(aware, "flush", admin=False).returncode == 1
     assert "pages freed" in pando(aware, "flush").stdout
+    with aware.http() as http:  # the gateway knows the token, too
+        assert http.post("/flush_cache").status_code == httpx.codes.OK
     assert aware.state().cache_accounting.nodes == 0
     watching.terminate()
     lines = (watching.communicate(timeout=20)[0] or "").splitlines()

@@ -167,5 +167,5 @@ class FakeAdministration:
         self.flushes += 1
         return 42
 
-    async def state(self) -> dict[str, object]:
-        return {"running_rows": 0}
+    async def states(self) -> list[dict[str, object]]:
+        return [{"running_rows": 0}]

@@ -1,0 +1,97 @@
+"""What administrators ask of all scheduler groups at once."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.errors import PandoError, PermissionDeniedError
+from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
+from common.rpc.server import RpcServer
+from common.types import ErrorCode
+from gateway.ring.administration import GrpcAdministration
+from gateway.ring.scheduler_groups import SchedulerGroups
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+TOKEN = "open sesame"
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Frees some pages for whoever shows the token."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.flushes = 0
+
+    async def FlushCache(self, request: object, context: Any) -> scheduler_pb2.FlushCacheResponse:
+        if dict(context.invocation_metadata()).get("authorization") != f"Bearer {TOKEN}":
+            raise PermissionDeniedError("show the admin token")
+        self.flushes += 1
+        return scheduler_pb2.FlushCacheResponse(freed_pages=self.pages)
+
+    async def GetState(self, request: object, context: Any) -> scheduler_pb2.GetStateResponse:
+        return scheduler_pb2.GetStateResponse(running_rows=self.pages)
+
+
+def scheduler_with(pages: int) -> Scheduler:
+    return Scheduler(pages)  # type: ignore[abstract]  # the generated base answers what it doesn't
+
+
+@asynccontextmanager
+async def running(address: str, scheduler: Scheduler) -> AsyncIterator[None]:
+    server = RpcServer("pando.v1.Scheduler", address)
+    server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def administration(*addresses: str, token: str | None = TOKEN) -> AsyncIterator[GrpcAdministration]:
+    groups = SchedulerGroups(Discovery(addresses), lambda found: open_channel(found.address))
+    try:
+        yield GrpcAdministration(groups, token)
+    finally:
+        await groups.close()
+
+
+async def test_every_group_is_asked(tmp_path: Path) -> None:
+    first, second = (f"unix:{tmp_path}/{name}.sock" for name in "ab")
+    async with (
+        running(first, scheduler_with(3)),
+        running(second, scheduler_with(4)),
+        administration(first, second) as asking,
+    ):
+        assert await asking.flush_cache() == 7
+        assert [state["running_rows"] for state in await asking.states()] == [3, 4]
+
+
+async def test_without_the_schedulers_token_nothing_is_flushed(tmp_path: Path) -> None:
+    address, scheduler = f"unix:{tmp_path}/a.sock", scheduler_with(3)
+    async with running(address, scheduler), administration(address, token=None) as asking:
+        with pytest.raises(PandoError) as refused:
+            await asking.flush_cache()
+        assert (refused.value.code, scheduler.flushes) == (ErrorCode.PERMISSION_DENIED, 0)
+
+
+async def test_a_group_that_is_away_is_told_of_after_the_others_were_asked(tmp_path: Path) -> None:
+    here, away, scheduler = f"unix:{tmp_path}/a.sock", f"unix:{tmp_path}/b.sock", scheduler_with(3)
+    async with running(here, scheduler), administration(away, here) as asking:
+        with pytest.raises(PandoError) as failed:
+            await asking.flush_cache()
+        assert (failed.value.code, scheduler.flushes) == (ErrorCode.UNAVAILABLE, 1)
+
+
+async def test_a_gateway_that_knows_no_scheduler_says_so() -> None:
+    async with administration() as asking:
+        with pytest.raises(PandoError, match=r"gateway\.scheduler"):
+            await asking.states()
