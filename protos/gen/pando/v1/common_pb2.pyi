@@ -90,7 +90,7 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """That of the first token; only for encoders, whose first token sees the others."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """Which hidden states, after the final norm, become the embedding of a prompt. The sum is scaled to length 1."""
+    """Which hidden states, after the final norm, become the embedding of a prompt, which has length 1."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """None: the request generates."""
@@ -303,6 +303,9 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_SEQUENCES_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy; otherwise logits are divided by it. Range [0, 2]."""
     top_p: _builtins.float
@@ -331,6 +334,18 @@ class SamplingParams(_message.Message):
     def grammar(self) -> Global___Grammar:
         """What the output has to conform to; absent: any text."""
 
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Beside top_logprobs: the log probabilities of these ids, at every token. Only with top_logprobs."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these ids may be drawn; empty: all."""
+
+    @_builtins.property
+    def banned_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """The last id of each of these is not drawn after the others."""
+
     def __init__(
         self,
         *,
@@ -345,10 +360,13 @@ class SamplingParams(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         top_logprobs: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_sequences: _abc.Iterable[Global___TokenSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "grammar", b"grammar", "top_k", b"top_k", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grammar", b"_grammar", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "allowed_token_ids", b"allowed_token_ids", "banned_sequences", b"banned_sequences", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grammar: _TypeAlias = _typing.Literal["grammar"]  # noqa: Y015
     _WhichOneofArgType__grammar: _TypeAlias = _typing.Literal["_grammar", b"_grammar"]  # noqa: Y015
@@ -394,6 +412,117 @@ class Grammar(_message.Message):
 Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
+class TokenSequence(_message.Message):
+    """Some tokens in a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Which log probabilities of the prompt's own tokens are reported. They follow from the logits of the positions from
+    start_token on, which are computed even where their KV is cached: the first one reported is that of start_token + 1.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_TOKEN_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    start_token: _builtins.int
+    top: _builtins.int
+    """So many of the most likely ids beside each."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The log probabilities of these ids beside each."""
+
+    def __init__(
+        self,
+        *,
+        start_token: _builtins.int = ...,
+        top: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_token", b"start_token", "token_ids", b"token_ids", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobSpan(_message.Message):
+    """Log probabilities of consecutive prompt tokens, by columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ASKED_LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position in the prompt of the first token."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens themselves."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithms, after temperature 1 softmax of the unmodified logits; one for each token."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many ids are more likely, plus one."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely ids, best first: as many for each token, token after token."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def asked_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of PromptLogprobs.token_ids in their order, token after token."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        asked_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_logprobs", b"asked_logprobs", "first_position", b"first_position", "logprobs", b"logprobs", "ranks", b"ranks", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobSpan: _TypeAlias = PromptLogprobSpan  # noqa: Y015
+
+@_typing.final
 class StopConditions(_message.Message):
     """When a row ends. Token conditions are checked by the worker, text conditions by the detokenizer."""
 
@@ -407,7 +536,7 @@ class StopConditions(_message.Message):
     INCLUDE_STOP_TEXT_FIELD_NUMBER: _builtins.int
     STOP_PATTERNS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Upper bound on generated tokens; absent: up to the end of the context."""
+    """Upper bound on generated tokens; absent: up to the end of the context. 0: the prompt alone is computed."""
     min_tokens: _builtins.int
     """No end-of-sequence or stop id is honoured before this many generated tokens."""
     ignore_eos: _builtins.bool
@@ -580,6 +709,7 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ASKED_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """Natural logarithm, after temperature 1 softmax of the unmodified logits."""
     @_builtins.property
@@ -588,16 +718,21 @@ class TokenLogprob(_message.Message):
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def asked_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of SamplingParams.logprob_token_ids, in their order."""
+
     def __init__(
         self,
         *,
         logprob: _builtins.float = ...,
         top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        asked_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_logprobs", b"asked_logprobs", "logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,3 +791,152 @@ class Admission(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected) -> _WhichOneofReturnType__rejected | None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
+
+@_typing.final
+class OpenSessionRequest(_message.Message):
+    """Opens a session: what its latest turn has computed stays in the cache until the session ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    QUOTA_USER_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The name that requests give in `session`; unique among the principal's open sessions."""
+    capacity_tokens: _builtins.int
+    """Most tokens that its context may have, which is how many stay; 0: as many as a session may have here."""
+    timeout_ms: _builtins.int
+    """It ends by itself when it has had no turn for so long; 0: the scheduler's default."""
+    quota_user: _builtins.str
+    """Whose quota it counts against, within the tenant: a principal can be a user that a client has made up."""
+    @_builtins.property
+    def principal(self) -> Global___Principal: ...
+    def __init__(
+        self,
+        *,
+        principal: Global___Principal | None = ...,
+        session: _builtins.str = ...,
+        capacity_tokens: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+        quota_user: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "principal", b"principal", "quota_user", b"quota_user", "session", b"session", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class OpenSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    capacity_tokens: _builtins.int
+    """What was granted."""
+    timeout_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        capacity_tokens: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class CloseSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    @_builtins.property
+    def principal(self) -> Global___Principal: ...
+    def __init__(
+        self,
+        *,
+        principal: Global___Principal | None = ...,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
+
+@_typing.final
+class CloseSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_OPEN_FIELD_NUMBER: _builtins.int
+    was_open: _builtins.bool
+    """Whether there was such a session of this principal."""
+    def __init__(
+        self,
+        *,
+        was_open: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_open", b"was_open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionTurn(_message.Message):
+    """How a request continues its session, when the session's earlier tokens are to stand before its prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DROP_PREVIOUS_OUTPUT_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What later turns call this one."""
+    after: _builtins.str
+    """The turn whose prompt and output stand before this prompt; absent: nothing does."""
+    offset: _builtins.int
+    """Keep only so many of its tokens; absent or 0: all."""
+    drop_previous_output: _builtins.bool
+    """Keep its prompt alone."""
+    replace: _builtins.bool
+    """Forget the turns that continue `after`, or without it all turns."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        after: _builtins.str | None = ...,
+        offset: _builtins.int | None = ...,
+        drop_previous_output: _builtins.bool = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "drop_previous_output", b"drop_previous_output", "name", b"name", "offset", b"offset", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
+    _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after) -> _WhichOneofReturnType__after | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___SessionTurn: _TypeAlias = SessionTurn  # noqa: Y015

@@ -29,6 +29,7 @@ class PushRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHES_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOpen]: ...
     @_builtins.property
@@ -47,6 +48,10 @@ class PushRequest(_message.Message):
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceStart]:
         """Read before token_ids, after opens."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePromptLogprobs]:
+        """Of choices that asked for them; before the choice's first token, in the prompt's order."""
+
     def __init__(
         self,
         *,
@@ -56,14 +61,48 @@ class PushRequest(_message.Message):
         logprobs: _abc.Iterable[Global___IndexedLogprob] | None = ...,
         finishes: _abc.Iterable[Global___ChoiceFinish] | None = ...,
         starts: _abc.Iterable[Global___ChoiceStart] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___ChoicePromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "logprobs", b"logprobs", "opens", b"opens", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
+
+@_typing.final
+class ChoicePromptLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    LEAD_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    lead_token_id: _builtins.int
+    """The prompt token before the first one that has a log probability; in a choice's first span."""
+    is_last: _builtins.bool
+    """Whether no more of this choice follow."""
+    @_builtins.property
+    def span(self) -> _common_pb2.PromptLogprobSpan: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        span: _common_pb2.PromptLogprobSpan | None = ...,
+        lead_token_id: _builtins.int | None = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lead_token_id", b"_lead_token_id", "lead_token_id", b"lead_token_id", "span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lead_token_id", b"_lead_token_id", "handle", b"handle", "is_last", b"is_last", "lead_token_id", b"lead_token_id", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lead_token_id: _TypeAlias = _typing.Literal["lead_token_id"]  # noqa: Y015
+    _WhichOneofArgType__lead_token_id: _TypeAlias = _typing.Literal["_lead_token_id", b"_lead_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lead_token_id) -> _WhichOneofReturnType__lead_token_id | None: ...
+
+Global___ChoicePromptLogprobs: _TypeAlias = ChoicePromptLogprobs  # noqa: Y015
 
 @_typing.final
 class ChoiceOpen(_message.Message):
@@ -301,6 +340,7 @@ class Delta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_USAGE_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     first_token_index: _builtins.int
@@ -321,6 +361,10 @@ class Delta(_message.Message):
     def finish(self) -> _common_pb2.Finish:
         """In the last delta of a choice."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobsText:
+        """Before the first token of a choice that asked for them, in as many deltas as it takes."""
+
     def __init__(
         self,
         *,
@@ -332,21 +376,64 @@ class Delta(_message.Message):
         logprobs: _abc.Iterable[Global___LogprobText] | None = ...,
         prompt_usage: Global___PromptUsage | None = ...,
         finish: _common_pb2.Finish | None = ...,
+        prompt_logprobs: Global___PromptLogprobsText | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_usage", b"_prompt_usage", "finish", b"finish", "prompt_usage", b"prompt_usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prompt_usage: _TypeAlias = _typing.Literal["prompt_usage"]  # noqa: Y015
     _WhichOneofArgType__prompt_usage: _TypeAlias = _typing.Literal["_prompt_usage", b"_prompt_usage"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish) -> _WhichOneofReturnType__finish | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_usage) -> _WhichOneofReturnType__prompt_usage | None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class PromptLogprobsText(_message.Message):
+    """Log probabilities of consecutive prompt tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    LEAD_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Position in the prompt of the first entry."""
+    is_last: _builtins.bool
+    """Whether no more of this choice follow."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobText]: ...
+    @_builtins.property
+    def lead(self) -> Global___TokenText:
+        """The prompt token before the first one that has a log probability; in a choice's first part."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        entries: _abc.Iterable[Global___LogprobText] | None = ...,
+        lead: Global___TokenText | None = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lead", b"_lead", "lead", b"lead"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lead", b"_lead", "entries", b"entries", "first_position", b"first_position", "is_last", b"is_last", "lead", b"lead"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lead: _TypeAlias = _typing.Literal["lead"]  # noqa: Y015
+    _WhichOneofArgType__lead: _TypeAlias = _typing.Literal["_lead", b"_lead"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lead) -> _WhichOneofReturnType__lead | None: ...
+
+Global___PromptLogprobsText: _TypeAlias = PromptLogprobsText  # noqa: Y015
 
 @_typing.final
 class PromptUsage(_message.Message):
@@ -378,21 +465,33 @@ class LogprobText(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """How many ids are more likely, plus one; of prompt tokens only."""
     @_builtins.property
     def token(self) -> Global___TokenText: ...
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]: ...
+    @_builtins.property
+    def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
+        """The ids that the request named, in its order."""
+
     def __init__(
         self,
         *,
         token: Global___TokenText | None = ...,
         top: _abc.Iterable[Global___TokenText] | None = ...,
+        asked: _abc.Iterable[Global___TokenText] | None = ...,
+        rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "asked", b"asked", "rank", b"rank", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___LogprobText: _TypeAlias = LogprobText  # noqa: Y015
 

@@ -182,6 +182,8 @@ class ScheduleRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -209,6 +211,14 @@ class ScheduleRequest(_message.Message):
     def resume(self) -> _common_pb2.Resume: ...
     @_builtins.property
     def trace(self) -> _common_pb2.TraceContext: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """Absent: the prompt's own log probabilities are not asked for."""
+
+    @_builtins.property
+    def turn(self) -> _common_pb2.SessionTurn:
+        """With session: how it continues that; absent: its prompt says all."""
+
     def __init__(
         self,
         *,
@@ -227,11 +237,15 @@ class ScheduleRequest(_message.Message):
         trace: _common_pb2.TraceContext | None = ...,
         session: _builtins.str | None = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        turn: _common_pb2.SessionTurn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "principal", b"principal", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "principal", b"principal", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "cache_mode", b"cache_mode", "n", b"n", "pooling", b"pooling", "principal", b"principal", "priority", b"priority", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "n", b"n", "pooling", b"pooling", "principal", b"principal", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
@@ -240,6 +254,10 @@ class ScheduleRequest(_message.Message):
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
+    _WhichOneofReturnType__turn: _TypeAlias = _typing.Literal["turn"]  # noqa: Y015
+    _WhichOneofArgType__turn: _TypeAlias = _typing.Literal["_turn", b"_turn"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
     @_typing.overload
@@ -248,6 +266,8 @@ class ScheduleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trace) -> _WhichOneofReturnType__trace | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turn) -> _WhichOneofReturnType__turn | None: ...
 
 Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
 
@@ -297,6 +317,8 @@ class GetStateResponse(_message.Message):
     OWNERS_FIELD_NUMBER: _builtins.int
     HOST_TIER_FIELD_NUMBER: _builtins.int
     STORAGE_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests waiting for a row, rows in prefill or decode."""
     running_rows: _builtins.int
@@ -315,6 +337,8 @@ class GetStateResponse(_message.Message):
     """Page leaks found and repaired since start (0 unless there is a defect)."""
     policy: _builtins.str
     cache: _builtins.str
+    preemptions: _builtins.int
+    """Of the retractions, those of running rows for requests of higher priority."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -330,6 +354,10 @@ class GetStateResponse(_message.Message):
     @_builtins.property
     def storage(self) -> Global___StorageAccounting:
         """Left out where there is no storage tier."""
+
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]:
+        """Open sessions, oldest first."""
 
     def __init__(
         self,
@@ -352,10 +380,12 @@ class GetStateResponse(_message.Message):
         owners: _abc.Iterable[Global___OwnerAccounting] | None = ...,
         host_tier: Global___HostTierState | None = ...,
         storage: Global___StorageAccounting | None = ...,
+        preemptions: _builtins.int = ...,
+        sessions: _abc.Iterable[Global___SessionState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
@@ -367,6 +397,63 @@ class GetStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class SessionState(_message.Message):
+    """A session between its turns or in one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Stands for the principal, as in TreeNode."""
+    session: _builtins.str
+    """Shown only to an admin credential: names of sessions are private."""
+    capacity_tokens: _builtins.int
+    pinned_tokens: _builtins.int
+    """What stays in the cache for it now."""
+    turns: _builtins.int
+    open_requests: _builtins.int
+    """Requests of it that wait or run."""
+    expires_in_ms: _builtins.int
+    """Until it ends by itself, if nothing of it runs."""
+    @_builtins.property
+    def principal(self) -> _common_pb2.Principal:
+        """Shown only to an admin credential."""
+
+    def __init__(
+        self,
+        *,
+        principal: _common_pb2.Principal | None = ...,
+        fingerprint: _builtins.str = ...,
+        session: _builtins.str | None = ...,
+        capacity_tokens: _builtins.int = ...,
+        pinned_tokens: _builtins.int = ...,
+        turns: _builtins.int = ...,
+        open_requests: _builtins.int = ...,
+        expires_in_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "capacity_tokens", b"capacity_tokens", "expires_in_ms", b"expires_in_ms", "fingerprint", b"fingerprint", "open_requests", b"open_requests", "pinned_tokens", b"pinned_tokens", "principal", b"principal", "session", b"session", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
+    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
+    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
+
+Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 @_typing.final
 class StorageAccounting(_message.Message):

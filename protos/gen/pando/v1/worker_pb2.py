@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/worker.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xef\x02\n\x10\x43onfigureRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nrendezvous\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x19\n\x0c\x64\x65vice_pages\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fmemory_fraction\x18\r \x01(\x02\x12\x17\n\nhost_pages\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x42\x0f\n\r_device_pagesB\r\n\x0b_host_pages\"r\n\x11\x43onfigureResponse\x12\x10\n\x08progress\x18\x01 \x01(\x02\x12\r\n\x05stage\x18\x02 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\xd2\x02\n\x0eWorkerCapacity\x12\x14\n\x0c\x64\x65vice_pages\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0e\n\x06layers\x18\t \x01(\r\x12\x12\n\nhost_pages\x18\n \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x02\x12\x18\n\x10load_bytes_per_s\x18\x0c \x01(\x02\x12\x13\n\x0bhas_storage\x18\r \x01(\x08\x12\x12\n\nis_encoder\x18\x0e \x01(\x08\"\x92\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x63loses\x18\x03 \x03(\r\x12 \n\x05opens\x18\x04 \x03(\x0b\x32\x11.pando.v1.RowOpen\x12#\n\x06grants\x18\x05 \x03(\x0b\x32\x13.pando.v1.PageGrant\x12(\n\x08prefills\x18\x06 \x03(\x0b\x32\x16.pando.v1.PrefillChunk\x12\r\n\x05steps\x18\x07 \x01(\r\x12/\n\x0creplacements\x18\x08 \x03(\x0b\x32\x19.pando.v1.PageReplacement\x12%\n\ttransfers\x18\t \x03(\x0b\x32\x12.pando.v1.Transfer\"\x96\x02\n\x07RowOpen\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\"\n\x07pooling\x18\x0b \x01(\x0e\x32\x11.pando.v1.Pooling\"\'\n\tPageGrant\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x03(\r\"<\n\x0fPageReplacement\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\":\n\x0cPrefillChunk\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8e\x01\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12.\n\tdirection\x18\x02 \x01(\x0e\x32\x1b.pando.v1.TransferDirection\x12\x14\n\x0c\x64\x65vice_pages\x18\x03 \x03(\r\x12\x12\n\nhost_pages\x18\x04 \x03(\r\x12\x13\n\x0bobject_keys\x18\x05 \x03(\x0c\"K\n\x0bTransferAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ndone_pages\x18\x02 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\xbb\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07substep\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x0c\n\x04rows\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12 \n\x05stops\x18\x06 \x03(\x0b\x32\x11.pando.v1.RowStop\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.pando.v1.RowLogprob\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07host_us\x18\t \x01(\r\x12\x12\n\x05\x65rror\x18\n \x01(\tH\x00\x88\x01\x01\x12#\n\x04\x61\x63ks\x18\x0b \x03(\x0b\x32\x15.pando.v1.TransferAck\x12*\n\nembeddings\x18\x0c \x03(\x0b\x32\x16.pando.v1.RowEmbeddingB\x08\n\x06_error\"r\n\x07RowStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\".\n\x0cRowEmbedding\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\tembedding\x18\x02 \x01(\x0c\"B\n\nRowLogprob\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\";\n\x15PrepareGrammarRequest\x12\"\n\x07grammar\x18\x01 \x01(\x0b\x32\x11.pando.v1.Grammar\",\n\x16PrepareGrammarResponse\x12\x12\n\ncompile_us\x18\x01 \x01(\r\"\x17\n\x15GetWorkerStateRequest\"\xdb\x01\n\x16GetWorkerStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x12\x11\n\topen_rows\x18\x06 \x01(\r\x12\x16\n\x0e\x66inished_steps\x18\x07 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x08 \x01(\x04\x42\x0b\n\t_capacity*\xff\x01\n\x11TransferDirection\x12\"\n\x1eTRANSFER_DIRECTION_UNSPECIFIED\x10\x00\x12%\n!TRANSFER_DIRECTION_DEVICE_TO_HOST\x10\x01\x12%\n!TRANSFER_DIRECTION_HOST_TO_DEVICE\x10\x02\x12&\n\"TRANSFER_DIRECTION_HOST_TO_STORAGE\x10\x03\x12&\n\"TRANSFER_DIRECTION_STORAGE_TO_HOST\x10\x04\x12(\n$TRANSFER_DIRECTION_DROP_FROM_STORAGE\x10\x05\x32\xad\x02\n\x06Worker\x12\x46\n\tConfigure\x12\x1a.pando.v1.ConfigureRequest\x1a\x1b.pando.v1.ConfigureResponse0\x01\x12\x37\n\x07\x45xecute\x12\x12.pando.v1.StepPlan\x1a\x14.pando.v1.StepResult(\x01\x30\x01\x12S\n\x0ePrepareGrammar\x12\x1f.pando.v1.PrepareGrammarRequest\x1a .pando.v1.PrepareGrammarResponse\x12M\n\x08GetState\x12\x1f.pando.v1.GetWorkerStateRequest\x1a .pando.v1.GetWorkerStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/worker.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xef\x02\n\x10\x43onfigureRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nrendezvous\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x19\n\x0c\x64\x65vice_pages\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fmemory_fraction\x18\r \x01(\x02\x12\x17\n\nhost_pages\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x42\x0f\n\r_device_pagesB\r\n\x0b_host_pages\"r\n\x11\x43onfigureResponse\x12\x10\n\x08progress\x18\x01 \x01(\x02\x12\r\n\x05stage\x18\x02 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\xd2\x02\n\x0eWorkerCapacity\x12\x14\n\x0c\x64\x65vice_pages\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0e\n\x06layers\x18\t \x01(\r\x12\x12\n\nhost_pages\x18\n \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x02\x12\x18\n\x10load_bytes_per_s\x18\x0c \x01(\x02\x12\x13\n\x0bhas_storage\x18\r \x01(\x08\x12\x12\n\nis_encoder\x18\x0e \x01(\x08\"\x92\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x63loses\x18\x03 \x03(\r\x12 \n\x05opens\x18\x04 \x03(\x0b\x32\x11.pando.v1.RowOpen\x12#\n\x06grants\x18\x05 \x03(\x0b\x32\x13.pando.v1.PageGrant\x12(\n\x08prefills\x18\x06 \x03(\x0b\x32\x16.pando.v1.PrefillChunk\x12\r\n\x05steps\x18\x07 \x01(\r\x12/\n\x0creplacements\x18\x08 \x03(\x0b\x32\x19.pando.v1.PageReplacement\x12%\n\ttransfers\x18\t \x03(\x0b\x32\x12.pando.v1.Transfer\"\xe2\x02\n\x07RowOpen\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\"\n\x07pooling\x18\x0b \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x36\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x18.pando.v1.PromptLogprobsH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"\'\n\tPageGrant\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x03(\r\"<\n\x0fPageReplacement\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\":\n\x0cPrefillChunk\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8e\x01\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12.\n\tdirection\x18\x02 \x01(\x0e\x32\x1b.pando.v1.TransferDirection\x12\x14\n\x0c\x64\x65vice_pages\x18\x03 \x03(\r\x12\x12\n\nhost_pages\x18\x04 \x03(\r\x12\x13\n\x0bobject_keys\x18\x05 \x03(\x0c\"K\n\x0bTransferAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ndone_pages\x18\x02 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\x82\x03\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07substep\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x0c\n\x04rows\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12 \n\x05stops\x18\x06 \x03(\x0b\x32\x11.pando.v1.RowStop\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.pando.v1.RowLogprob\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07host_us\x18\t \x01(\r\x12\x12\n\x05\x65rror\x18\n \x01(\tH\x00\x88\x01\x01\x12#\n\x04\x61\x63ks\x18\x0b \x03(\x0b\x32\x15.pando.v1.TransferAck\x12*\n\nembeddings\x18\x0c \x03(\x0b\x32\x16.pando.v1.RowEmbedding\x12\x34\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x1b.pando.v1.RowPromptLogprobs\x12\x0f\n\x07partial\x18\x0e \x01(\x08\x42\x08\n\x06_error\"K\n\x11RowPromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.pando.v1.PromptLogprobSpan\"r\n\x07RowStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\".\n\x0cRowEmbedding\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\tembedding\x18\x02 \x01(\x0c\"B\n\nRowLogprob\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\";\n\x15PrepareGrammarRequest\x12\"\n\x07grammar\x18\x01 \x01(\x0b\x32\x11.pando.v1.Grammar\",\n\x16PrepareGrammarResponse\x12\x12\n\ncompile_us\x18\x01 \x01(\r\"\x17\n\x15GetWorkerStateRequest\"\xdb\x01\n\x16GetWorkerStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x12\x11\n\topen_rows\x18\x06 \x01(\r\x12\x16\n\x0e\x66inished_steps\x18\x07 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x08 \x01(\x04\x42\x0b\n\t_capacity*\xff\x01\n\x11TransferDirection\x12\"\n\x1eTRANSFER_DIRECTION_UNSPECIFIED\x10\x00\x12%\n!TRANSFER_DIRECTION_DEVICE_TO_HOST\x10\x01\x12%\n!TRANSFER_DIRECTION_HOST_TO_DEVICE\x10\x02\x12&\n\"TRANSFER_DIRECTION_HOST_TO_STORAGE\x10\x03\x12&\n\"TRANSFER_DIRECTION_STORAGE_TO_HOST\x10\x04\x12(\n$TRANSFER_DIRECTION_DROP_FROM_STORAGE\x10\x05\x32\xad\x02\n\x06Worker\x12\x46\n\tConfigure\x12\x1a.pando.v1.ConfigureRequest\x1a\x1b.pando.v1.ConfigureResponse0\x01\x12\x37\n\x07\x45xecute\x12\x12.pando.v1.StepPlan\x1a\x14.pando.v1.StepResult(\x01\x30\x01\x12S\n\x0ePrepareGrammar\x12\x1f.pando.v1.PrepareGrammarRequest\x1a .pando.v1.PrepareGrammarResponse\x12M\n\x08GetState\x12\x1f.pando.v1.GetWorkerStateRequest\x1a .pando.v1.GetWorkerStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.gen.pando.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERDIRECTION']._serialized_start=2733
-  _globals['_TRANSFERDIRECTION']._serialized_end=2988
+  _globals['_TRANSFERDIRECTION']._serialized_start=2957
+  _globals['_TRANSFERDIRECTION']._serialized_end=3212
   _globals['_CONFIGUREREQUEST']._serialized_start=59
   _globals['_CONFIGUREREQUEST']._serialized_end=426
   _globals['_CONFIGURERESPONSE']._serialized_start=428
@@ -43,33 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPPLAN']._serialized_start=886
   _globals['_STEPPLAN']._serialized_end=1160
   _globals['_ROWOPEN']._serialized_start=1163
-  _globals['_ROWOPEN']._serialized_end=1441
-  _globals['_PAGEGRANT']._serialized_start=1443
-  _globals['_PAGEGRANT']._serialized_end=1482
-  _globals['_PAGEREPLACEMENT']._serialized_start=1484
-  _globals['_PAGEREPLACEMENT']._serialized_end=1544
-  _globals['_PREFILLCHUNK']._serialized_start=1546
-  _globals['_PREFILLCHUNK']._serialized_end=1604
-  _globals['_TRANSFER']._serialized_start=1607
-  _globals['_TRANSFER']._serialized_end=1749
-  _globals['_TRANSFERACK']._serialized_start=1751
-  _globals['_TRANSFERACK']._serialized_end=1826
-  _globals['_STEPRESULT']._serialized_start=1829
-  _globals['_STEPRESULT']._serialized_end=2144
-  _globals['_ROWSTOP']._serialized_start=2146
-  _globals['_ROWSTOP']._serialized_end=2260
-  _globals['_ROWEMBEDDING']._serialized_start=2262
-  _globals['_ROWEMBEDDING']._serialized_end=2308
-  _globals['_ROWLOGPROB']._serialized_start=2310
-  _globals['_ROWLOGPROB']._serialized_end=2376
-  _globals['_PREPAREGRAMMARREQUEST']._serialized_start=2378
-  _globals['_PREPAREGRAMMARREQUEST']._serialized_end=2437
-  _globals['_PREPAREGRAMMARRESPONSE']._serialized_start=2439
-  _globals['_PREPAREGRAMMARRESPONSE']._serialized_end=2483
-  _globals['_GETWORKERSTATEREQUEST']._serialized_start=2485
-  _globals['_GETWORKERSTATEREQUEST']._serialized_end=2508
-  _globals['_GETWORKERSTATERESPONSE']._serialized_start=2511
-  _globals['_GETWORKERSTATERESPONSE']._serialized_end=2730
-  _globals['_WORKER']._serialized_start=2991
-  _globals['_WORKER']._serialized_end=3292
+  _globals['_ROWOPEN']._serialized_end=1517
+  _globals['_PAGEGRANT']._serialized_start=1519
+  _globals['_PAGEGRANT']._serialized_end=1558
+  _globals['_PAGEREPLACEMENT']._serialized_start=1560
+  _globals['_PAGEREPLACEMENT']._serialized_end=1620
+  _globals['_PREFILLCHUNK']._serialized_start=1622
+  _globals['_PREFILLCHUNK']._serialized_end=1680
+  _globals['_TRANSFER']._serialized_start=1683
+  _globals['_TRANSFER']._serialized_end=1825
+  _globals['_TRANSFERACK']._serialized_start=1827
+  _globals['_TRANSFERACK']._serialized_end=1902
+  _globals['_STEPRESULT']._serialized_start=1905
+  _globals['_STEPRESULT']._serialized_end=2291
+  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2293
+  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2368
+  _globals['_ROWSTOP']._serialized_start=2370
+  _globals['_ROWSTOP']._serialized_end=2484
+  _globals['_ROWEMBEDDING']._serialized_start=2486
+  _globals['_ROWEMBEDDING']._serialized_end=2532
+  _globals['_ROWLOGPROB']._serialized_start=2534
+  _globals['_ROWLOGPROB']._serialized_end=2600
+  _globals['_PREPAREGRAMMARREQUEST']._serialized_start=2602
+  _globals['_PREPAREGRAMMARREQUEST']._serialized_end=2661
+  _globals['_PREPAREGRAMMARRESPONSE']._serialized_start=2663
+  _globals['_PREPAREGRAMMARRESPONSE']._serialized_end=2707
+  _globals['_GETWORKERSTATEREQUEST']._serialized_start=2709
+  _globals['_GETWORKERSTATEREQUEST']._serialized_end=2732
+  _globals['_GETWORKERSTATERESPONSE']._serialized_start=2735
+  _globals['_GETWORKERSTATERESPONSE']._serialized_end=2954
+  _globals['_WORKER']._serialized_start=3215
+  _globals['_WORKER']._serialized_end=3516
 # @@protoc_insertion_point(module_scope)

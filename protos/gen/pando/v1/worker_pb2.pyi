@@ -313,6 +313,7 @@ class RowOpen(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -337,6 +338,10 @@ class RowOpen(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end the row, end-of-sequence included unless ignored."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """Absent: the prompt's own log probabilities are not asked for. start_token is at least computed_tokens."""
+
     def __init__(
         self,
         *,
@@ -351,12 +356,15 @@ class RowOpen(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_new_tokens: _builtins.int = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___RowOpen: _TypeAlias = RowOpen  # noqa: Y015
 
@@ -531,6 +539,8 @@ class StepResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Which pass of the plan, from 0."""
@@ -541,6 +551,8 @@ class StepResult(_message.Message):
     host_us: _builtins.int
     error: _builtins.str
     """The plan failed as a whole; the group must be configured again."""
+    partial: _builtins.bool
+    """Only prompt_logprobs are set; more results of this pass follow, so that none is too large."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """rows[i] sampled token_ids[i]."""
@@ -563,6 +575,10 @@ class StepResult(_message.Message):
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowEmbedding]:
         """Of rows that asked for one; each has a stop in this message, too."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowPromptLogprobs]:
+        """Log probabilities of prompt tokens whose chunk this pass computed."""
+
     def __init__(
         self,
         *,
@@ -578,16 +594,41 @@ class StepResult(_message.Message):
         error: _builtins.str | None = ...,
         acks: _abc.Iterable[Global___TransferAck] | None = ...,
         embeddings: _abc.Iterable[Global___RowEmbedding] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___RowPromptLogprobs] | None = ...,
+        partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowPromptLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    @_builtins.property
+    def span(self) -> _common_pb2.PromptLogprobSpan: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        span: _common_pb2.PromptLogprobSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowPromptLogprobs: _TypeAlias = RowPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class RowStop(_message.Message):
