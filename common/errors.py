@@ -74,6 +74,13 @@ class UnavailableError(PandoError):
     retryable = True
 
 
+class DeviceMemoryError(PandoError):
+    """The device's memory does not suffice for the request, however small its steps are made."""
+
+    code = ErrorCode.OUT_OF_MEMORY
+    retryable = True
+
+
 class ConfigurationError(Exception):
     """A setting is unknown, malformed or contradicts another; the process must not start."""
 
@@ -99,6 +106,7 @@ GRPC_STATUS: dict[ErrorCode, str] = {
     ErrorCode.INTERNAL: "INTERNAL",
     ErrorCode.UNAUTHENTICATED: "UNAUTHENTICATED",
     ErrorCode.PERMISSION_DENIED: "PERMISSION_DENIED",
+    ErrorCode.OUT_OF_MEMORY: "RESOURCE_EXHAUSTED",
 }
 
 HTTP_STATUS: dict[ErrorCode, int] = {
@@ -111,4 +119,5 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INTERNAL: 500,
     ErrorCode.UNAUTHENTICATED: 401,
     ErrorCode.PERMISSION_DENIED: 403,
+    ErrorCode.OUT_OF_MEMORY: 503,
 }

@@ -138,6 +138,7 @@ class ErrorCode(Enum):
     INTERNAL = "internal"
     UNAUTHENTICATED = "unauthenticated"
     PERMISSION_DENIED = "permission_denied"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ SHAPES: dict[ErrorCode, ErrorShape] = {
     ErrorCode.INTERNAL: ErrorShape("server_error", "internal_error"),
     ErrorCode.UNAUTHENTICATED: ErrorShape("invalid_request_error", "invalid_api_key"),
     ErrorCode.PERMISSION_DENIED: ErrorShape("permission_error", "permission_denied"),
+    ErrorCode.OUT_OF_MEMORY: ErrorShape("service_unavailable_error", "out_of_memory"),
 }
 HTTP_SHAPES: dict[int, ErrorShape] = {
     404: ErrorShape("invalid_request_error", "unknown_url"),
