@@ -157,6 +157,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The credential is absent or wrong."""
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 9
     """The credential is right, but not for this."""
+    ERROR_CODE_OUT_OF_MEMORY: _ErrorCode.ValueType  # 10
+    """The device's memory does not suffice for the request now."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Stable causes, mapped by `common/errors.py` to gRPC status and HTTP code."""
@@ -180,6 +182,8 @@ ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 8
 """The credential is absent or wrong."""
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 9
 """The credential is right, but not for this."""
+ERROR_CODE_OUT_OF_MEMORY: ErrorCode.ValueType  # 10
+"""The device's memory does not suffice for the request now."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final

@@ -72,6 +72,8 @@ class ConfigureRequest(_message.Message):
     MEMORY_FRACTION_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_RATIO_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, a directory with config.json, or a GGUF file, as this host sees it."""
     load_format: _builtins.str
@@ -98,6 +100,12 @@ class ConfigureRequest(_message.Message):
     """Pages of the host tier to allocate; absent: as many as fit into host_bytes."""
     host_bytes: _builtins.int
     """Bytes of this rank's host tier; 0: no host tier."""
+    window_ratio: _builtins.float
+    """For models of which some layers attend to a window only: pages of these layers, for each page of the others. 0: all
+    layers keep all tokens, in one pool.
+    """
+    window_pages: _builtins.int
+    """Pages of these layers to allocate; absent: by window_ratio."""
     def __init__(
         self,
         *,
@@ -116,19 +124,25 @@ class ConfigureRequest(_message.Message):
         memory_fraction: _builtins.float = ...,
         host_pages: _builtins.int | None = ...,
         host_bytes: _builtins.int = ...,
+        window_ratio: _builtins.float = ...,
+        window_pages: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "device_pages", b"device_pages", "host_pages", b"host_pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "rank", b"rank", "rendezvous", b"rendezvous", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "rank", b"rank", "rendezvous", b"rendezvous", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
     _WhichOneofReturnType__host_pages: _TypeAlias = _typing.Literal["host_pages"]  # noqa: Y015
     _WhichOneofArgType__host_pages: _TypeAlias = _typing.Literal["_host_pages", b"_host_pages"]  # noqa: Y015
+    _WhichOneofReturnType__window_pages: _TypeAlias = _typing.Literal["window_pages"]  # noqa: Y015
+    _WhichOneofArgType__window_pages: _TypeAlias = _typing.Literal["_window_pages", b"_window_pages"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_pages) -> _WhichOneofReturnType__device_pages | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_pages) -> _WhichOneofReturnType__host_pages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pages) -> _WhichOneofReturnType__window_pages | None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
 
@@ -184,6 +198,7 @@ class WorkerCapacity(_message.Message):
     LOAD_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     HAS_STORAGE_FIELD_NUMBER: _builtins.int
     IS_ENCODER_FIELD_NUMBER: _builtins.int
+    WINDOW_POOL_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -210,6 +225,10 @@ class WorkerCapacity(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
 
+    @_builtins.property
+    def window_pool(self) -> Global___WindowPool:
+        """The pool of the layers that attend to a window only; absent: all layers are in the one that device_pages counts."""
+
     def __init__(
         self,
         *,
@@ -227,14 +246,49 @@ class WorkerCapacity(_message.Message):
         load_bytes_per_s: _builtins.float = ...,
         has_storage: _builtins.bool = ...,
         is_encoder: _builtins.bool = ...,
+        window_pool: Global___WindowPool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "window_pool", b"window_pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__window_pool: _TypeAlias = _typing.Literal["window_pool"]  # noqa: Y015
+    _WhichOneofArgType__window_pool: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pool) -> _WhichOneofReturnType__window_pool | None: ...
+
+Global___WorkerCapacity: _TypeAlias = WorkerCapacity  # noqa: Y015
+
+@_typing.final
+class WindowPool(_message.Message):
+    """Pages of layers that attend to a window only: they hold the newest tokens of a row, and are given back as it moves on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    window_tokens: _builtins.int
+    """A token sees itself and the window_tokens - 1 before it in these layers."""
+    layers: _builtins.int
+    kv_bytes_per_token: _builtins.int
+    """Bytes of KV per token over these layers, on this rank; kv_bytes_per_token is without them."""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+        window_tokens: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "pages", b"pages", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerCapacity: _TypeAlias = WorkerCapacity  # noqa: Y015
+Global___WindowPool: _TypeAlias = WindowPool  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
@@ -314,6 +368,7 @@ class RowOpen(_message.Message):
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -342,6 +397,10 @@ class RowOpen(_message.Message):
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
         """Absent: the prompt's own log probabilities are not asked for. start_token is at least computed_tokens."""
 
+    @_builtins.property
+    def window_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With a window pool: its pages for the last entries of `pages`. Entries before them are never read in those layers."""
+
     def __init__(
         self,
         *,
@@ -357,10 +416,11 @@ class RowOpen(_message.Message):
         min_new_tokens: _builtins.int = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        window_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -376,18 +436,24 @@ class PageGrant(_message.Message):
 
     ROW_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def window_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With a window pool: its pages for the same tokens, as many."""
+
     def __init__(
         self,
         *,
         row: _builtins.int = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
+        window_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "row", b"row", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,21 +468,27 @@ class PageReplacement(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     first: _builtins.int
     """Index into the row's page table."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def window_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With a window pool: its pages for the last of these entries. Entries before them are never read in those layers."""
+
     def __init__(
         self,
         *,
         row: _builtins.int = ...,
         first: _builtins.int = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
+        window_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "pages", b"pages", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "pages", b"pages", "row", b"row", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,6 +613,7 @@ class StepResult(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Which pass of the plan, from 0."""
@@ -553,6 +626,8 @@ class StepResult(_message.Message):
     """The plan failed as a whole; the group must be configured again."""
     partial: _builtins.bool
     """Only prompt_logprobs are set; more results of this pass follow, so that none is too large."""
+    out_of_memory: _builtins.bool
+    """Beside error: the rank's memory did not suffice. The group may go on with smaller steps."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """rows[i] sampled token_ids[i]."""
@@ -596,10 +671,11 @@ class StepResult(_message.Message):
         embeddings: _abc.Iterable[Global___RowEmbedding] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___RowPromptLogprobs] | None = ...,
         partial: _builtins.bool = ...,
+        out_of_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
@@ -639,7 +715,7 @@ class RowStop(_message.Message):
     MATCHED_TOKEN_ID_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
-    """STOP or LENGTH."""
+    """STOP, LENGTH, or ERROR: the rank's memory did not suffice for this row alone, and it got no token."""
     matched_token_id: _builtins.int
     def __init__(
         self,
@@ -803,3 +879,88 @@ class GetWorkerStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity) -> _WhichOneofReturnType__capacity | None: ...
 
 Global___GetWorkerStateResponse: _TypeAlias = GetWorkerStateResponse  # noqa: Y015
+
+@_typing.final
+class StartProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    max_seconds: _builtins.float
+    """Ends by itself after so many seconds; 0, or more than the worker's own limit: that limit."""
+    def __init__(
+        self,
+        *,
+        max_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_seconds", b"max_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
+
+@_typing.final
+class StartProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Where the trace will be, on the worker's host."""
+    max_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        max_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_seconds", b"max_seconds", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
+
+@_typing.final
+class StopProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
+
+@_typing.final
+class StopProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """A trace in Chrome's format, on the worker's host."""
+    passes: _builtins.int
+    """Forward passes that it covers."""
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        passes: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "passes", b"passes", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015

@@ -54,6 +54,16 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateResponse.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/pando.v1.Worker/StartProfile',
+                request_serializer=pando_dot_v1_dot_worker__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/pando.v1.Worker/StopProfile',
+                request_serializer=pando_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -88,6 +98,20 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Begins to record what this rank computes; refused while it records already, and where no directory is configured.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends the recording and writes it; refused if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +134,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.StartProfileRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.StopProfileRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +254,60 @@ class Worker(object):
             '/pando.v1.Worker/GetState',
             pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.GetWorkerStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/StartProfile',
+            pando_dot_v1_dot_worker__pb2.StartProfileRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/StopProfile',
+            pando_dot_v1_dot_worker__pb2.StopProfileRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

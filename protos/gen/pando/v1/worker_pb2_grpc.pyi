@@ -41,6 +41,10 @@ class WorkerStub:
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """What this rank holds now."""
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
+    """Begins to record what this rank computes; refused while it records already, and where no directory is configured."""
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]
+    """Ends the recording and writes it; refused if there is none."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -55,6 +59,10 @@ class WorkerAsyncStub(WorkerStub):
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """What this rank holds now."""
+    StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Begins to record what this rank computes; refused while it records already, and where no directory is configured."""
+    StopProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Ends the recording and writes it; refused if there is none."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +98,21 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetWorkerStateResponse, _abc.Awaitable[_worker_pb2.GetWorkerStateResponse]]:
         """What this rank holds now."""
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _worker_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StartProfileResponse, _abc.Awaitable[_worker_pb2.StartProfileResponse]]:
+        """Begins to record what this rank computes; refused while it records already, and where no directory is configured."""
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _worker_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StopProfileResponse, _abc.Awaitable[_worker_pb2.StopProfileResponse]]:
+        """Ends the recording and writes it; refused if there is none."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
