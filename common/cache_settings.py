@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from common.section import Section
 
@@ -90,11 +90,4 @@ class CacheSettings(Section):
     """Paths of the tree, of each kind, whose invariants are checked four times a second: about 0.1 % of a core."""
     cache_decision_log: Path | None = None
     """File to which every decision of the cache is appended, for `pando cache replay`. It holds all prompts as token
-    ids, and who sent them: it is made readable for its owner alone, and grows without bound. Not with a host tier,
-    whose transfers end when they end. Absent: none."""
-
-    @model_validator(mode="after")
-    def _can_log(self) -> Self:
-        if self.cache_decision_log is not None and (self.cache_host_gigabytes or self.cache_host_pages):
-            raise ValueError("cache_decision_log covers the device alone: choose between it and a host tier")
-        return self
+    ids, and who sent them: it is made readable for its owner alone, and grows without bound. Absent: none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
@@ -13,6 +14,7 @@ import pytest
 from pydantic import SecretStr
 
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from services.scheduler.cache.replay import replay
 from tests.e2e.conftest import serve
 from tests.e2e.ring import ask
 from tests.fakes.redis_process import RedisProcess
@@ -46,6 +48,8 @@ def redis_process(place: Path) -> Iterator[RedisProcess]:
 @contextmanager
 def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
     """Run an engine that makes tokens up, with a host tier and a storage."""
+    log = place / f"decisions-{len(logs_in(place))}.jsonl"
+    log.touch()
     settings = Settings(
         model=ModelSettings(load_format="fake"),
         gateway=GatewaySettings(port=0),
@@ -55,10 +59,27 @@ def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
             cache_host_pages=200,
             storage_prefetch="wait_complete",
             storage_keyring=place / "keyring.json",
+            cache_decision_log=log,
         ),
         worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=1.0),
     )
     yield from serve(settings, root)
+
+
+def logs_in(place: Path) -> list[Path]:
+    return sorted(place.glob("decisions-*.jsonl"))
+
+
+def check_logs(place: Path, operations: set[str]) -> None:
+    """Check that what each deployment decided, of all tiers, comes out again."""
+    found: set[str] = set()
+    for log in logs_in(place):
+        with log.open("rb") as lines:
+            report = replay(lines)
+        assert report.difference is None
+        assert not report.is_lost
+        found |= {json.loads(line)["operation"] for line in log.read_bytes().splitlines()}
+    assert operations <= found
 
 
 def cached(served: Served, user: str) -> int:
@@ -74,6 +95,7 @@ def check_sharing(storage: str, place: Path, root: Path) -> None:
         assert cached(other, "bob") == 0
         assert cached(other, "ann") == WHOLE_PAGES
         assert other.state().storage.fetched_pages == WHOLE_PAGES // 16
+    check_logs(place, {"commit", "insert", "plan_backups", "prefetch", "plan_storage", "load", "finish", "advance"})
 
 
 def test_two_deployments_share_a_directory(place: Path, run_root: Path) -> None:
@@ -93,3 +115,4 @@ def test_answers_go_on_while_redis_dies(redis_process: RedisProcess, place: Path
             assert cached(served, f"user-{number}") == 0
         assert time.monotonic() - started < 30
         assert cached(served, "ann") == WHOLE_PAGES  # from the device
+    check_logs(place, {"commit", "insert", "plan_storage", "finish"})

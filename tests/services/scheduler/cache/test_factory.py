@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
 
 from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
@@ -12,9 +11,6 @@ from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.factory import CacheName, make_cache, resolve
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_every_name_of_the_settings_makes_a_cache() -> None:
@@ -53,10 +49,3 @@ def test_settings_reach_the_cache() -> None:
 def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         CacheConfig(**wrong)
-
-
-def test_decisions_of_a_host_tier_cannot_be_logged(tmp_path: Path) -> None:
-    for host in ({"cache_host_pages": 8}, {"cache_host_gigabytes": 0.5}):
-        with pytest.raises(ValidationError, match="cache_decision_log"):
-            SchedulerSettings(cache_decision_log=tmp_path / "log", **host)
-    SchedulerSettings(cache_decision_log=tmp_path / "log", cache_host_pages=0)
