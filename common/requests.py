@@ -9,6 +9,7 @@ from common.types import CacheMode
 
 if TYPE_CHECKING:
     from common.types import (
+        Pooling,
         Principal,
         RequestId,
         Resume,
@@ -77,3 +78,7 @@ class GenerateRequest:
     # The conversation it belongs to, within its principal.
     session: str | None = None
     max_context_tokens: int | None = None
+    # Set: the prompt is embedded, and nothing is generated.
+    pooling: Pooling | None = None
+    # What the client calls its prompt, for errors about it.
+    prompt_name: str | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import FinishReason, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
+from common.types import FinishReason, Pooling, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from common.transfers import Transfer, TransferAck
@@ -43,6 +43,8 @@ class RowOpen:
     max_total_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
+    # Set: nothing is generated, the row stops when its last id is computed, and its embedding is reported.
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class StepResult:
     """What one forward pass sampled: `rows[i]` got `token_ids[i]`, both int32 of equal length.
 
     `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
-    does. `compute_us` is the forward pass with sampling, `host_us` the rank's bookkeeping beside it. `error` means the
-    plan failed as a whole.
+    does. `embeddings` are those of rows that pool and have stopped. `compute_us` is the forward pass with sampling,
+    `host_us` the rank's bookkeeping beside it. `error` means the plan failed as a whole.
     """
 
     step_id: StepId
@@ -115,6 +117,7 @@ class StepResult:
     host_us: int = 0
     error: str | None = None
     acks: tuple[TransferAck, ...] = ()
+    embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class EngineCapacity:
     layers: int
     host_pages: int = 0
     has_storage: bool = False
+    # Rows only embed, keep nothing between passes, need no pages, and are computed in one piece.
+    is_encoder: bool = False
     # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

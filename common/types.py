@@ -84,6 +84,15 @@ class CacheMode(Enum):
         return max(self, other, key=list(CacheMode).index)
 
 
+class Pooling(Enum):
+    """Which hidden states become a prompt's embedding: the last token's, the mean of all, or the first token's."""
+
+    LAST = "last"
+    MEAN = "mean"
+    # As encoders call it that put a token of this name before each text.
+    FIRST = "cls"
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """What a client had received of an interrupted choice: its token ids and the length of its text in characters."""
@@ -154,12 +163,16 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The one end of a choice. `error` is set exactly when the reason is ERROR."""
+    """The one end of a choice. `error` is set exactly when the reason is ERROR.
+
+    `embedding` is what a request for pooling gets: float32, little-endian, of length 1.
+    """
 
     reason: FinishReason
     matched_token_id: int | None = None
     matched_text: str | None = None
     error: RequestFailure | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +212,5 @@ class ScheduleRequest:
     trace: TraceContext | None = None
     # The conversation it belongs to, within its principal.
     session: str | None = None
+    # Set: the prompt is embedded, and nothing is generated.
+    pooling: Pooling | None = None

@@ -15,6 +15,7 @@ from common.types import (
     ErrorCode,
     Finish,
     FinishReason,
+    Pooling,
     Principal,
     ReplyTo,
     RequestFailure,
@@ -45,6 +46,9 @@ _CACHE_MODES = {
     CacheMode.PRIVATE: common_pb2.CACHE_MODE_PRIVATE,
     CacheMode.NONE: common_pb2.CACHE_MODE_NONE,
 }
+
+_POOLINGS = {pooling: common_pb2.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
+_POOLINGS_BACK = {wire: pooling for pooling, wire in _POOLINGS.items()}
 
 
 def principal_to_wire(principal: Principal) -> common_pb2.Principal:
@@ -131,6 +135,22 @@ def cache_mode_from_wire(value: common_pb2.CacheMode.ValueType) -> CacheMode:
     return next((mode for mode, encoded in _CACHE_MODES.items() if encoded == value), CacheMode.DEFAULT)
 
 
+def pooling_to_wire(pooling: Pooling | None) -> common_pb2.Pooling.ValueType:
+    """Encode how a prompt is embedded; None: it is not."""
+    return common_pb2.POOLING_UNSPECIFIED if pooling is None else _POOLINGS[pooling]
+
+
+def pooling_from_wire(value: common_pb2.Pooling.ValueType) -> Pooling | None:
+    """Decode how a prompt is embedded.
+
+    Raises:
+        InvalidRequestError: it is a way that only a newer peer knows; nobody asked to generate instead.
+    """
+    if value != common_pb2.POOLING_UNSPECIFIED and value not in _POOLINGS_BACK:
+        raise InvalidRequestError(f"pooling {value} is not known here", param="pooling")
+    return _POOLINGS_BACK.get(value)
+
+
 def reply_to_wire(reply_to: ReplyTo) -> common_pb2.ReplyTo:
     """Encode where text goes."""
     return common_pb2.ReplyTo(subscriber_id=reply_to.subscriber_id, detokenizer=reply_to.detokenizer)
@@ -213,6 +233,8 @@ def finish_to_wire(finish: Finish) -> common_pb2.Finish:
         message.matched_text = finish.matched_text
     if finish.error is not None:
         message.error.CopyFrom(failure_to_wire(finish.error))
+    if finish.embedding is not None:
+        message.embedding = finish.embedding
     return message
 
 
@@ -224,6 +246,7 @@ def finish_from_wire(message: common_pb2.Finish) -> Finish:
         matched_token_id=message.matched_token_id if matched == "matched_token_id" else None,
         matched_text=message.matched_text if matched == "matched_text" else None,
         error=failure_from_wire(message.error) if message.HasField("error") else None,
+        embedding=message.embedding if message.HasField("embedding") else None,
     )
 
 
@@ -279,6 +302,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
         session=request.session,
+        pooling=pooling_to_wire(request.pooling),
     )
     message.token_ids.extend(request.token_ids.tolist())
     return message
@@ -310,4 +334,5 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
+        pooling=pooling_from_wire(message.pooling),
     )

@@ -14,6 +14,7 @@ from common.wire import (
     finish_to_wire,
     logprob_from_wire,
     logprob_to_wire,
+    pooling_to_wire,
     resume_to_wire,
     sampling_to_wire,
 )
@@ -72,6 +73,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         load_bytes_per_s=message.load_bytes_per_s,
         has_storage=message.has_storage,
+        is_encoder=message.is_encoder,
     )
 
 
@@ -111,6 +113,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         max_total_tokens=opened.max_total_tokens,
         stop_token_ids=opened.stop_token_ids,
         min_new_tokens=opened.min_new_tokens,
+        pooling=pooling_to_wire(opened.pooling),
     )
 
 
@@ -135,6 +138,7 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         host_us=message.host_us,
         error=message.error if message.HasField("error") else None,
         acks=tuple(TransferAck(TransferId(ack.transfer_id), ack.done_pages, ack.duration_us) for ack in message.acks),
+        embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),
     )
 
 

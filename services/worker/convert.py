@@ -10,7 +10,7 @@ from common.errors import InvalidRequestError
 from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
-from common.wire import finish_reason_to_wire, logprob_to_wire, sampling_from_wire
+from common.wire import finish_reason_to_wire, logprob_to_wire, pooling_from_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         has_storage=capacity.has_storage,
+        is_encoder=capacity.is_encoder,
     )
 
 
@@ -85,7 +86,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
     """Decode a plan; whether it fits the rows is the engine's to check.
 
     Raises:
-        InvalidRequestError: a transfer's direction is none that this worker knows.
+        InvalidRequestError: a transfer's direction or a row's pooling is none that this worker knows.
     """
     return StepPlan(
         step_id=StepId(message.step_id),
@@ -123,6 +124,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         message.logprobs.add(row=row, logprob=logprob_to_wire(logprob))
     for ack in result.acks:
         message.acks.add(transfer_id=ack.transfer_id, done_pages=ack.done_pages, duration_us=ack.duration_us)
+    for row, embedding in result.embeddings:
+        message.embeddings.add(row=row, embedding=embedding)
     return message
 
 
@@ -138,6 +141,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         max_total_tokens=message.max_total_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         min_new_tokens=message.min_new_tokens,
+        pooling=pooling_from_wire(message.pooling),
     )
 
 

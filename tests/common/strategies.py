@@ -11,6 +11,7 @@ from common.types import (
     ErrorCode,
     Finish,
     FinishReason,
+    Pooling,
     Principal,
     ReplyTo,
     RequestFailure,
@@ -63,6 +64,7 @@ failures = st.builds(
 finishes = st.one_of(
     st.builds(Finish, reason=st.just(FinishReason.STOP), matched_token_id=st.none() | TOKEN),
     st.builds(Finish, reason=st.just(FinishReason.STOP), matched_text=st.text()),
+    st.builds(Finish, reason=st.just(FinishReason.STOP), embedding=st.binary(max_size=16)),
     st.builds(Finish, reason=st.sampled_from([FinishReason.LENGTH, FinishReason.ABORT])),
     st.builds(Finish, reason=st.just(FinishReason.ERROR), error=failures),
 )
@@ -93,4 +95,5 @@ schedule_requests = st.builds(
     timeout_ms=st.none() | COUNT,
     trace=st.none() | traces,
     session=st.none() | NAMES,
+    pooling=st.none() | st.sampled_from(Pooling),
 )

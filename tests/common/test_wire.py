@@ -64,6 +64,12 @@ def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
         wire.principal_from_wire(common_pb2.Principal(**parts))
 
 
+def test_an_unknown_way_of_pooling_is_refused_and_not_taken_for_generating() -> None:
+    assert wire.pooling_from_wire(common_pb2.POOLING_UNSPECIFIED) is None
+    with pytest.raises(InvalidRequestError, match="not known here"):
+        wire.pooling_from_wire(99)  # type: ignore[arg-type]  # as a newer peer would send it
+
+
 def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None:
     sampling = wire.sampling_from_wire(common_pb2.SamplingParams())
     assert sampling.temperature == 0.0

@@ -17,7 +17,7 @@ from common.steps import (
     StepResult,
 )
 from common.transfers import Transfer, TransferAck, TransferDirection
-from common.types import FinishReason, TokenIds
+from common.types import FinishReason, Pooling, TokenIds
 from tests.common.strategies import COUNT, NAMES, TOKEN, logprobs, sampling
 
 ROW = st.integers(0, 2**31 - 1)
@@ -44,6 +44,7 @@ opens = st.builds(
     max_total_tokens=COUNT,
     stop_token_ids=tuples(TOKEN),
     min_new_tokens=COUNT,
+    pooling=st.none() | st.sampled_from(Pooling),
 )
 plans = st.builds(
     StepPlan,
@@ -86,6 +87,7 @@ results = arrays().flatmap(
         host_us=COUNT,
         error=st.none() | st.text(),
         acks=tuples(st.builds(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
+        embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
     )
 )
 specs = st.builds(
@@ -118,6 +120,7 @@ capacities = st.builds(
     device=NAMES,
     layers=COUNT,
     host_pages=COUNT,
+    is_encoder=st.booleans(),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
 )
