@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from common.types import CacheMode
 
 if TYPE_CHECKING:
+    from common.prompt_logprobs import PromptLogprobs
     from common.types import (
         Pooling,
         Principal,
@@ -82,3 +83,10 @@ class GenerateRequest:
     pooling: Pooling | None = None
     # What the client calls its prompt, for errors about it.
     prompt_name: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    # Whether the prompt gets what the model's post-processor adds; None: texts do, chats don't.
+    add_special_tokens: bool | None = None
+    # Keep so many tokens of the prompt, the last ones.
+    truncate_prompt_tokens: int | None = None
+    # Texts that are not to be generated.
+    bad_words: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ import numpy as np
 from common.types import FinishReason, Pooling, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
+    from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan
     from common.transfers import Transfer, TransferAck
 
 # [pages] int32, ids of physical pages of the device tier.
@@ -45,6 +46,8 @@ class RowOpen:
     min_new_tokens: int = 0
     # Set: nothing is generated, the row stops when its last id is computed, and its embedding is reported.
     pooling: Pooling | None = None
+    # Its start is at least `computed_tokens`.
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ class StepResult:
     error: str | None = None
     acks: tuple[TransferAck, ...] = ()
     embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
+    prompt_logprobs: tuple[tuple[RowSlot, PromptLogprobSpan], ...] = ()
+    # It brings nothing but `prompt_logprobs`; more results of its pass follow.
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

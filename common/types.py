@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from common.prompt_logprobs import PromptLogprobs
+
 RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
@@ -48,6 +50,12 @@ class SamplingParams:
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    # Beside top_logprobs: ids whose log probabilities are reported, too.
+    logprob_token_ids: tuple[int, ...] = ()
+    # Only these may be drawn; empty: all.
+    allowed_token_ids: tuple[int, ...] = ()
+    # The last id of each is not drawn after the others.
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -177,11 +185,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a sampled token, and of the most likely ones, best first."""
+    """Natural-log probability of a sampled token, of the most likely ones, best first, and of those that were named."""
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    asked: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +223,4 @@ class ScheduleRequest:
     session: str | None = None
     # Set: the prompt is embedded, and nothing is generated.
     pooling: Pooling | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError
 from common.names import check_name
+from common.prompt_logprobs_wire import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.types import (
     Admission,
     CacheMode,
@@ -80,6 +81,9 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
         top_logprobs=sampling.top_logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_sequences=[common_pb2.TokenSequence(token_ids=ids) for ids in sampling.banned_sequences],
     )
 
 
@@ -96,6 +100,9 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         seed=message.seed,
         logit_bias=dict(message.logit_bias),
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_sequences=tuple(tuple(banned.token_ids) for banned in message.banned_sequences),
     )
 
 
@@ -253,13 +260,17 @@ def finish_from_wire(message: common_pb2.Finish) -> Finish:
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     """Encode a token's log probabilities."""
     return common_pb2.TokenLogprob(
-        logprob=logprob.logprob, top_token_ids=logprob.top_token_ids, top_logprobs=logprob.top_logprobs
+        logprob=logprob.logprob,
+        top_token_ids=logprob.top_token_ids,
+        top_logprobs=logprob.top_logprobs,
+        asked_logprobs=logprob.asked,
     )
 
 
 def logprob_from_wire(message: common_pb2.TokenLogprob) -> TokenLogprob:
     """Decode a token's log probabilities."""
-    return TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs))
+    asked = tuple(message.asked_logprobs)
+    return TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs), asked)
 
 
 def admission_to_wire(admission: Admission) -> common_pb2.Admission:
@@ -303,6 +314,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         trace=trace_to_wire(request.trace),
         session=request.session,
         pooling=pooling_to_wire(request.pooling),
+        prompt_logprobs=prompt_logprobs_to_wire(request.prompt_logprobs),
     )
     message.token_ids.extend(request.token_ids.tolist())
     return message
@@ -335,4 +347,5 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
         pooling=pooling_from_wire(message.pooling),
+        prompt_logprobs=prompt_logprobs_from_wire(message),
     )

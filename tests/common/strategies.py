@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from common.prompt_logprobs import PromptLogprobs
 from common.types import (
     Admission,
     CacheMode,
@@ -43,6 +44,9 @@ sampling = st.builds(
     seed=st.integers(0, 2**64 - 1),
     logit_bias=st.dictionaries(TOKEN, FLOAT, max_size=4),
     top_logprobs=st.none() | st.integers(0, 20),
+    logprob_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    allowed_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    banned_sequences=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
 )
 stops = st.builds(
     StopConditions,
@@ -74,10 +78,14 @@ logprobs = st.integers(0, 5).flatmap(
         logprob=FLOAT,
         top_token_ids=st.lists(TOKEN, min_size=count, max_size=count).map(tuple),
         top_logprobs=st.lists(FLOAT, min_size=count, max_size=count).map(tuple),
+        asked=st.lists(FLOAT, max_size=2).map(tuple),
     )
 )
 admissions = st.builds(Admission, request_id=NAMES.map(RequestId), prompt_tokens=COUNT, rejected=st.none() | failures)
 resumes = st.builds(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
+prompt_logprobs = st.builds(
+    PromptLogprobs, start=COUNT, top=st.integers(0, 20), token_ids=st.lists(TOKEN, max_size=3).map(tuple)
+)
 traces = st.builds(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES)
 schedule_requests = st.builds(
     ScheduleRequest,
@@ -94,6 +102,7 @@ schedule_requests = st.builds(
     resume=st.none() | resumes,
     timeout_ms=st.none() | COUNT,
     trace=st.none() | traces,
+    prompt_logprobs=st.none() | prompt_logprobs,
     session=st.none() | NAMES,
     pooling=st.none() | st.sampled_from(Pooling),
 )

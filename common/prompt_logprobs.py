@@ -1,0 +1,88 @@
+"""Log probabilities of a prompt's own tokens: what is asked for, and the parts in which they travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from common.types import TokenIds
+
+# Numbers in one part; with all its fields, some hundreds of kilobytes on the wire.
+MAX_PART_VALUES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Which are asked for: those of the tokens behind position `start`, each with the `top` most likely ids.
+
+    `token_ids` are ids whose log probabilities are reported beside each, too. Positions from `start` on are computed
+    even where their KV is cached.
+    """
+
+    start: int = 0
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def values_per_token(self) -> int:
+        """How many log probabilities are reported for each token."""
+        return 1 + self.top + len(self.token_ids)
+
+    def reported(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt they are reported for."""
+        return max(prompt_tokens - 1 - self.start, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobSpan:
+    """Log probabilities of the prompt's tokens [first, first + tokens), natural logarithms at temperature 1.
+
+    `token_ids` [tokens] int32 are the tokens themselves, `logprobs` [tokens] float32 theirs, `ranks` [tokens] int32
+    their places among all ids, from 1; `top_ids` [tokens, top] int32 and `top_logprobs` [tokens, top] float32 are the
+    most likely ids, best first; `asked` [tokens, asked] float32 belongs to the ids that the request named.
+    """
+
+    first: int
+    token_ids: TokenIds
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+    asked: NDArray[np.float32]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it is about."""
+        return self.logprobs.size
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.first + self.tokens
+
+    def parts(self, max_values: int = MAX_PART_VALUES) -> Iterator[PromptLogprobSpan]:
+        """Yield it in parts of at most `max_values` log probabilities, but of one token at least."""
+        width = 1 + self.top_logprobs.shape[1] + self.asked.shape[1]
+        size = max(max_values // width, 1)
+        for start in range(0, self.tokens, size):
+            yield self.slice(start, min(start + size, self.tokens))
+
+    def slice(self, start: int, stop: int) -> PromptLogprobSpan:
+        """Return the part about tokens [start, stop), counted from its own first."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.asked)
+        return PromptLogprobSpan(self.first + start, *(column[start:stop] for column in columns))
+
+
+def no_span(first: int, top: int = 0, asked: int = 0) -> PromptLogprobSpan:
+    """Return a span of no token."""
+    ids, values = np.empty(0, np.int32), np.empty(0, np.float32)
+    return PromptLogprobSpan(
+        first, ids, values, ids, ids.reshape(0, top), values.reshape(0, top), values.reshape(0, asked)
+    )
