@@ -65,6 +65,8 @@ class _Pass:
     tenants: NDArray[np.int64]
     positions: NDArray[np.int64]
     at_limit: NDArray[np.bool_]
+    pooled: RowIndices
+    pooled_tenants: NDArray[np.int64]
     tokens: PendingTokens | None
     launched: float
     host_s: float
@@ -161,9 +163,11 @@ class LaggedPlanRunner:
             rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         positions = rows.lengths[sampled]
         at_limit = rows.advance(sampled)
+        pooled = forward.pooled_rows
+        rows.finish_pooled(pooled)
         made = _Pass(
-            self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, tokens, launched,
-            self._clock() - started,
+            self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, pooled,
+            self._tenants[pooled], tokens, launched, self._clock() - started,
         )  # fmt: skip
         self._next_pass += 1
         self._pending.append(made)
@@ -186,12 +190,21 @@ class LaggedPlanRunner:
                 acks=self._take_acks(done),
             )
             self._last_done = finished
-            self._emit(self._with_tokens(result, done, sampled))
+            self._emit(self._with_embeddings(self._with_tokens(result, done, sampled), done, sampled))
 
     def _take_acks(self, done: _Pass) -> tuple[TransferAck, ...]:
         if self._transfers is None:
             return ()
         return self._transfers.wait() if done.tokens is None else self._transfers.poll()
+
+    def _with_embeddings(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
+        """Add the embeddings of rows that nobody else has by now."""
+        if not (done.pooled.size and self._reports_tokens):
+            return result
+        live = set(done.pooled[self._tenants[done.pooled] == done.pooled_tenants].tolist())
+        embeddings = tuple(entry for entry in sampled.embeddings if entry[0] in live)
+        stops = tuple(RowStop(row, FinishReason.STOP) for row, _ in embeddings)
+        return replace(result, stops=(*result.stops, *stops), embeddings=embeddings)
 
     def _with_tokens(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
         if done.rows.size == 0:

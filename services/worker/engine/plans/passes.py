@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common.types import Pooling
 
 if TYPE_CHECKING:
     from services.worker.engine.plans.rows import RowIndices, RowTable
@@ -16,15 +18,25 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prefill chunks of a pass, one entry each; `completes` says which reach the end of their row's ids."""
+    """Prefill chunks of a pass, one entry each; `completes` says which reach the end of their row's ids.
+
+    `pools` says whose rows are embedded: at their end nothing is sampled.
+    """
 
     rows: RowIndices
     starts: IntArray
     lengths: IntArray
     completes: NDArray[np.bool_]
+    pools: NDArray[np.bool_]
+
+    @property
+    def samples(self) -> NDArray[np.bool_]:
+        """Which sample their row's next token."""
+        return self.completes & ~self.pools
 
 
-NO_CHUNKS = Chunks(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+NO_CHUNKS = Chunks(*(np.empty(0, np.int64) for _ in range(3)), *(np.empty(0, np.bool_) for _ in range(2)))
+NO_INDICES: IntArray = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +52,21 @@ class ForwardPass:
         return self.decode_rows.size == 0 and self.chunks.rows.size == 0
 
     @property
+    def tokens(self) -> int:
+        """How many tokens are computed."""
+        return int(self.decode_rows.size + self.chunks.lengths.sum())
+
+    @property
     def sampled_rows(self) -> RowIndices:
         """The rows that get a token from this pass, in the order of its samples."""
         if self.chunks.rows.size == 0:
             return self.decode_rows
-        return np.concatenate([self.decode_rows, self.chunks.rows[self.chunks.completes]])
+        return np.concatenate([self.decode_rows, self.chunks.rows[self.chunks.samples]])
+
+    @property
+    def pooled_rows(self) -> RowIndices:
+        """The rows whose embedding this pass completes."""
+        return self.chunks.rows[self.chunks.completes & self.chunks.pools]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +83,9 @@ class HostBatch:
     decode_rows: int
     max_query_length: int
     max_key_length: int
+    # Tokens whose hidden states are pooled, and the row slot of each; a row's tokens are neighbours.
+    pooled_indices: IntArray = field(default_factory=lambda: NO_INDICES)
+    pooled_slots: IntArray = field(default_factory=lambda: NO_INDICES)
 
 
 def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
@@ -99,8 +124,9 @@ def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
     token_rows = np.repeat(taking_part, query_lengths)
     positions = np.arange(query_starts[-1]) + np.repeat(first_positions - query_starts[:-1], query_lengths)
     key_lengths = first_positions + query_lengths
-    sampling = np.concatenate([np.ones(decoding.size, np.bool_), chunks.completes])
+    sampling = np.concatenate([np.ones(decoding.size, np.bool_), chunks.samples])
     max_key_length = int(key_lengths.max())
+    pooled_indices, pooled_slots = _pooled_tokens(rows, chunks, query_starts[decoding.size :])
     return HostBatch(
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
@@ -112,7 +138,26 @@ def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
         decode_rows=int(decoding.size),
         max_query_length=int(query_lengths.max()),
         max_key_length=max_key_length,
+        pooled_indices=pooled_indices,
+        pooled_slots=pooled_slots,
     )
+
+
+def _pooled_tokens(rows: RowTable, chunks: Chunks, query_starts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return which of the pass's tokens are pooled, and the row of each; chunk i begins at query_starts[i]."""
+    indices, slots = [NO_INDICES], [NO_INDICES]
+    for i in np.flatnonzero(chunks.pools):
+        row, first, last = int(chunks.rows[i]), int(query_starts[i]), int(query_starts[i + 1])
+        match rows.pooling[row]:
+            case Pooling.LAST:
+                first = last - 1 if chunks.completes[i] else last
+            case Pooling.FIRST:
+                last = first + 1 if chunks.starts[i] == 0 else first
+            case _:
+                pass
+        indices.append(np.arange(first, last))
+        slots.append(np.full(last - first, row))
+    return np.concatenate(indices), np.concatenate(slots)
 
 
 def _page_table(rows: RowTable, taking_part: RowIndices, max_key_length: int) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.types import Pooling
 from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.plans.passes import NO_CHUNKS, Chunks
 from services.worker.engine.plans.rows import Phase, RowTable
@@ -27,6 +28,8 @@ class PlanLimits:
     device_pages: int
     max_step_tokens: int
     host_pages: int = 0
+    # Rows only embed, without pages, and are computed in one piece.
+    is_encoder: bool = False
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
@@ -51,7 +54,10 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
         rows.append_pages(grant.row, grant.pages)
     chunks = _take_chunks(plan.prefills, rows)
     _check_size(chunks, rows, limits)
-    _check_coverage(chunks, rows, plan.steps)
+    if limits.is_encoder:
+        _check_wholeness(chunks)
+    else:
+        _check_coverage(chunks, rows, plan.steps)
     for transfer in plan.transfers:
         _check_transfer(transfer, limits)
     return chunks
@@ -72,7 +78,9 @@ def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
         raise InvalidPlanError(f"open of row {row}: {opened.prompt_tokens} prompt tokens among {length} ids")
     if not 0 <= opened.computed_tokens < length:
         raise InvalidPlanError(f"open of row {row}: {opened.computed_tokens} computed tokens of {length}")
-    if not length < opened.max_total_tokens <= rows.max_context:
+    _check_pooling(opened, limits)
+    # A row that generates needs room for a token.
+    if not length + (opened.pooling is None) <= opened.max_total_tokens <= rows.max_context:
         raise InvalidPlanError(
             f"open of row {row}: at most {opened.max_total_tokens} tokens in total, with {length} ids there "
             f"and a context of {rows.max_context}"
@@ -82,6 +90,15 @@ def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
     if opened.pages.size * rows.page_size < opened.computed_tokens:
         raise InvalidPlanError(f"open of row {row}: its pages do not hold {opened.computed_tokens} computed tokens")
     _check_pages(opened.pages, limits, f"open of row {row}")
+
+
+def _check_pooling(opened: RowOpen, limits: PlanLimits) -> None:
+    if opened.pooling is None and limits.is_encoder:
+        raise InvalidPlanError(f"open of row {opened.row}: an encoder cannot generate")
+    if opened.pooling not in (None, Pooling.LAST) and opened.computed_tokens:
+        raise InvalidPlanError(
+            f"open of row {opened.row}: {opened.computed_tokens} tokens are computed, whose hidden states are lost"
+        )
 
 
 def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: PlanLimits) -> None:
@@ -129,7 +146,8 @@ def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowTable) -> Chunks:
     indices, starts, lengths = (np.ascontiguousarray(column) for column in table.T)
     if np.unique(indices).size != indices.size:
         raise InvalidPlanError("two chunks of one row in one plan")
-    return Chunks(indices, starts, lengths, completes=starts + lengths == rows.lengths[indices])
+    pools = np.array([rows.pooling[row] is not None for row in indices], np.bool_)
+    return Chunks(indices, starts, lengths, starts + lengths == rows.lengths[indices], pools)
 
 
 def _check_chunk(chunk: PrefillChunk, rows: RowTable) -> None:
@@ -151,10 +169,15 @@ def _check_size(chunks: Chunks, rows: RowTable, limits: PlanLimits) -> None:
         raise InvalidPlanError(f"a pass of {tokens} tokens, more than the {limits.max_step_tokens} configured")
 
 
+def _check_wholeness(chunks: Chunks) -> None:
+    if not chunks.completes.all() or chunks.starts.any():
+        raise InvalidPlanError("a part of a row's ids: an encoder computes all of them in one pass")
+
+
 def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
     """Check that every pass of the lease has a page to write to, for each row that will take part."""
     decoding = rows.decoding()
-    continuing = chunks.rows[chunks.completes]
+    continuing = chunks.rows[chunks.samples]
     # A decode pass stores the last known id. The very last token of a row is never stored.
     limit = rows.max_total_tokens - 1
     decoded = np.minimum(rows.lengths[decoding] + steps - 1, limit[decoding])

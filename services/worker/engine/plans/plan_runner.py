@@ -26,10 +26,14 @@ NO_TOKENS: TokenIds = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for."""
+    """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for.
+
+    `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them.
+    """
 
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
 
 
 class Stepper(Protocol):
@@ -115,7 +119,8 @@ class PlanRunner:
     def _advance(self, forward: ForwardPass, token_ids: TokenIds) -> tuple[RowStop, ...]:
         if forward.chunks.rows.size:
             self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
-        return self.rows.append_tokens(forward.sampled_rows, token_ids)
+        pooled = self.rows.finish_pooled(forward.pooled_rows)
+        return pooled + self.rows.append_tokens(forward.sampled_rows, token_ids)
 
     @staticmethod
     def _with_tokens(
@@ -127,4 +132,5 @@ class PlanRunner:
             token_ids=sampled.token_ids,
             stops=stops,
             logprobs=sampled.logprobs,
+            embeddings=sampled.embeddings,
         )

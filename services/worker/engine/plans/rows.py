@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.steps import RowOpen, RowStop
-from common.types import FinishReason, RowSlot, TokenIds
+from common.types import FinishReason, Pooling, RowSlot, TokenIds
 from services.worker.engine.plans.padded import PaddedTable
 
 RowIndices = NDArray[np.int64]
@@ -47,6 +47,8 @@ class RowTable:
         self.stops_from = np.zeros(max_rows, np.int64)
         self.stop_ids = PaddedTable(max_rows, np.int64, fill=-1)
         self.page_counts = np.zeros(max_rows, np.int64)
+        # How each row is embedded; None: it generates.
+        self.pooling: list[Pooling | None] = [None] * max_rows
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
         self.token_ids = np.zeros((max_rows, max_context), np.int32)
         self.page_table = np.zeros((max_rows, -(-max_context // page_size)), np.int32)
@@ -73,6 +75,7 @@ class RowTable:
         self.prompt_tokens[row] = opened.prompt_tokens
         self.max_total_tokens[row] = opened.max_total_tokens
         self.stops_from[row] = opened.prompt_tokens + opened.min_new_tokens
+        self.pooling[row] = opened.pooling
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))
         self.token_ids[row, :length] = opened.token_ids
         self.page_counts[row] = 0
@@ -98,6 +101,11 @@ class RowTable:
     def advance_prefill(self, rows: RowIndices, lengths: NDArray[np.int64]) -> None:
         """Count chunks as computed."""
         self.computed[rows] += lengths
+
+    def finish_pooled(self, rows: RowIndices) -> tuple[RowStop, ...]:
+        """Stop rows that are embedded: their last id is computed."""
+        self.phase[rows] = Phase.STOPPED
+        return tuple(RowStop(RowSlot(row), FinishReason.STOP) for row in rows.tolist())
 
     def advance(self, rows: RowIndices) -> NDArray[np.bool_]:
         """Make room for the token that each row is about to get; return which have reached their length.

@@ -1,0 +1,51 @@
+"""From hidden states to embeddings, over as many passes as a prompt takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import normalize
+
+from common.types import RowSlot
+
+if TYPE_CHECKING:
+    from common.steps import RowOpen
+    from services.worker.engine.plans.passes import IntArray
+    from services.worker.engine.plans.rows import RowIndices
+
+
+class Pooler:
+    """Owns the sums of rows that are embedded and whose last id is not computed yet.
+
+    An embedding has length 1, so that the mean of hidden states and their sum give the same; and a single one is a sum,
+    too. Sums are float32, whatever the model computes in.
+    """
+
+    def __init__(self) -> None:
+        """Start without rows."""
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def open(self, opened: RowOpen) -> None:
+        """Begin anew with a row, whoever had its slot."""
+        self._sums.pop(opened.row, None)
+
+    def add(self, slots: IntArray, hidden: torch.Tensor) -> None:
+        """Add hidden states [tokens, hidden] to the rows `slots` [tokens], in which a row's tokens are neighbours."""
+        first = np.flatnonzero(np.diff(slots, prepend=-1))
+        lengths = np.diff(first, append=slots.size)
+        sums = hidden.float()
+        if lengths.size < slots.size:
+            sums = torch.segment_reduce(sums, "sum", lengths=torch.from_numpy(lengths).to(sums.device))
+        for row, added in zip(slots[first].tolist(), sums, strict=True):
+            # Copied out of the pass's states, of which it may be a view.
+            self._sums[row] = added.clone() if row not in self._sums else self._sums[row] + added
+
+    def finish(self, rows: RowIndices) -> tuple[tuple[RowSlot, bytes], ...]:
+        """Return the embeddings of `rows`, all of whose ids are computed, and forget these; waits for the device."""
+        if not rows.size:
+            return ()
+        sums = torch.stack([self._sums.pop(row) for row in rows.tolist()])
+        vectors = normalize(sums, dim=1).cpu().numpy().astype("<f4")
+        return tuple((RowSlot(row), vector.tobytes()) for row, vector in zip(rows.tolist(), vectors, strict=True))
