@@ -110,6 +110,16 @@ class ModelRunner:
         return self._model.forward(batch, self._pool)
 
     @torch.inference_mode()
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one pass, up to what logits are made of: return it for `batch.sample_indices`, [samples, hidden]."""
+        return self._model.hidden_states(batch, self._pool)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden] as `compute` does; all ranks at the same time."""
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank.
 

@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family: what is computed, not how (that is `kernels/`)."""
+"""The forward pass of a decoder: what is computed, not how (that is `kernels/`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.kernels.interface import AttentionBackend, GatedLinear, HeadNorms, Kernels, Linear
+    from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, Linear
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.shards import Span
@@ -19,15 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights, on this rank. `attention_output` and `down` give partial sums when ranks share the model."""
+    """One layer's weights, on this rank.
+
+    `attention_output` and `feed_forward` give partial sums when ranks share the model. What they add up to is
+    normalised by `output_norms` [hidden], where the model has them, before it joins the residual stream.
+    """
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear
     head_norms: HeadNorms | None
     attention_output: Linear
     feed_forward_norm: torch.Tensor  # [hidden]
-    gate_up: GatedLinear
-    down: Linear
+    feed_forward: FeedForward
+    output_norms: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +52,22 @@ class Transformer:
     def __init__(
         self,
         weights: TransformerWeights,
-        norm_epsilon: float,
+        config: ModelConfig,
         vocabulary: tuple[Span, ...],
         *,
         kernels: Kernels,
-        attention: AttentionBackend,
+        attention: Sequence[AttentionBackend],
         group: RankGroup,
     ) -> None:
-        """Run `weights`, the share of `group.rank`; `vocabulary` [ranks] says which logits each rank computes."""
+        """Run `weights`, the share of `group.rank`, with the `attention` of each layer.
+
+        `vocabulary` [ranks] says which logits each rank computes.
+        """
         self._weights = weights
-        self._epsilon = norm_epsilon
+        self._epsilon = config.norm_epsilon
+        # Rounded to the activations' type, as the reference rounds it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
+        self._logit_cap = config.logit_cap
         self._vocabulary = vocabulary
         self._kernels = kernels
         self._attention = attention
@@ -63,31 +75,45 @@ class Transformer:
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
+        return self.logits(self.hidden_states(batch, pool))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` does, for some of the hidden states [samples, hidden]; ranks compute it together."""
+        if hidden.shape[0] == 0:
+            return hidden.new_empty(0, self._vocabulary[-1].stop)
+        logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
+        return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
+
+    def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
         hidden = self._embed(batch.token_ids)
-        *inner, last = zip(self._weights.layers, pool.layers, strict=True)
-        for layer, kv in inner:
-            attended = self._attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, batch)
+        *inner, last = zip(self._weights.layers, self._attention, pool.layers, strict=True)
+        for layer, attention, kv in inner:
+            attended = attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, batch)
             self._finish_layer(layer, hidden, attended)
-        layer, kv = last
+        layer, attention, kv = last
         projected = self._project(layer, hidden)
         if batch.sample_indices.shape[0] == 0:
-            self._attention.store(projected, kv, layer.head_norms, batch)
-            return hidden.new_empty(0, self._vocabulary[-1].stop)
+            attention.store(projected, kv, layer.head_norms, batch)
+            return hidden[:0]
         sampled = sampled_rows(batch)
         if sampled is None:
-            attended = self._attention.store_and_attend(projected, kv, layer.head_norms, batch)
+            attended = attention.store_and_attend(projected, kv, layer.head_norms, batch)
             self._finish_layer(layer, hidden, attended)
             # A pass that only decodes samples every token.
             hidden = hidden if batch.decode_rows == hidden.shape[0] else hidden[batch.sample_indices]
         else:
             # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
             hidden = hidden[batch.sample_indices]
-            queries = self._attention.store(projected, kv, layer.head_norms, batch)
-            self._finish_layer(layer, hidden, self._attention.attend(queries[batch.sample_indices], kv, sampled))
-        hidden = self._kernels.rms_norm(hidden, self._weights.output_norm, self._epsilon)
-        return self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
+            queries = attention.store(projected, kv, layer.head_norms, batch)
+            self._finish_layer(layer, hidden, attention.attend(queries[batch.sample_indices], kv, sampled))
+        return self._kernels.rms_norm(hidden, self._weights.output_norm, self._epsilon)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._look_up(token_ids)
+        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.world_size == 1:
             return self._weights.embedding[token_ids].to(self._kernels.activation_dtype)
         mine = self._vocabulary[self._group.rank]
@@ -100,15 +126,20 @@ class Transformer:
 
     def _finish_layer(self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
         """Add what attention and feed-forward of `layer` contribute to the residual stream `hidden`, in place."""
-        self._add(layer.attention_output, attended, hidden)
+        after_attention, after_feed_forward = layer.output_norms or (None, None)
+        self._add(layer.attention_output, attended, hidden, after_attention)
         normed = self._kernels.rms_norm(hidden, layer.feed_forward_norm, self._epsilon)
-        self._add(layer.down, layer.gate_up(normed), hidden)
+        self._add(layer.feed_forward, normed, hidden, after_feed_forward)
 
-    def _add(self, linear: Linear, inputs: torch.Tensor, hidden: torch.Tensor) -> None:
-        if self._group.world_size == 1:
-            linear.add_to(inputs, hidden)
+    def _add(
+        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None
+    ) -> None:
+        if norm is not None:
+            hidden += self._kernels.rms_norm(self._group.sum(part(inputs)), norm, self._epsilon)
+        elif self._group.world_size == 1:
+            part.add_to(inputs, hidden)
         else:
-            hidden += self._group.sum(linear(inputs))
+            hidden += self._group.sum(part(inputs))
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:
