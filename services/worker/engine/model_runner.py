@@ -37,6 +37,7 @@ from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
+from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +173,10 @@ class _Loader:
         spec, config = self._spec, self._config
         if spec.world_size > 1:
             self._report(0.0, "waiting for the other ranks")
-        group = join_group(spec.rank, spec.world_size, spec.rendezvous, self._device)
+        shape = ExchangeShape(self._backend.kernels.activation_dtype, spec.max_rows, config.vocabulary_size)
+        group = join_group(
+            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._is_resident else None
+        )
         free_before = self._free_memory()
         weights = Assembler(self._checkpoint, self._shard, self._backend.kernels, self._dtype, self._device).weights(
             lambda share: self._report(0.98 * share, "loading weights")

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
+from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
 if TYPE_CHECKING:
     from services.worker.engine.parallel.shards import Span
+    from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
 # Long enough for the slowest rank to load a large model, short enough to notice that one never came.
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -28,7 +30,10 @@ class RankGroup(Protocol):
         ...
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
-        """Join parts [rows, len(spans[rank])] to [rows, all] on rank 0; other ranks get [0, all]."""
+        """Join parts [rows, len(spans[rank])] to [rows, all] on rank 0; other ranks get [0, all].
+
+        The result may be overwritten by the next call, which a `sum` of all ranks must precede.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,10 +77,14 @@ class SingleRank:
 
 
 class DistributedGroup:
-    """Ranks in processes of their own, over `torch.distributed`: gloo on CPUs, NCCL on GPUs."""
+    """Ranks in processes of their own, over `torch.distributed`: gloo on CPUs, NCCL and shared memory on GPUs."""
 
-    def __init__(self, rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world_size: int, rendezvous: str, device: torch.device, shape: ExchangeShape | None = None
+    ) -> None:
         """Meet the other ranks at `rendezvous` (host:port, served by rank 0); blocks until all are there.
+
+        With `shape`, what fits it goes through the GPUs' shared memory where they have some.
 
         Raises:
             ConfigurationError: no rendezvous address was given.
@@ -93,14 +102,19 @@ class DistributedGroup:
             timeout=_RENDEZVOUS_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
+        self._shared = join_symmetric_memory(rank, world_size, shape, device) if shape is not None else None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` in place over all ranks."""
+        """Add `tensor` over all ranks."""
+        if self._shared is not None and (summed := self._shared.try_sum(tensor)) is not None:
+            return summed
         dist.all_reduce(tensor)
         return tensor
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Join column parts on rank 0. Collectives want equal shapes, so narrower parts travel padded."""
+        if self._shared is not None and (joined := self._shared.try_gather_columns(part, spans)) is not None:
+            return joined
         widest = max(len(span) for span in spans)
         padded = part if part.shape[1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[1]))
         if self.rank != 0:
@@ -123,11 +137,14 @@ class DistributedGroup:
 
     def close(self) -> None:
         """Destroy the process group."""
+        self._shared = None
         dist.destroy_process_group()
 
 
-def join_group(rank: int, world_size: int, rendezvous: str, device: torch.device) -> RankGroup:
-    """Return the group of `world_size` ranks, once all have joined."""
+def join_group(
+    rank: int, world_size: int, rendezvous: str, device: torch.device, shape: ExchangeShape | None = None
+) -> RankGroup:
+    """Return the group of `world_size` ranks, once all have joined; `shape` is what they will exchange on GPUs."""
     if world_size == 1:
         return SingleRank()
-    return DistributedGroup(rank, world_size, rendezvous, device)
+    return DistributedGroup(rank, world_size, rendezvous, device, shape)

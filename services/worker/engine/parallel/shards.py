@@ -41,6 +41,14 @@ class ModelShard:
     kv_heads: Span
     intermediate: Span
     vocabulary: Span
+    expert_columns: Span | None = None
+    """Columns of every expert, if the model has experts."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something of everything."""
+        spans = (self.query_heads, self.intermediate, self.vocabulary, self.expert_columns)
+        return all(len(span) for span in spans if span is not None)
 
     @property
     def is_first(self) -> bool:
@@ -69,7 +77,7 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank {rank} is not below world_size {world_size}")
     shards = [_shard(config, other, world_size) for other in range(world_size)]
-    if not all(len(shard.intermediate) and len(shard.vocabulary) and len(shard.query_heads) for shard in shards):
+    if not all(shard.has_work for shard in shards):
         raise ConfigurationError(
             f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
             f"query heads and {config.intermediate_size} feed-forward columns"
@@ -86,6 +94,9 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         kv_heads=keys,
         intermediate=split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
+        expert_columns=split_evenly(config.mixture.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
+        if config.mixture
+        else None,
     )
 
 

@@ -1,0 +1,179 @@
+"""Exchanges of decode sizes through memory that the GPUs of one host map of each other.
+
+NCCL takes 20 to 40 µs for what such a program does in 6 to 15, and a decode step has two sums per layer. Torch's
+symmetric memory brings the programs; which of them to use, or NCCL, is measured once for every size. Multicast, which
+some hosts cannot set up without harm, stays off: none of these programs uses it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from services.worker.engine.parallel.shards import Span
+
+log = logging.getLogger(__name__)
+
+# Sums beyond the largest size are left to NCCL, which has the bandwidth.
+SIZES = tuple(1 << exponent for exponent in range(12, 24))  # 4 KiB to 8 MiB
+_TYPES = (torch.bfloat16, torch.float32)
+# Ranks for which the programs that sum in two stages were compiled.
+_TWO_STAGE_RANKS = (2, 4, 8)
+# What all of them read and write at once.
+_ALIGNMENT = 16
+_CALLS, _REPLAYS = 20, 3
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Method(Enum):
+    """How a sum is made."""
+
+    NCCL = "nccl"
+    ONE_STAGE = "one stage"
+    """Every rank reads the parts of all others: the shortest way for few bytes."""
+    TWO_STAGES = "two stages"
+    """Every rank sums its share of the elements, then reads the others' shares: fewer bytes, one meeting more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeShape:
+    """What ranks will exchange: activations and logits of `dtype`, logits [up to rows, vocabulary]."""
+
+    dtype: torch.dtype
+    rows: int
+    vocabulary: int
+
+
+class SymmetricMemory:
+    """Memory of every rank that all ranks read and write, and the measured choice of how to use it."""
+
+    def __init__(self, rank: int, world_size: int, shape: ExchangeShape, device: torch.device) -> None:
+        """Allocate on `device` and meet the other ranks; all make one at the same time, over the default group.
+
+        Raises:
+            RuntimeError: the devices cannot reach each other's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric  # not there in torch builds without distributed
+
+        self._rank = rank
+        self._world_size = world_size
+        self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # the group exists by now
+        self._sums = symmetric.empty(SIZES[-1] // shape.dtype.itemsize, dtype=shape.dtype, device=device)
+        symmetric.rendezvous(self._sums, self._name)
+        self._logits = symmetric.empty(shape.rows * shape.vocabulary, dtype=shape.dtype, device=device)
+        self._logits_handle = symmetric.rendezvous(self._logits, self._name)
+        self._methods = self._choose(device)
+        log.info("symmetric_memory.measured sums=%s", describe(self._methods))
+
+    def try_sum(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return `tensor` summed over all ranks, perhaps in place, or None where NCCL is to do it."""
+        size = tensor.nbytes
+        if size > SIZES[-1] or size % _ALIGNMENT or tensor.dtype != self._sums.dtype or not tensor.is_contiguous():
+            return None
+        return self._sum(self._methods[bisect.bisect_left(SIZES, size)], tensor)
+
+    def try_gather_columns(self, part: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor | None:
+        """Write the parts of all ranks into rank 0's memory, which is returned there; see `RankGroup.gather_columns`.
+
+        The result is overwritten by the next call. That none begins before rank 0 has read it is left to the passes:
+        between two of these calls all ranks meet in a sum, which rank 0 launches behind what reads the result.
+        """
+        rows, width = part.shape[0], spans[-1].stop
+        if part.dtype != self._logits.dtype or rows * width > self._logits.numel():
+            return None
+        logits = self._logits if self._rank == 0 else self._logits_handle.get_buffer(0, self._logits.shape, part.dtype)
+        whole = logits[: rows * width].view(rows, width)
+        whole[:, spans[self._rank].scaled(1)] = part
+        self._logits_handle.barrier()
+        return whole if self._rank == 0 else part.new_empty(0, width)
+
+    def _sum(self, method: Method, tensor: torch.Tensor) -> torch.Tensor | None:
+        if method is Method.NCCL:
+            return None
+        shared = self._sums[: tensor.numel()].view(tensor.shape)
+        if method is Method.ONE_STAGE:
+            summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+            return summed
+        shared.copy_(tensor)
+        torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, tensor)
+        return tensor
+
+    def _choose(self, device: torch.device) -> tuple[Method, ...]:
+        """Return the fastest method for each of `SIZES`: the same on all ranks, whose slowest counts."""
+        methods = [method for method in Method if method is not Method.TWO_STAGES or self._has_two_stages]
+        times = torch.zeros(len(SIZES), len(methods), device=device)
+        for i, size in enumerate(SIZES):
+            tensor = torch.zeros(size // self._sums.itemsize, dtype=self._sums.dtype, device=device)
+            for j, method in enumerate(methods):
+                times[i, j] = _graph_time(lambda chosen=method, given=tensor: self._run(chosen, given))  # type: ignore[misc]
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return tuple(methods[best] for best in times.argmin(dim=1).tolist())
+
+    @property
+    def _has_two_stages(self) -> bool:
+        return self._world_size in _TWO_STAGE_RANKS
+
+    def _run(self, method: Method, tensor: torch.Tensor) -> None:
+        if self._sum(method, tensor) is None:
+            dist.all_reduce(tensor)
+
+
+def join_symmetric_memory(
+    rank: int, world_size: int, shape: ExchangeShape, device: torch.device
+) -> SymmetricMemory | None:
+    """Return the ranks' shared memory, or None where they cannot have it; all ranks call this at the same time."""
+    if not (device.type == "cuda" and shape.dtype in _TYPES and _share_a_host(world_size)):
+        return None
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    made: SymmetricMemory | None = None
+    try:
+        made = SymmetricMemory(rank, world_size, shape, device)
+    except (RuntimeError, ImportError) as error:
+        log.warning("Ranks exchange over NCCL alone, slower at small sizes: %s", error)
+    has_all = torch.tensor([made is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_all, op=dist.ReduceOp.MIN)
+    return made if has_all.item() else None
+
+
+def describe(methods: Sequence[Method]) -> str:
+    """Return which method is used up to which size, for the log."""
+    ends = [i for i, method in enumerate(methods) if i + 1 == len(methods) or methods[i + 1] is not method]
+    return ", ".join(f"{methods[i].value} to {SIZES[i] >> 10} KiB" for i in ends)
+
+
+def _share_a_host(world_size: int) -> bool:
+    hosts: list[object] = [None] * world_size
+    boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    dist.all_gather_object(hosts, (socket.gethostname(), boot))
+    return len(set(hosts)) == 1
+
+
+def _graph_time(run: Callable[[], None]) -> float:
+    """Return milliseconds of one call among several in a captured graph, as decode steps run them."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_CALLS):
+            run()
+    times = []
+    for _ in range(_REPLAYS):
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        started.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(float(started.elapsed_time(ended)) / _CALLS)
+    return min(times)
