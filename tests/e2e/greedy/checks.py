@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from common.types import CacheMode
@@ -55,20 +55,13 @@ EXACT = ModelSettings(dtype="float32")
 def serve_rows(
     root: Path,
     *,
-    max_step_tokens: int = 512,
-    device_pages: int | None = None,
-    host_pages: int | None = None,
     ranks: int = 1,
+    **scheduler_settings: Any,
 ) -> Iterator[Served]:
     """Run the real model with sixteen rows as long as the caller keeps this iterator."""
     require_model()
-    scheduler = SchedulerSettings(
-        max_rows=ROWS,
-        page_size=PAGE,
-        max_step_tokens=max_step_tokens,
-        device_pages=device_pages,
-        cache_host_pages=host_pages,
-    )
+    given = {"max_rows": ROWS, "page_size": PAGE, "max_step_tokens": 512, **scheduler_settings}
+    scheduler = SchedulerSettings.model_validate(given)
     settings = Settings(model=EXACT, gateway=GatewaySettings(port=0), scheduler=scheduler)
     yield from serve(settings, root, ranks)
 

@@ -1,0 +1,62 @@
+"""Greedy answers are those of `transformers` in fp32 in every mode of the cache, also from merged and public pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+
+from common.settings import SchedulerSettings
+from tests.e2e.greedy.checks import TIMEOUT_S, cacheable, check_answers, pick, serve_rows
+from tests.e2e.greedy.reference import OUTPUT_TOKENS
+from tests.e2e.ring import ask
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+MODES = get_args(SchedulerSettings.model_fields["cache"].annotation)
+EPOCH_S = 0.5
+REFERENCES = pick("length-300", "chat-colors", "chinese-capitals", "code-json")
+NOTHING = [0] * len(REFERENCES)
+EVERYTHING = [cacheable(len(reference.prompt_ids)) for reference in REFERENCES]
+# What ann, bob, cid, dan and then ann again find; three users are evidence enough.
+FOUND = {
+    "shared": (NOTHING, EVERYTHING, EVERYTHING, EVERYTHING, EVERYTHING),
+    "isolated": (NOTHING, NOTHING, NOTHING, NOTHING, EVERYTHING),
+    "isolated_pinned": (NOTHING, NOTHING, NOTHING, NOTHING, EVERYTHING),
+    "user_aware": (NOTHING, NOTHING, NOTHING, EVERYTHING, EVERYTHING),
+    "chunk": (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def moded(request: pytest.FixtureRequest, run_root: Path) -> Iterator[tuple[str, Served]]:
+    """The name of a mode, and a deployment in it with short epochs."""
+    for served in serve_rows(run_root, cache=request.param, epoch_seconds=EPOCH_S):
+        yield request.param, served
+
+
+def end_epoch(served: Served) -> None:
+    epoch = served.state().cache_accounting.epoch
+    wait_until(lambda: served.state().cache_accounting.epoch > epoch)
+
+
+def test_answers_are_the_same_for_everybody_whoever_computed_the_pages(moded: tuple[str, Served]) -> None:
+    mode, served = moded
+    found = []
+    for user in ("ann", "bob", "cid", "dan", "ann"):
+        with served.leaving_nothing_behind():
+            asked = ask(served, [reference.prompt_ids for reference in REFERENCES], OUTPUT_TOKENS, user)
+        check_answers(REFERENCES, asked.answers)
+        found.append([answer.cached_tokens for answer in asked.answers])
+        if mode.startswith("isolated") and user == "dan":
+            # Ann's second answer comes from pages that all four have: one copy of each.
+            wait_until(lambda: served.state().cache_accounting.merged_pages >= 3 * sum(EVERYTHING) // 16)
+        end_epoch(served)
+    assert tuple(found) == FOUND[mode]
