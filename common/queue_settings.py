@@ -16,6 +16,9 @@ class QueueSettings(StorageSettings):
 
     policy: Literal["fcfs", "lpm", "priority", "fair"] = "fcfs"
     """Order of the waiting queue: arrival, longest cached prefix, the request's priority, or fair shares of users."""
+    priority_preemptions: int = Field(default=2, ge=0)
+    """With policy priority: how often one running request may make way for a waiting one of higher priority when there
+    is no room; it goes on later with the same tokens. 0: running requests stay."""
     max_waiting_requests: int = Field(default=4096, ge=1)
     """Length of the waiting queue; more are refused with a hint when to retry."""
     max_waiting_per_user: int = Field(default=0, ge=0)

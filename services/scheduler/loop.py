@@ -150,11 +150,13 @@ class SchedulerLoop:
             allocator = PageAllocator(config.device_pages)
             rules = resolve_cache(self._settings)
             host = resolve_host(self._settings, capacity.host_pages)
-            cache = make_cache(self._settings.cache, allocator, config.page_size, rules, host)
+            # An encoder keeps nothing.
+            name = "chunk" if capacity.is_encoder else self._settings.cache
+            cache = make_cache(name, allocator, config.page_size, rules, host)
             storage = self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
                 sizes = config.page_size, config.device_pages
-                self._decisions.begin(encode_header(self._settings.cache, *sizes, rules, host, storage))
+                self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)
@@ -177,6 +179,8 @@ class SchedulerLoop:
         self.core.apply(result)
         self._push()
         self._step_cpu_s += time.thread_time() - started
+        if result.partial:
+            return
         metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
         if result.last:
@@ -285,6 +289,7 @@ class SchedulerLoop:
         metrics.WAITING_REQUESTS.set(len(core.queue))
         metrics.RUNNING_ROWS.set(core.rows.running)
         metrics.RETRACTIONS.set(core.memory.retractions)
+        metrics.PREEMPTIONS.set(core.preemptions)
         metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
         if self.meter is not None:
             self.meter.export(core.memory.cache)

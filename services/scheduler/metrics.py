@@ -25,6 +25,9 @@ CACHED_TOKENS_TOTAL = Counter("pando_scheduler_cached_tokens_total", "Prompt tok
 GENERATED_TOKENS_TOTAL = Counter("pando_scheduler_generated_tokens_total", "Sampled tokens.")
 QUEUE_SECONDS = Histogram("pando_scheduler_queue_seconds", "Time from arrival to the first prefill.")
 RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their pages back, since start.")
+PREEMPTIONS = Gauge(
+    "pando_scheduler_preemptions", "Of the retractions, those for a request of higher priority, since start."
+)
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
 CACHE_EVENTS_TOTAL = Counter(

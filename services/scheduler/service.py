@@ -275,6 +275,7 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.planned_steps = core.planned_steps
     state.finished_steps = core.finished_steps
     state.retractions = core.memory.retractions
+    state.preemptions = core.preemptions
     state.leaked_pages = core.memory.leaked_pages
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
     if core.memory.cache.host is not None:

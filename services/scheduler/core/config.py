@@ -34,11 +34,16 @@ class CoreConfig:
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
+    # Rows only embed, without pages, and are computed in one piece.
+    is_encoder: bool = False
+    # Whether retracted sequences, too, go by the policy's order, and how often a row makes way for a higher priority.
+    strict_priority: bool = False
+    max_preemptions: int = 0
 
     @property
     def capacity_tokens(self) -> int:
         """The longest sequence that the device can hold alone."""
-        return self.device_pages * self.page_size
+        return self.max_context if self.is_encoder else self.device_pages * self.page_size
 
 
 def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
@@ -69,4 +74,7 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         kv_bytes_per_token=capacity.kv_bytes_per_token,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
+        is_encoder=capacity.is_encoder,
+        strict_priority=settings.policy == "priority",
+        max_preemptions=settings.priority_preemptions if settings.policy == "priority" else 0,
     )

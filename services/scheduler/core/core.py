@@ -13,9 +13,11 @@ from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
+from services.scheduler.core.pooling import check_pooling, with_usable_cache
 from services.scheduler.core.queue import Policy, WaitingQueue
 from services.scheduler.core.results import ResultHandler
 from services.scheduler.core.rows import RowTable
+from services.scheduler.core.scoring import PromptScoring
 from services.scheduler.core.sequence import Phase, Sequence, initial_ids
 from services.scheduler.core.tenancy import Tenancy
 
@@ -56,9 +58,9 @@ class SchedulerCore:
         """
         self.config = config
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
-        self.queue = WaitingQueue(policy, counters)
+        self.queue = WaitingQueue(policy, counters, retracted_first=not config.strict_priority)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
-        self.memory = KvMemory(allocator, cache, costs, times)
+        self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
         self.in_flight = 0
         self.finished_steps = 0
         self._tenancy = Tenancy(self.rows, self.memory)
@@ -76,6 +78,11 @@ class SchedulerCore:
         return self._planner.next_step - 1
 
     @property
+    def preemptions(self) -> int:
+        """Rows that made way for requests of higher priority."""
+        return self._planner.preemption.count
+
+    @property
     def is_paused(self) -> bool:
         """Whether waiting sequences stay where they are."""
         return self._planner.paused
@@ -91,8 +98,10 @@ class SchedulerCore:
 
     def submit(self, request: ScheduleRequest, now: float) -> Admission:
         """Take a request into the queue, or say why not."""
+        request = with_usable_cache(request)
         try:
             self._check(request)
+            check_pooling(request, self.config)
         except PandoError as error:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         leader: Sequence | None = None
@@ -106,7 +115,8 @@ class SchedulerCore:
             self._output.open(sequence)
         self._by_request[request.request_id] = sequences
         for sequence in sequences[:1]:
-            if len(sequence.token_ids) >= sequence.max_total_tokens:  # resumed where nothing was left to generate
+            if request.pooling is None and len(sequence.token_ids) >= sequence.max_total_tokens:
+                # Resumed where nothing was left to generate.
                 self._finish(sequence, Finish(FinishReason.LENGTH))
             else:
                 self.memory.prefetch(sequence)
@@ -128,11 +138,9 @@ class SchedulerCore:
             )
         if request.resume is not None and request.n != 1:
             raise InvalidRequestError("a resumed request has exactly one choice", param="n")
-        if request.stop.max_tokens == 0:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
         known = len(request.token_ids) + (len(request.resume.token_ids) if request.resume else 0)
         limit = min(self.config.max_context, self.config.capacity_tokens)
-        if known >= limit:
+        if request.pooling is None and known >= limit:
             raise ContextLengthError(
                 f"the prompt has {known} tokens, but at most {limit - 1} fit beside one token of output", param="prompt"
             )
@@ -142,12 +150,18 @@ class SchedulerCore:
 
     def _new_sequence(self, request: ScheduleRequest, index: int, leader: Sequence | None, now: float) -> Sequence:
         limit = min(self.config.max_context, self.config.capacity_tokens)
-        if request.stop.max_tokens is not None:
-            limit = min(limit, len(request.token_ids) + request.stop.max_tokens)
+        if request.pooling is not None:
+            limit = len(request.token_ids)
+        elif request.stop.max_tokens is not None:
+            # A row samples a token when its prompt is computed, whether anybody wants it or not.
+            limit = min(limit, len(request.token_ids) + max(request.stop.max_tokens, 1))
         handle = self._next_handle
         self._next_handle += 1
         sampling = dataclasses.replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
-        return Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
+        sequence = Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
+        if request.prompt_logprobs is not None and leader is None:
+            sequence.scoring = PromptScoring(request.prompt_logprobs, request.token_ids)
+        return sequence
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request by its exact id, if it is open; return whether it was."""

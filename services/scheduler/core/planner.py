@@ -8,6 +8,7 @@ import numpy as np
 
 from common.steps import PageGrant, PrefillChunk, RowOpen, StepPlan
 from common.types import RowSlot, StepId
+from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.twins import Twins
 
@@ -30,7 +31,8 @@ class Planner:
     One token budget holds decode and prefill together: every decoding row takes one token, rows in the middle of
     their prompt come next, then new ones as long as a row, pages and budget are left. A new row needs pages for its
     known tokens and one spare page for each running row, never for its max_tokens; if memory runs out later, the
-    youngest row of the lowest priority gives its pages back and waits in front of the queue.
+    youngest row of the lowest priority gives its pages back and waits in front of the queue. Under strict priorities
+    rows give their pages back also for a waiting sequence that goes before them (`preemption.py`).
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Planner:
         self._billing = billing
         self._next_step = 1
         self.paused = False
+        self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
 
     @property
     def next_step(self) -> StepId:
@@ -63,6 +66,8 @@ class Planner:
         `decode_step_s` is the measured duration of a decode step, if known. `idle`: no plan is in flight, so that
         bookkeeping alone is worth a message.
         """
+        if not self.paused:
+            self.preemption.make_room(lambda: Twins(self._rows, self._memory), self._retract)
         prefilling = self._prefilling()
         decoding, grants = self._plan_decode()
         budget = self._config.max_step_tokens - len(decoding)
@@ -169,8 +174,8 @@ class Planner:
             return 0
         start, end = int(self._rows.planned[row]), int(self._rows.length[row])
         length = min(end - start, budget)
-        missing = self._rows.pages_missing(row, start + length)
-        if missing:
+        missing = self._memory.pages_of(start + length) - int(self._rows.page_count[row])
+        if missing > 0:
             pages = self._memory.try_allocate(min(missing, self._memory.available_pages))
             assert pages is not None, "what is available can be allocated"
             if len(pages):
@@ -198,6 +203,8 @@ class Planner:
         for sequence in self._queue.candidates(self._memory.match):
             if budget <= 0 or self._rows.free_slots <= held_back:
                 break
+            if self._config.is_encoder and len(sequence.token_ids) > budget:
+                break
             if twins.is_awaited(sequence):
                 continue
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
@@ -205,6 +212,7 @@ class Planner:
                 continue
             lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lease is None:
+                self.preemption.note_refusal(sequence)
                 break
             opens.append(self._open(sequence, lease, now))
             twins.add(sequence)
@@ -236,6 +244,8 @@ class Planner:
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,
             min_new_tokens=request.stop.min_tokens,
+            prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
+            pooling=request.pooling,
         )
 
     def _unstick(self, prefilling: list[Sequence]) -> bool:

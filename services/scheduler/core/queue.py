@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from common.types import Principal
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
+
+K = TypeVar("K")
 
 
 class Policy(Protocol):
@@ -27,11 +29,18 @@ class Policy(Protocol):
 class WaitingQueue:
     """Sequences in order of arrival, behind those that were retracted; offered in the policy's order."""
 
-    def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
-        """Start empty; `counters` are told who waits."""
+    def __init__(
+        self, policy: Policy, counters: VirtualCounters | None = None, *, retracted_first: bool = True
+    ) -> None:
+        """Start empty; `counters` are told who waits.
+
+        With `retracted_first`, who was retracted starts before all others, whatever the policy says.
+        """
+        self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
         self._by_principal: Counter[Principal] = Counter()
+        self._by_priority: Counter[int] = Counter()
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -43,6 +52,11 @@ class WaitingQueue:
         """Iterate over a snapshot, retracted ones first."""
         return iter([*self._retracted.values(), *self._arrived.values()])
 
+    @property
+    def highest_priority(self) -> int | None:
+        """The highest priority of all that wait."""
+        return max(self._by_priority, default=None)
+
     def waiting_of(self, principal: Principal) -> int:
         """Return how many sequences of a principal wait."""
         return self._by_principal[principal]
@@ -50,12 +64,12 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence."""
         self._arrived[sequence.handle] = sequence
-        self._enter(sequence.request.principal)
+        self._enter(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a retracted sequence before all others; the oldest of them stays first."""
         self._retracted[sequence.handle] = sequence
-        self._enter(sequence.request.principal)
+        self._enter(sequence)
         if len(self._retracted) > 1:
             self._retracted = OrderedDict(sorted(self._retracted.items()))
 
@@ -64,19 +78,30 @@ class WaitingQueue:
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
         principal = sequence.request.principal
-        self._by_principal[principal] -= 1
-        if not self._by_principal[principal]:
-            del self._by_principal[principal]
+        _take_one(self._by_principal, principal)
+        _take_one(self._by_priority, sequence.request.priority)
         if self._counters is not None:
             self._counters.exit(principal)
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield those that may start, best first. The caller may remove what it was just given."""
-        yield from [sequence for sequence in self._retracted.values() if sequence.may_start]
+        retracted = [sequence for sequence in self._retracted.values() if sequence.may_start]
         ready = [sequence for sequence in self._arrived.values() if sequence.may_start]
-        yield from self._policy.order(ready, match)
+        if self._retracted_first:
+            yield from retracted
+            yield from self._policy.order(ready, match)
+        else:
+            yield from self._policy.order([*retracted, *ready], match)
 
-    def _enter(self, principal: Principal) -> None:
+    def _enter(self, sequence: Sequence) -> None:
+        principal = sequence.request.principal
         self._by_principal[principal] += 1
+        self._by_priority[sequence.request.priority] += 1
         if self._counters is not None:
             self._counters.enter(principal)
+
+
+def _take_one(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
     from services.scheduler.cache.interface import Lease
     from services.scheduler.cache.tiers.storage_reads import Fetch
+    from services.scheduler.core.scoring import PromptScoring
 
 
 class Phase(Enum):
@@ -52,6 +53,8 @@ class Sequence:
     cached_tokens: int | None = None
     started_at: float | None = None
     retractions: int = 0
+    # Of these, those that made way for a higher priority.
+    preemptions: int = 0
     # Whether the cache has counted this request's use of its prefix.
     was_committed: bool = False
     # Output that its principal has been charged for, in tokens.
@@ -67,11 +70,24 @@ class Sequence:
     fetch: Fetch | None = None
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
+    # Set: its prompt's log probabilities are told; of a request's choices the first one tells them.
+    scoring: PromptScoring | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.token_ids)
+
+    @property
+    def cacheable_ids(self) -> TokenIds:
+        """The known ids as far as they may come from the cache; it leaves out the last of them."""
+        limit = None if self.scoring is None else self.scoring.cacheable_tokens
+        return self.token_ids if limit is None else self.token_ids[:limit]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its prompt is all that is computed for; the one token that comes with that is told to nobody."""
+        return self.request.stop.max_tokens == 0 and self.request.pooling is None
 
     @property
     def may_start(self) -> bool:

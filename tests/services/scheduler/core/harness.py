@@ -10,6 +10,7 @@ import numpy as np
 from common.types import (
     CacheMode,
     Finish,
+    Pooling,
     Principal,
     ReplyTo,
     RequestId,
@@ -58,6 +59,7 @@ def make_request(
     cache_mode: CacheMode = CacheMode.DEFAULT,
     resume: Resume | None = None,
     timeout_ms: int | None = None,
+    pooling: Pooling | None = None,
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
@@ -71,6 +73,7 @@ def make_request(
         cache_mode=cache_mode,
         resume=resume,
         timeout_ms=timeout_ms,
+        pooling=pooling,
     )
 
 
@@ -95,8 +98,10 @@ class Harness:
         host: HostConfig | None = None,
         ranks: int = 1,
         rules: CacheConfig | None = None,
+        max_preemptions: int = 0,
         prefill_tokens_per_s: float = 0.0,
         load_bytes_per_s: float = 0.0,
+        is_encoder: bool = False,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -115,13 +120,16 @@ class Harness:
             kv_bytes_per_token=1,
             prefill_tokens_per_s=prefill_tokens_per_s,
             load_bytes_per_s=load_bytes_per_s,
+            is_encoder=is_encoder,
+            strict_priority=policy == "priority",
+            max_preemptions=max_preemptions,
         )
         allocator = PageAllocator(pages)
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
         self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
-        self.worker = SimulatedWorker(pages, page_size, host.pages if host else 0, ranks)
+        self.worker = SimulatedWorker(pages, page_size, host.pages if host else 0, ranks, is_encoder)
         self.acks = GroupAcks(ranks)
         self.depth = depth
         self.now = 0.0
@@ -213,6 +221,7 @@ class Harness:
             old.page_size,
             old.host_pages,
             old.ranks,
+            old.is_encoder,
             last_step=old.last_step,
             last_transfer=old.last_transfer,
         )

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.types import CacheMode, FinishReason, RequestId
-from tests.fakes.simulated_worker import expected_output
+from common.types import CacheMode, FinishReason, Pooling, RequestId
+from tests.fakes.simulated_worker import embedding_of, expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
 # Few distinct prompts that share prefixes, so that the cache is hit, split and contended.
@@ -23,6 +23,7 @@ class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[str, tuple[list[int], int, int]] = {}
+        self.embedded: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
 
     @initialize(
@@ -30,8 +31,9 @@ class CoreMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         lease=st.sampled_from([0.0, 0.004]),
         cache=st.sampled_from(["isolated", "shared", "chunk"]),
+        preemptions=st.sampled_from([None, 0, 2]),
     )
-    def start(self, pages: int, depth: int, lease: float, cache: str) -> None:
+    def start(self, pages: int, depth: int, lease: float, cache: str, preemptions: int | None) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
@@ -40,6 +42,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_step_tokens=12,
             max_context=56,
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
+            policy=None if preemptions is None else "priority",
+            max_preemptions=preemptions or 0,
         )
 
     @rule(
@@ -56,6 +60,12 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.harness.core.submit(request, 0.0).rejected is None
         self.requests[name] = (prompt, max_tokens, n)
 
+    @rule(prompt=PROMPTS, user=st.sampled_from(["alice", "bob"]), pooling=st.sampled_from([Pooling.LAST, Pooling.MEAN]))
+    def embed(self, prompt: list[int], user: str, pooling: Pooling) -> None:
+        name = f"e{len(self.embedded)}"
+        assert self.harness.core.submit(make_request(name, prompt, user=user, pooling=pooling), 0.0).rejected is None
+        self.embedded[name] = prompt
+
     @rule(count=st.integers(1, 6))
     def work(self, count: int) -> None:
         for _ in range(count):
@@ -68,8 +78,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if self.requests:
-            name = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.requests or self.embedded:
+            name = data.draw(st.sampled_from(sorted([*self.requests, *self.embedded])))
             if self.harness.core.abort(RequestId(name)):
                 self.aborted.add(name)
             self.harness.collect()
@@ -100,6 +110,10 @@ class CoreMachine(RuleBasedStateMachine):
                     continue
                 assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 assert self.harness.outputs[name, index] == expected_output(prompt, limit, (STOP_ID,))
+        for name, prompt in self.embedded.items():
+            finish = self.harness.finishes[name, 0]
+            assert name in self.aborted or finish.embedding == embedding_of(prompt)
+            assert not self.harness.outputs[name, 0], "nothing is generated"
         assert self.harness.core.rows.running == 0
         self.harness.core.memory.cache.flush()
         assert self.harness.core.memory.allocator.free_pages == self.harness.config.device_pages
