@@ -16,6 +16,10 @@ class InvalidPlanError(Exception):
     """A plan contradicts the rows it is about. The weights are unharmed, the rows are undefined until `reset`."""
 
 
+class OutOfMemoryError(Exception):
+    """Memory does not suffice for a step, and it cannot be made smaller here. The weights are unharmed."""
+
+
 class HostPages(Protocol):
     """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
 
@@ -60,6 +64,8 @@ class Engine(Protocol):
 
         Raises:
             InvalidPlanError: the plan contradicts the rows; nothing was computed for it.
+            OutOfMemoryError: memory does not suffice, and other ranks take part; a rank alone computes in parts, and
+                stops rows that do not fit even so (`RowStop` with ERROR).
         """
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:

@@ -10,17 +10,20 @@ import numpy as np
 import torch
 
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
-from services.worker.engine.engine import Emit, ProgressReport
+from services.worker.engine.engine import Emit, OutOfMemoryError, ProgressReport
 from services.worker.engine.measuring.warm_up import warm_up
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
+from services.worker.engine.plans.plan_runner import PlanRunner, Sampled, join
 from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
+from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
+from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,6 +43,12 @@ class Runner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a pass, but return what the logits of its samples are made of, [samples, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden], as `forward` does, in any float type."""
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank."""
@@ -87,7 +96,7 @@ class TorchEngine:
             self._plans = LaggedPlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=is_first)
             return capacity
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
-        plain = TorchStepper(self._runner, table, rank=spec.rank)
+        plain = TorchStepper(self._runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
         self._plans = PlanRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
         return capacity
 
@@ -105,8 +114,15 @@ class TorchEngine:
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan; see `Engine.execute`."""
         assert self._plans is not None, "execute before configure"
-        with torch.inference_mode():
-            self._plans.run(plan, emit)
+        try:
+            with torch.inference_mode():
+                self._plans.run(plan, emit)
+        except OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(f"memory does not suffice for a plan: {error}") from error
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit what is still computed; see `Engine.settle`."""
@@ -143,28 +159,46 @@ class TorchEngine:
 class TorchStepper:
     """Computes passes with a model runner. Rank 0 samples, and the others learn from it what came out."""
 
-    def __init__(self, runner: Runner, table: SamplingTable, rank: int) -> None:
-        """Use `runner`; rows' sampling parameters go into `table`."""
+    def __init__(self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False) -> None:
+        """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`."""
         self._runner = runner
         self._table = table
+        self._scoring = ScoringTable()
         self._rank = rank
+        self._is_shared = is_shared
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row's sampling parameters."""
         self._table.open(opened)
+        self._scoring.open(opened)
 
     def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
-        """Run one pass."""
-        logits = self._runner.forward(to_device(gather(rows, forward), self._runner.device))
+        """Run one pass, in parts if memory does not suffice."""
+        made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=self._is_shared)
+        return join(forward, [sampled for _, sampled in made.parts], made.failed)
+
+    def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
         slots = forward.sampled_rows
         if slots.size == 0:
-            return Sampled()
+            return Sampled(prompt_logprobs=prompt_logprobs)
         if self._rank == 0:
             samples = sample(logits, slots, rows, self._table)
         else:
             samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
         token_ids = self._runner.broadcast_tokens(samples.token_ids)
-        return Sampled(token_ids.cpu().numpy().astype(np.int32), samples.logprobs)
+        token_ids = token_ids.cpu().numpy().astype(np.int32)
+        return Sampled(token_ids, samples.logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
+        """Return logits of the batch's samples, and log probabilities of prompt tokens."""
+        if not scored:
+            return self._runner.forward(to_device(batch, self._runner.device)), ()
+        samples = batch.sample_indices.size
+        hidden = self._runner.hidden_states(to_device(with_scored(batch, scored), self._runner.device))
+        vocabulary_size, is_first = self._table.vocabulary_size, self._rank == 0
+        spans = score(hidden[samples:], scored, vocabulary_size, self._runner.logits, is_first=is_first)
+        return self._runner.logits(hidden[:samples]).float(), spans
 
 
 def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from services.worker.engine.gpu.chunk_halves import halves
 from services.worker.engine.gpu.decode_passes import DecodePass, DecodePasses, ResidentRunner, ladder
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
 from services.worker.engine.kernels.gpu import row_state
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
-from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, gather
-from services.worker.engine.plans.plan_runner import Sampled
+from services.worker.engine.plans.passes import ForwardPass, gather
+from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import Needs, SamplingTable
+from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
 from services.worker.engine.torch_engine import to_device as batch_to_device
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class LaunchedTokens:
     order: RowIndices
     event: torch.cuda.Event | None
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    failed: RowIndices = field(default_factory=lambda: NO_ROWS)
 
     def is_ready(self) -> bool:
         """Whether they have arrived."""
@@ -53,7 +54,7 @@ class LaunchedTokens:
         """Return them."""
         if self.event is not None:
             self.event.synchronize()
-        return Sampled(self.token_ids.numpy()[self.order], self.logprobs)
+        return Sampled(self.token_ids.numpy()[self.order], self.logprobs, failed=self.failed)
 
 
 class GpuStepper:
@@ -98,11 +99,20 @@ class GpuStepper:
     def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
         """Start a pass; see `LaggedStepper`."""
         self._rows.upload()
-        if forward.chunks.rows.size:
-            return self._launch_mixed(rows, forward)
-        members = forward.decode_rows
+        if not forward.chunks.rows.size:
+            try:
+                return self._launch_decoding(rows, forward.decode_rows)
+            except Exception as error:
+                # Nothing was appended to the rows yet. What is to be done is decided outside: the error holds memory.
+                if not is_out_of_memory(error):
+                    raise
+        return self._launch_parts(rows, forward)
+
+    def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedTokens:
         one = self._decode_passes.of(members.size)
         order = one.take(members, rows.lengths[members])
+        # Before the rows get their tokens: nothing that can fail may follow that.
+        host = self._host_memory(one.size)
         one.compute()
         if self._needs_host(rows, members):
             at = torch.from_numpy(order).to(self._runner.device)
@@ -110,45 +120,44 @@ class GpuStepper:
             padded = torch.zeros(one.size, dtype=torch.int32, device=self._runner.device)
             padded[at] = samples.token_ids.to(torch.int32)
             one.tell(padded)
-            return self._fetch(one.token_ids, order, samples.logprobs)
+            return self._fetch(one.token_ids, host, order, samples.logprobs)
         one.choose(filtered=bool(self._table.needs_of(members) & _FILTERS))
-        return self._fetch(one.token_ids, order)
+        return self._fetch(one.token_ids, host, order)
 
-    def _launch_mixed(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
-        logits = self._compute_smaller(rows, forward)
+    def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
+        """Run a pass kernel by kernel, in parts if memory does not suffice."""
+        made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
         sampled = forward.sampled_rows
-        order = np.arange(sampled.size)
-        if sampled.size == 0:
-            return LaunchedTokens(torch.empty(0, dtype=torch.int32), order, None)
-        device = self._runner.device
-        slots = to_device(sampled.astype(np.int32), device)
-        token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
-        logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
-        if self._needs_host(rows, sampled):
-            samples = self._sample_on_host(logits, torch.from_numpy(order).to(device), sampled, rows)
-            token_ids.copy_(samples.token_ids)
-            logprobs = samples.logprobs
-        else:
-            if self._is_first:
-                filtered = bool(self._table.needs_of(sampled) & _FILTERS)
-                self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=filtered)
-            self._runner.broadcast_tokens(token_ids)
+        got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
+        logprobs = tuple(entry for _, (_, told) in made.parts for entry in told)
+        if got_token.size == 0:
+            nothing = torch.zeros(sampled.size, dtype=torch.int32)
+            return LaunchedTokens(nothing, np.arange(sampled.size), None, failed=made.failed)
+        host = self._host_memory(got_token.size)
+        token_ids = torch.cat([tokens for _, (tokens, _) in made.parts])
+        slots = to_device(sampled[got_token].astype(np.int32), self._runner.device)
         row_state.append(self._rows.cells, slots, token_ids)
-        return self._fetch(token_ids, order, logprobs)
+        order = np.zeros(sampled.size, np.int64)
+        order[got_token] = np.arange(got_token.size)
+        return self._fetch(token_ids, host, order, logprobs, made.failed)
 
-    def _compute_smaller(self, rows: RowTable, forward: ForwardPass) -> torch.Tensor:
-        """Compute a pass with chunks; where memory does not suffice, in halves."""
-        try:
-            return self._compute_mixed(rows, forward)
-        except torch.OutOfMemoryError:
-            # Ranks must make the same passes, and the others may have had the memory.
-            if self._is_shared or forward.chunks.lengths.sum() <= 1:
-                raise
-        torch.cuda.empty_cache()
-        first, second = halves(forward.chunks)
-        log.warning("Out of memory in a pass of %d tokens: it is computed in two", forward.chunks.lengths.sum())
-        parts = (ForwardPass(forward.decode_rows, first), ForwardPass(NO_CHUNKS.rows, second))
-        return torch.cat([self._compute_smaller(rows, part) for part in parts])
+    def _compute_part(
+        self, rows: RowTable, forward: ForwardPass
+    ) -> tuple[torch.Tensor, tuple[tuple[RowSlot, TokenLogprob], ...]]:
+        """Return the tokens of a pass, [samples] int32, which the rows do not have yet, and log probabilities."""
+        logits = self._compute_mixed(rows, forward)
+        sampled, device = forward.sampled_rows, self._runner.device
+        token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
+        if sampled.size == 0:
+            return token_ids, ()
+        if self._needs_host(rows, sampled):
+            samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
+            return samples.token_ids.to(torch.int32), samples.logprobs
+        if self._is_first:
+            filtered = bool(self._table.needs_of(sampled) & _FILTERS)
+            slots = to_device(sampled.astype(np.int32), device)
+            self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=filtered)
+        return self._runner.broadcast_tokens(token_ids), ()
 
     def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> torch.Tensor:
         host = gather(rows, forward)
@@ -177,13 +186,21 @@ class GpuStepper:
             samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
         return Samples(self._runner.broadcast_tokens(samples.token_ids), samples.logprobs)
 
+    def _host_memory(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, pin_memory=self._runner.device.type != "cpu")
+
     def _fetch(
-        self, token_ids: torch.Tensor, order: RowIndices, logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+        self,
+        token_ids: torch.Tensor,
+        host: torch.Tensor,
+        order: RowIndices,
+        logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = (),
+        failed: RowIndices = NO_ROWS,
     ) -> LaunchedTokens:
-        if self._runner.device.type == "cpu":
-            return LaunchedTokens(token_ids.clone(), order, None, logprobs)
-        host = torch.empty(token_ids.shape, dtype=torch.int32, pin_memory=True)
+        """Start to copy tokens into `host`."""
         host.copy_(token_ids, non_blocking=True)
+        if self._runner.device.type == "cpu":
+            return LaunchedTokens(host, order, None, logprobs, failed)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record()
-        return LaunchedTokens(host, order, event, logprobs)
+        return LaunchedTokens(host, order, event, logprobs, failed)

@@ -19,7 +19,8 @@ from common.steps import RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
-from services.worker.engine.plans.plan_runner import Sampled
+from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled, failures
+from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 class PendingTokens(Protocol):
     """A launched pass."""
+
+    @property
+    def failed(self) -> RowIndices:
+        """Rows for which memory did not suffice; known at once, as nothing was launched for them."""
 
     def is_ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -67,6 +72,8 @@ class _Pass:
     at_limit: NDArray[np.bool_]
     pooled: RowIndices
     pooled_tenants: NDArray[np.int64]
+    failed: RowIndices
+    failed_tenants: NDArray[np.int64]
     tokens: PendingTokens | None
     launched: float
     host_s: float
@@ -165,9 +172,10 @@ class LaggedPlanRunner:
         at_limit = rows.advance(sampled)
         pooled = forward.pooled_rows
         rows.finish_pooled(pooled)
+        failed = NO_ROWS if tokens is None else tokens.failed
         made = _Pass(
             self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, pooled,
-            self._tenants[pooled], tokens, launched, self._clock() - started,
+            self._tenants[pooled], failed, self._tenants[failed], tokens, launched, self._clock() - started,
         )  # fmt: skip
         self._next_pass += 1
         self._pending.append(made)
@@ -190,12 +198,29 @@ class LaggedPlanRunner:
                 acks=self._take_acks(done),
             )
             self._last_done = finished
-            self._emit(self._with_embeddings(self._with_tokens(result, done, sampled), done, sampled))
+            for part in partial_results(done.plan.step_id, done.substep, sampled.prompt_logprobs):
+                self._emit(part)
+            # Who has failed has ended before its tokens are looked at: it has none.
+            failures_of = self._end_failed(done)
+            result = self._with_embeddings(self._with_tokens(result, done, sampled), done, sampled)
+            if failures_of and self._reports_tokens:
+                result = replace(result, stops=(*result.stops, *failures_of))
+            self._emit(result)
 
     def _take_acks(self, done: _Pass) -> tuple[TransferAck, ...]:
         if self._transfers is None:
             return ()
         return self._transfers.wait() if done.tokens is None else self._transfers.poll()
+
+    def _end_failed(self, done: _Pass) -> tuple[RowStop, ...]:
+        """Take note of rows for which memory did not suffice; return what is told of them."""
+        if not done.failed.size:
+            return ()
+        is_live = (self._tenants[done.failed] == done.failed_tenants) & ~self._has_ended[done.failed]
+        ended = done.failed[is_live]
+        self._has_ended[ended] = True
+        self._stopping.append((done.number, ended, self._tenants[ended]))
+        return failures(ended)
 
     def _with_embeddings(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
         """Add the embeddings of rows that nobody else has by now."""

@@ -90,6 +90,19 @@ def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
     if opened.pages.size * rows.page_size < opened.computed_tokens:
         raise InvalidPlanError(f"open of row {row}: its pages do not hold {opened.computed_tokens} computed tokens")
     _check_pages(opened.pages, limits, f"open of row {row}")
+    _check_scoring(opened, limits)
+
+
+def _check_scoring(opened: RowOpen, limits: PlanLimits) -> None:
+    row, wanted = opened.row, opened.prompt_logprobs
+    if wanted is None:
+        return
+    if wanted.start < opened.computed_tokens:
+        raise InvalidPlanError(
+            f"open of row {row}: log probabilities from {wanted.start} on, {opened.computed_tokens} tokens are computed"
+        )
+    if any(not 0 <= token_id < limits.vocabulary_size for token_id in wanted.token_ids):
+        raise InvalidPlanError(f"open of row {row}: log probabilities of an id outside the vocabulary")
 
 
 def _check_pooling(opened: RowOpen, limits: PlanLimits) -> None:

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
+from common.types import FinishReason, RowSlot
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.scoring import RowSpans, partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
-    from common.types import RowSlot, TokenIds, TokenLogprob
+    from common.types import TokenIds, TokenLogprob
     from services.worker.engine.engine import Emit
     from services.worker.engine.host_tier.transfers import Transfers
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowTable
 
 Clock = Callable[[], float]
 NO_TOKENS: TokenIds = np.empty(0, np.int32)
+NO_ROWS: RowIndices = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for.
 
-    `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them.
+    `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
+    rows: their tokens mean nothing, and neither does what was to be stored of them.
     """
 
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
     embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
+    failed: RowIndices = field(default_factory=lambda: NO_ROWS)
+    # Only on the rank that gets the logits.
+    prompt_logprobs: RowSpans = ()
 
 
 class Stepper(Protocol):
@@ -84,7 +91,7 @@ class PlanRunner:
             computing = self._clock()
             sampled = Sampled() if forward.is_empty else self._stepper.step(self.rows, forward)
             computed = self._clock()
-            stops = self._advance(forward, sampled.token_ids)
+            stops = self._advance(forward, sampled)
             decoding = self.rows.decoding()
             last = substep == plan.steps - 1 or decoding.size == 0
             acks = self._take_acks(forward)
@@ -97,6 +104,8 @@ class PlanRunner:
                 host_us=round((computing - started + ended - computed) * 1e6),
                 acks=acks,
             )
+            for part in partial_results(plan.step_id, substep, sampled.prompt_logprobs):
+                emit(part)
             emit(self._with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
             if last:
                 return
@@ -116,21 +125,50 @@ class PlanRunner:
             return ()
         return self._transfers.wait() if forward.is_empty else self._transfers.poll()
 
-    def _advance(self, forward: ForwardPass, token_ids: TokenIds) -> tuple[RowStop, ...]:
+    def _advance(self, forward: ForwardPass, sampled: Sampled) -> tuple[RowStop, ...]:
         if forward.chunks.rows.size:
             self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         pooled = self.rows.finish_pooled(forward.pooled_rows)
-        return pooled + self.rows.append_tokens(forward.sampled_rows, token_ids)
+        stops = pooled + self.rows.append_tokens(forward.sampled_rows, sampled.token_ids)
+        if not sampled.failed.size:
+            return stops
+        self.rows.stop(sampled.failed)
+        failed = set(sampled.failed.tolist())
+        return (*(stop for stop in stops if stop.row not in failed), *failures(sampled.failed))
 
     @staticmethod
     def _with_tokens(
         result: StepResult, forward: ForwardPass, sampled: Sampled, stops: tuple[RowStop, ...]
     ) -> StepResult:
+        rows, token_ids = forward.sampled_rows, sampled.token_ids
+        if sampled.failed.size:
+            has_token = ~np.isin(rows, sampled.failed)
+            rows, token_ids = rows[has_token], token_ids[has_token]
         return replace(
             result,
-            rows=forward.sampled_rows.astype(np.int32),
-            token_ids=sampled.token_ids,
+            rows=rows.astype(np.int32),
+            token_ids=token_ids,
             stops=stops,
             logprobs=sampled.logprobs,
             embeddings=sampled.embeddings,
         )
+
+
+def failures(rows: RowIndices) -> tuple[RowStop, ...]:
+    """Return what is told of rows for which memory did not suffice."""
+    return tuple(RowStop(RowSlot(row), FinishReason.ERROR) for row in rows.tolist())
+
+
+def join(forward: ForwardPass, parts: Sequence[Sampled], failed: RowIndices) -> Sampled:
+    """Return what a pass has brought whose parts, in the order of its samples, brought `parts`."""
+    if len(parts) == 1 and not failed.size:
+        return parts[0]
+    token_ids = np.zeros(forward.sampled_rows.size, np.int32)
+    token_ids[~np.isin(forward.sampled_rows, failed)] = np.concatenate([NO_TOKENS, *(part.token_ids for part in parts)])
+    return Sampled(
+        token_ids,
+        tuple(entry for part in parts for entry in part.logprobs),
+        tuple(entry for part in parts for entry in part.embeddings),
+        failed,
+        tuple(entry for part in parts for entry in part.prompt_logprobs),
+    )

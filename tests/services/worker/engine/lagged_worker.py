@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import StepPlan, StepResult
+    from services.worker.engine.plans.rows import RowIndices
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,10 @@ class Arriving:
 
     tokens: Sampled
     asks: int
+
+    @property
+    def failed(self) -> RowIndices:
+        return self.tokens.failed
 
     def is_ready(self) -> bool:
         self.asks -= 1

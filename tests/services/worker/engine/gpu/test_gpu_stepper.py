@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.steps import EngineSpec, StepPlan
-from common.types import SamplingParams, StepId
+from common.types import FinishReason, SamplingParams, StepId
+from services.worker.engine.engine import OutOfMemoryError
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output
 from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker
@@ -20,9 +21,9 @@ from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, token
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.gpu.chunk_halves import halves
 from services.worker.engine.gpu.decode_passes import ladder
 from services.worker.engine.gpu.gpu_stepper import GpuStepper
+from services.worker.engine.plans.halves import chunk_halves
 from services.worker.engine.plans.passes import Chunks
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -113,13 +114,87 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch:
     assert max(size for size in sizes if size <= 4) > 1
 
 
+@pytest.mark.parametrize("where", ["compute", "choose", "host memory"])
+def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    made = stepper(CheckingRunner(), 8)
+    refusals: list[int] = []
+
+    def short(owner, name, size_of, most):  # type: ignore[no-untyped-def]
+        plain = getattr(owner, name)
+
+        def wanting(*arguments, **options):  # type: ignore[no-untyped-def]
+            if size_of(*arguments) > most:
+                refusals.append(size_of(*arguments))
+                raise torch.OutOfMemoryError("made up")
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, wanting)
+
+    punished = SamplingParams(temperature=0.0, frequency_penalty=0.001)
+    opens = tuple(
+        open_row(row, [11 + row, 12, 13], [3 * row, 3 * row + 1, 3 * row + 2], total=9, sampling=punished)
+        for row in range(3)
+    )
+    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    results = one.run(StepPlan(StepId(1), opens=opens, prefills=tuple(chunk(row, 0, 3) for row in range(3))))
+    match where:
+        case "compute":
+            short(made._runner, "compute", lambda batch: batch.decode_rows, 1)
+        case "choose":
+            short(made, "_sample_on_host", lambda _logits, _places, slots, _rows: slots.size, 1)
+        case _:
+            # Only once: all tokens of a pass come to the host together.
+            short(made, "_host_memory", lambda _count: 5 - len(refusals), 4)
+    results += one.run(StepPlan(StepId(2), steps=5)) + one.settle()
+    for row in range(3):
+        tokens = [tokens_by_row(result)[row] for result in results if row in tokens_by_row(result)]
+        assert tokens == expected_output([11 + row, 12, 13], 9)
+    assert refusals
+
+
+def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stepper(CheckingRunner(), 8)
+    compute = made._runner.compute
+    lost = expected_output([31, 32, 33], 4)[0]
+
+    def short_of_memory(batch):  # type: ignore[no-untyped-def]
+        if lost in batch.token_ids.tolist():
+            raise torch.OutOfMemoryError("made up")
+        return compute(batch)
+
+    monkeypatch.setattr(made._runner, "compute", short_of_memory)
+    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(1, [31, 32, 33], [3, 4, 5], total=9))
+    plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(1, 0, 3)), steps=4)
+    results = one.run(plan) + one.settle()
+    assert [tokens_by_row(result)[0] for result in results] == expected_output(PROMPT, 9)
+    assert [tokens_by_row(result).get(1) for result in results] == [lost, None, None, None]
+    stops = [(result.substep, stop.row, stop.reason) for result in results for stop in result.stops if stop.row == 1]
+    assert stops == [(1, 1, FinishReason.ERROR)]
+
+
+def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    checking = ResidentCheckingRunner(CheckingRunner().capacity)
+    made = GpuStepper(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
+
+    def nothing_left(_batch):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(checking, "compute", nothing_left)
+    one = LaggedWorker(4000, PAGE_SIZE, 4, made)
+    with pytest.raises(OutOfMemoryError):
+        one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: sum(lengths) > 1), st.data())
 def test_halves_hold_the_same_tokens(lengths: list[int], data: st.DataObject) -> None:
     count = len(lengths)
     starts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
     completes = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     whole = Chunks(np.arange(count), starts, np.array(lengths), completes, np.zeros(count, np.bool_))
-    first, second = halves(whole)
+    first, second = chunk_halves(whole)
     parts = [
         (int(part.rows[i]), int(part.starts[i]) + token, bool(part.completes[i]) and token == part.lengths[i] - 1)
         for part in (first, second)
