@@ -17,7 +17,7 @@ import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
-from common.types import FinishReason, RowSlot
+from common.types import FinishReason, Pooling, RowSlot
 
 VOCABULARY = 1000
 
@@ -35,6 +35,11 @@ def expected_output(prompt: list[int], max_total: int, stop_ids: tuple[int, ...]
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt) :]
+
+
+def embedding_of(token_ids: list[int]) -> bytes:
+    """What a prompt's embedding must be, however it was computed."""
+    return zlib.crc32(np.array(token_ids, np.int32).tobytes()).to_bytes(4, "little")
 
 
 @dataclass
@@ -65,6 +70,10 @@ class SimulatedWorker:
     page_size: int
     host_pages: int = 0
     ranks: int = 1
+    # Rows have no pages, and each is computed in one pass.
+    is_encoder: bool = False
+    # What rows that pool have got, until the pass is reported.
+    embeddings: dict[int, bytes] = field(default_factory=dict)
     rows: dict[int, _Row] = field(default_factory=dict)
     # slot -> (token, position)
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -87,7 +96,9 @@ class SimulatedWorker:
             for number, row in self.rows.items():
                 if row.decoding and not row.stopped and number not in sampled:
                     sampled[number] = self._compute(row, row.computed, len(row.ids))
+            embeddings, self.embeddings = self.embeddings, {}
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
+            stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
             results.append(
                 StepResult(
                     step_id=plan.step_id,
@@ -97,6 +108,7 @@ class SimulatedWorker:
                     token_ids=np.array(list(sampled.values()), np.int32),
                     stops=tuple(stops),
                     compute_us=1000,
+                    embeddings=tuple((RowSlot(number), embedding) for number, embedding in embeddings.items()),
                 )
             )
         return results
@@ -196,13 +208,27 @@ class SimulatedWorker:
             assert chunk.start == row.computed, "chunks are contiguous"
             end = chunk.start + chunk.length
             token = self._compute(row, chunk.start, end)
-            if end == len(row.ids):
+            if row.opened.pooling is not None:
+                self._pool(int(chunk.row), row)
+            elif end == len(row.ids):
                 row.decoding = True
                 sampled[int(chunk.row)] = token
         return sampled
 
+    def _pool(self, number: int, row: _Row) -> None:
+        opened = row.opened
+        assert opened.pooling is Pooling.LAST or not opened.computed_tokens, "hidden states of a prefix are lost"
+        if row.computed == len(row.ids):
+            self.embeddings[number] = embedding_of(row.ids)
+            row.stopped = True
+
     def _compute(self, row: _Row, start: int, end: int) -> int:
         """Write KV of [start, end), then read all of [0, end)."""
+        assert not row.stopped, "nothing is left to compute"
+        if self.is_encoder:
+            assert (start, end, row.pages) == (0, len(row.ids), []), "an encoder needs all ids at once, and no pages"
+            row.computed = end
+            return -1
         assert end <= len(row.pages) * self.page_size, "row runs beyond its pages"
         busy, loading = self._read(True), self._written(True)
         for position in range(start, end):

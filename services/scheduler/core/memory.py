@@ -30,14 +30,21 @@ class KvMemory:
     """Hands pages to rows, evicting from the cache as needed, and moves rows' pages into the cache."""
 
     def __init__(
-        self, allocator: PageAllocator, cache: PrefixCache, costs: LoadCosts, times: OperationTimes | None = None
+        self,
+        allocator: PageAllocator,
+        cache: PrefixCache,
+        costs: LoadCosts,
+        times: OperationTimes | None = None,
+        *,
+        has_pages: bool = True,
     ) -> None:
         """Work on an allocator and a cache over the same pages; `costs` say what loads from its host tier pay.
 
-        `times`, if given, measure what the cache's operations cost.
+        `times`, if given, measure what the cache's operations cost. Without pages, as with an encoder, rows need none.
         """
         self.allocator = allocator
         self.cache = cache
+        self._has_pages = has_pages
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -56,6 +63,10 @@ class KvMemory:
     def count_retraction(self) -> None:
         """Note that a row had to give its pages back."""
         self.retractions += 1
+
+    def pages_of(self, tokens: int) -> int:
+        """Return how many pages a row of `tokens` tokens needs."""
+        return -(-tokens // self.cache.page_size) if self._has_pages else 0
 
     def match(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
@@ -83,7 +94,8 @@ class KvMemory:
 
     def try_admit(self, sequence: Sequence, spare_pages: int) -> Lease | None:
         """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
-        pages = -(-len(sequence.token_ids) // self.cache.page_size)
+        pages = self.pages_of(len(sequence.token_ids))
+        spare_pages = spare_pages if self._has_pages else 0
         if pages - self.match(sequence) // self.cache.page_size + spare_pages > self.available_pages:
             return None
         lease = self._commit(sequence)
@@ -128,6 +140,8 @@ class KvMemory:
         row, lease = sequence.row, sequence.lease
         assert row is not None
         assert lease is not None
+        if not self._has_pages:
+            return []
         computed = int(rows.computed[row])
         table = rows.page_table(row)
         insertion = self._insert(lease, rows.tokens(row, computed), table, sequence.prompt_tokens)

@@ -61,9 +61,10 @@ class ResultHandler:
         rows, token_ids = self._current(result)
         if len(rows):
             self._store(rows, token_ids, result)
+        embeddings = dict(result.embeddings)
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
-                self._finish_stopped(stop, finish)
+                self._finish_stopped(stop, embeddings.get(stop.row), finish)
         if not chunks and len(result.rows):
             self._measure(result.compute_us / 1e6)
         elif chunks and self._load_costs is not None:
@@ -102,12 +103,14 @@ class ResultHandler:
                 sequence.is_prefilled = True
                 sequence.phase = Phase.DECODE
 
-    def _finish_stopped(self, stop: RowStop, finish: Callable[[Sequence, Finish], None]) -> None:
+    def _finish_stopped(
+        self, stop: RowStop, embedding: bytes | None, finish: Callable[[Sequence, Finish], None]
+    ) -> None:
         sequence = self._rows.sequences[stop.row]
         assert sequence is not None, "checked by _is_current"
         # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
         asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
-        finish(sequence, Finish(stop.reason, matched_token_id=asked))
+        finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))
 
     def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
         """Return the seconds of a pass that its chunks account for; what decodes beside them would take a step."""

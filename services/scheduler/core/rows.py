@@ -95,10 +95,6 @@ class RowTable:
         """Return a view of the row's first `count` known ids (all by default), [tokens] int32."""
         return self.ids[row, : self.length[row] if count is None else count]
 
-    def pages_missing(self, row: RowSlot, tokens: int) -> int:
-        """Return how many pages the row lacks to hold KV of `tokens` tokens."""
-        return max(-(-tokens // self.page_size) - int(self.page_count[row]), 0)
-
     def live(self) -> NDArray[np.int64]:
         """Return the rows that decode and have not been planned to their limit, ascending."""
         return np.flatnonzero(self.decoding & (self.planned < self.limit))
