@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.kernels.interface import AttentionBackend
     from services.worker.engine.model.batch import ForwardBatch
 
 log = logging.getLogger(__name__)
@@ -165,8 +166,9 @@ class _Loader:
         )
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._shape = AttentionShape(
-            len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size
-        )
+            len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size,
+            score_scale=self._config.attention_scale,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def load(self) -> ModelRunner:
@@ -182,21 +184,21 @@ class _Loader:
             lambda share: self._report(0.98 * share, "loading weights")
         )
         context = longest_context(spec, config)
-        attention = self._backend.attention(self._shape, rotary_table(config, context, self._device))
+        attention = self._attention(context)
         model = Transformer(
             weights,
-            config.norm_epsilon,
+            config,
             tuple(shard_model(config, rank, spec.world_size).vocabulary for rank in range(spec.world_size)),
             kernels=self._backend.kernels,
             attention=attention,
             group=group,
         )
         self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
-        reserve = self._reserve(model, context, attention.layout)
+        reserve = self._reserve(model, context, attention[0].layout)
         pages = group.minimum(self._count_pages(context, free_before, reserve))
         # Rows that fill a captured batch up write to a page behind the last one.
-        pool = self._pool(pages + self._is_resident, attention.layout)
-        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), attention.layout.value)
+        pool = self._pool(pages + self._is_resident, attention[0].layout)
+        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), attention[0].layout.value)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
             spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
@@ -209,6 +211,17 @@ class _Loader:
             runner.add_host_tier(allocate_host_pool(pool, host_pages), spec.max_step_tokens)
         self._report(1.0, "ready")
         return runner
+
+    def _attention(self, context: int) -> list[AttentionBackend]:
+        """Return the attention of each layer; layers of one kind share it."""
+        config, kinds = self._config, {}
+        for i in range(config.layers):
+            window, rotary = config.window_of(i), config.rotary_of(i)
+            if (window, rotary) not in kinds:
+                shape = replace(self._shape, window_left=None if window is None else window - 1)
+                table = rotary_table(rotary, config.head_dim, context, self._device)
+                kinds[window, rotary] = self._backend.attention(shape, table)
+        return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
 
     def _free_memory(self) -> int:
         if self._device.type == "cuda":

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
+
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
 
@@ -32,7 +34,7 @@ class DummyCheckpoint:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
         shape = tensor_shape(name, self.config)
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, 1.0 - self.config.norm_offset)
         values = self._values(name, shape, rows or slice(0, shape[0]))
         return values if columns is None else values[:, columns].contiguous()
 
@@ -45,23 +47,3 @@ class DummyCheckpoint:
         offset = start % _PERIOD
         repeated = block.repeat(-(-(offset + count) // len(block)))[offset : offset + count]
         return repeated.reshape(rows.stop - rows.start, *shape[1:])
-
-
-def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Return the shape that a tensor of `transformers`' Llama family has."""
-    queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = {
-        "embed_tokens": (config.vocabulary_size, config.hidden_size),
-        "lm_head": (config.vocabulary_size, config.hidden_size),
-        "q_proj": (queries, config.hidden_size),
-        "k_proj": (keys, config.hidden_size),
-        "v_proj": (keys, config.hidden_size),
-        "o_proj": (config.hidden_size, queries),
-        "gate_proj": (config.intermediate_size, config.hidden_size),
-        "up_proj": (config.intermediate_size, config.hidden_size),
-        "down_proj": (config.hidden_size, config.intermediate_size),
-    }
-    part, kind = name.split(".")[-2:]
-    if part in matrices:
-        return matrices[part] if kind == "weight" else matrices[part][:1]
-    return (config.head_dim,) if part in ("q_norm", "k_norm") else (config.hidden_size,)

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
-from services.worker.engine.model.config import config_from_gguf
+from services.worker.engine.model.config_gguf import config_from_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

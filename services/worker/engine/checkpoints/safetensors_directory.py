@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import ModelConfig, config_from_json
+from services.worker.engine.model.config_json import config_from_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from services.worker.engine.model.config import ModelConfig
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

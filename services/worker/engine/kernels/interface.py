@@ -7,9 +7,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model.config import Activation
 
 
 class KvLayout(Enum):
@@ -34,7 +37,7 @@ class KvLayer:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of single query and key heads before rotation (Qwen3): weights [head_dim]."""
+    """RMS norms of single query and key heads before rotation (Qwen3): weights [head_dim], as `rms_norm` takes them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -49,6 +52,18 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     page_size: int
+    window_left: int | None = None
+    """How many keys before its own position a query sees; None: all. What lies before all windows of a row's queries is
+    masked, so there its page table may name any page of the pool."""
+    score_scale: float | None = None
+    """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """Scores are bent into (-cap, cap) by a hyperbolic tangent (Gemma 2); None: they are not."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of scores before the softmax."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
     def query_width(self) -> int:
@@ -74,10 +89,33 @@ class Linear(Protocol):
 
 
 class GatedLinear(Protocol):
-    """The first half of a SwiGLU feed-forward layer."""
+    """The first half of a gated feed-forward layer."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return silu(inputs @ gate.T) * (inputs @ up.T), [tokens, intermediate]."""
+        """Return activation(inputs @ gate.T) * (inputs @ up.T), [tokens, intermediate]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One expert of a mixture: gate and up [intermediate, hidden], down [hidden, intermediate]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
+class Experts(Protocol):
+    """Gated feed-forward layers of which each token passes through some."""
+
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the chosen experts' outputs, weighted by their shares, [tokens, hidden].
+
+        Args:
+            inputs: [tokens, hidden].
+            expert_ids: [tokens, chosen] int64, all different within a token.
+            shares: [tokens, chosen], of the inputs' type.
+        """
         ...
 
 
@@ -91,13 +129,24 @@ class Kernels(Protocol):
         ...
 
     def gated_linear(
-        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        activation: Activation,
     ) -> GatedLinear:
-        """Lay out the matrices [intermediate, in] of a SwiGLU layer and their biases [intermediate]."""
+        """Lay out the matrices [intermediate, in] of a gated layer and their biases [intermediate]."""
+        ...
+
+    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+        """Lay out `count` experts, taking one at a time."""
         ...
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Return inputs [tokens, hidden] / sqrt(mean of squares + epsilon) * weight."""
+        """Return inputs [tokens, hidden] / sqrt(mean of squares + epsilon) * weight, in the inputs' type.
+
+        `weight` is of that type, or float32.
+        """
         ...
 
 

@@ -76,6 +76,8 @@ class NativeAttention:
             head_dim=shape.head_dim,
             page_size=shape.page_size,
             threads=self._threads,
+            window_left=-1 if shape.window_left is None else shape.window_left,
+            scale=shape.scale,
         )
         self._library.attend(
             ctypes.byref(arguments), layer.keys.data_ptr(), layer.values.data_ptr(), ELEMENT_TYPES[layer.keys.dtype]
@@ -92,7 +94,8 @@ class NativeAttention:
 def fits(library: NativeLibrary, shape: AttentionShape) -> bool:
     """Return whether the operators can serve heads of `shape`: they work on whole vector registers."""
     return (
-        shape.head_dim % library.lanes == 0
+        shape.score_cap is None
+        and shape.head_dim % library.lanes == 0
         and shape.page_size % library.lanes == 0
         and shape.head_dim <= library.max_head_dim
     )

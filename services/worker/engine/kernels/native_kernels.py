@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.host_memory import HostArena
-from services.worker.engine.kernels.native_library import ELEMENT_TYPES, NativeLibrary
+from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.kernels.native_library import ACTIVATIONS, ELEMENT_TYPES, NativeLibrary
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.interface import GatedLinear, Linear
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.model.config import Activation
 
 
 _INPUTS_PER_STEP = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}
@@ -87,22 +91,25 @@ class NativeLinear:
 class NativeGatedLinear:
     """Gate and up product of a tile of tokens, joined before they leave the cache."""
 
-    def __init__(self, library: NativeLibrary, gate: PackedMatrix, up: PackedMatrix, threads: int) -> None:
+    def __init__(
+        self, library: NativeLibrary, gate: PackedMatrix, up: PackedMatrix, activation: Activation, threads: int
+    ) -> None:
         """Multiply with `gate` and `up` on `threads` threads."""
         assert gate.panels.dtype == up.panels.dtype, "gate and up are of one type"
         self._library = library
         self._gate = gate
         self._up = up
+        self._activation = ACTIVATIONS[activation]
         self._threads = threads
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
+        """Return activation(gate) * up."""
         assert inputs.is_contiguous(), "operators take contiguous activations"
         gate, up = self._gate, self._up
         outputs = inputs.new_empty(inputs.shape[0], gate.outputs)
         self._library.gated_linear(
             inputs.data_ptr(), gate.address, up.address, gate.element_type, gate.bias_address, up.bias_address,
-            inputs.shape[0], gate.inputs, gate.outputs, outputs.data_ptr(), self._threads,
+            inputs.shape[0], gate.inputs, gate.outputs, outputs.data_ptr(), self._activation, self._threads,
         )  # fmt: skip
         return outputs
 
@@ -124,11 +131,20 @@ class NativeKernels:
         return NativeLinear(self._library, self._pack(weight, bias), self._threads)
 
     def gated_linear(
-        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix."""
         gate_bias, up_bias = biases or (None, None)
-        return NativeGatedLinear(self._library, self._pack(gate, gate_bias), self._pack(up, up_bias), self._threads)
+        packed = self._pack(gate, gate_bias), self._pack(up, up_bias)
+        return NativeGatedLinear(self._library, *packed, activation, self._threads)
+
+    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+        """Lay out each expert by itself."""
+        return ExpertLoop(self, count, matrices, activation)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Normalise over the last dimension."""

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.worker.engine.model.config import Activation
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 # Numbers of `ElementType` in native/exports.cpp.
 ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# Numbers of `Activation` in native/matrix.hpp.
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 class StoreArguments(ctypes.Structure):
@@ -52,13 +56,15 @@ class AttentionArguments(ctypes.Structure):
         ("head_dim", c_int),
         ("page_size", c_int),
         ("threads", c_int),
+        ("window_left", c_int),
+        ("scale", c_float),
     )
 
 
 _SIGNATURES = {
     "linear": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int),
     "gated_linear": (
-        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int,
+        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int,
     ),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
     "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),

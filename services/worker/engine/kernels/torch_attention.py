@@ -74,24 +74,38 @@ class TorchAttention:
         table = batch.page_table[:rows, :pages].long().clamp(0, layer.keys.shape[0] - 1)
         keys, values = (self._gather(pool, table, heads.dtype) for pool in (layer.keys, layer.values))
         places = torch.arange(keys.shape[2], device=heads.device)
-        visible = places[None, :] < batch.key_lengths[:rows, None]
+        visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
         # Entries behind a row's length may name any page; only finite garbage vanishes under a mask.
         values = values.masked_fill(~visible[:, None, :, None], 0.0)
-        attended = scaled_dot_product_attention(
-            heads[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
-        )
-        return attended[:, :, 0]
+        return self._attend(heads[:, :, None], keys, values, visible[:, None, None])[:, :, 0]
 
     def _prefill(self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int) -> torch.Tensor:
         pages = table[None, : -(-length // self._shape.page_size)].long()
         keys, values = (self._gather(pool, pages, heads.dtype)[:, :, :length] for pool in (layer.keys, layer.values))
         tokens = heads.shape[0]
         places = torch.arange(length, device=heads.device)
-        visible = places[None, :] <= places[length - tokens :, None]
-        attended = scaled_dot_product_attention(
-            heads.transpose(0, 1)[None], keys, values, attn_mask=visible, enable_gqa=True
-        )
-        return attended[0].transpose(0, 1)
+        visible = self._visible(places, places[length - tokens :, None])
+        return self._attend(heads.transpose(0, 1)[None], keys, values, visible)[0].transpose(0, 1)
+
+    def _visible(self, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys]."""
+        visible = places[None, :] <= positions
+        if self._shape.window_left is not None:
+            visible &= places[None, :] >= positions - self._shape.window_left
+        return visible
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [rows, heads, queries, head_dim] from queries of that shape and a mask that fits their scores."""
+        cap, scale = self._shape.score_cap, self._shape.scale
+        if cap is None:
+            return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
+        group = self._shape.query_heads // self._shape.kv_heads
+        keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
+        scores = torch.tanh(queries.float() @ keys.transpose(-1, -2) * scale / cap) * cap
+        shares = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        return (shares @ values).to(queries.dtype)
 
     def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""

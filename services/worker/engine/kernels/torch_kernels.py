@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
+
+from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.interface import GatedLinear, Linear
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
 
 
 class TorchLinear:
@@ -57,14 +62,15 @@ class PrepackedLinear:
 class TorchGatedLinear:
     """Gate and up projection as one product."""
 
-    def __init__(self, both: Linear) -> None:
+    def __init__(self, both: Linear, activation: Activation) -> None:
         """Split what `both` returns into gate and up half."""
         self._both = both
+        self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
+        """Return activation(gate) * up."""
         gate, up = self._both(inputs).chunk(2, dim=-1)
-        return silu(gate) * up
+        return activate(gate, self._activation) * up
 
 
 class TorchKernels:
@@ -83,10 +89,18 @@ class TorchKernels:
         return self._linear_type(self._converted(weight), None if bias is None else self._converted(bias))
 
     def gated_linear(
-        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix above each other."""
-        return TorchGatedLinear(self.linear(torch.cat((gate, up)), torch.cat(biases) if biases else None))
+        return TorchGatedLinear(self.linear(torch.cat((gate, up)), torch.cat(biases) if biases else None), activation)
+
+    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+        """Lay out each expert by itself."""
+        return ExpertLoop(self, count, matrices, activation)
 
     def _converted(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, self.activation_dtype)
@@ -96,8 +110,16 @@ class TorchKernels:
         return rms_norm(inputs, weight, epsilon)
 
 
+def activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Bend the gate of a feed-forward layer."""
+    return silu(gate) if activation is Activation.SILU else gelu(gate, approximate="tanh")
+
+
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalise over the last dimension, in float32 whatever the type (Zhang and Sennrich 2019)."""
+    """Normalise over the last dimension, in float32 whatever the type (Zhang and Sennrich 2019).
+
+    What is multiplied with the weights has their type: Llama's are as narrow as the inputs, Gemma's are wide.
+    """
     wide = inputs.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return weight * (wide * scale).to(inputs.dtype)
+    return (weight * (wide * scale).to(weight.dtype)).to(inputs.dtype)

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.engine.kernels.interface import HeadNorms
+from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.tensor_shapes import block_shape
+from services.worker.engine.kernels.interface import ExpertMatrices, HeadNorms
+from services.worker.engine.model.feed_forward import DenseFeedForward, MixtureFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
+    from services.worker.engine.model.config import MixtureConfig
+    from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.parallel.shards import ModelShard
 
 
@@ -41,7 +46,7 @@ class Assembler:
         report(1 / units)
         layers = []
         for i in range(config.layers):
-            layers.append(self._layer(f"model.layers.{i}"))
+            layers.append(self._layer(f"model.layers.{i}", config.mixture_of(i)))
             report((i + 2) / units)
         return TransformerWeights(
             # A copy: the checkpoint may have returned a view of the whole file.
@@ -51,8 +56,13 @@ class Assembler:
             head=head_linear,
         )
 
-    def _layer(self, prefix: str) -> DecoderLayer:
-        attention = f"{prefix}.self_attn"
+    def _layer(self, prefix: str, mixture: MixtureConfig | None) -> DecoderLayer:
+        attention, output_norms = f"{prefix}.self_attn", None
+        # Where outputs are normalised, too, this name belongs to that of attention.
+        feed_forward_norm = f"{prefix}.post_attention_layernorm.weight"
+        if self.checkpoint.config.output_norms:
+            output_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
+            feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._qkv(attention),
@@ -62,11 +72,9 @@ class Assembler:
                 self.shard.query_heads.scaled(self.checkpoint.config.head_dim),
                 self.checkpoint.config.output_bias,
             ),
-            feed_forward_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._gate_up(f"{prefix}.mlp"),
-            down=self._row_parallel(
-                f"{prefix}.mlp.down_proj", self.shard.intermediate.scaled(1), self.checkpoint.config.mlp_bias
-            ),
+            feed_forward_norm=self._norm(feed_forward_norm),
+            feed_forward=self._dense(f"{prefix}.mlp") if mixture is None else self._mixture(f"{prefix}.mlp", mixture),
+            output_norms=output_norms,
         )
 
     def _qkv(self, attention: str) -> Linear:
@@ -79,13 +87,39 @@ class Assembler:
             bias = torch.cat([self._read(f"{attention}.{name}.bias")[rows] for name, rows in parts])
         return self.kernels.linear(weight, bias)
 
+    def _dense(self, mlp: str) -> FeedForward:
+        columns, has_bias = self.shard.intermediate.scaled(1), self.checkpoint.config.mlp_bias
+        return DenseFeedForward(self._gate_up(mlp), self._row_parallel(f"{mlp}.down_proj", columns, has_bias))
+
+    def _mixture(self, mlp: str, mixture: MixtureConfig) -> FeedForward:
+        router = self.kernels.linear(self._read(f"{mlp}.gate.weight"), None)
+        experts = self.kernels.experts(
+            mixture.experts, self._experts(mlp, mixture.experts), self.checkpoint.config.activation
+        )
+        return MixtureFeedForward(router, experts, mixture)
+
+    def _experts(self, mlp: str, count: int) -> Iterator[ExpertMatrices]:
+        """Read one expert after the other, so that only one is held twice."""
+        assert self.shard.expert_columns is not None, "every rank has columns of every expert"
+        part = self.shard.expert_columns.scaled(1)
+        for i in range(count):
+            expert = f"{mlp}.experts.{i}"
+            yield ExpertMatrices(
+                gate=self._read(f"{expert}.gate_proj.weight", part),
+                up=self._read(f"{expert}.up_proj.weight", part),
+                down=self._read(f"{expert}.down_proj.weight", columns=None if self.shard.world_size == 1 else part),
+            )
+
     def _gate_up(self, mlp: str) -> GatedLinear:
         rows = self.shard.intermediate.scaled(1)
         biases = None
         if self.checkpoint.config.mlp_bias:
             biases = (self._read(f"{mlp}.gate_proj.bias")[rows], self._read(f"{mlp}.up_proj.bias")[rows])
         return self.kernels.gated_linear(
-            self._read(f"{mlp}.gate_proj.weight", rows), self._read(f"{mlp}.up_proj.weight", rows), biases
+            self._read(f"{mlp}.gate_proj.weight", rows),
+            self._read(f"{mlp}.up_proj.weight", rows),
+            biases,
+            self.checkpoint.config.activation,
         )
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> Linear:
@@ -106,8 +140,18 @@ class Assembler:
         )
 
     def _norm(self, name: str) -> torch.Tensor:
+        offset = self.checkpoint.config.norm_offset
+        if offset:
+            # In a narrow type, one plus a small number would lose most of the latter.
+            return (self._read(name).float() + offset).to(self.device)
         return self._read(name).to(self.device, self.kernels.activation_dtype, copy=True)
 
     def _read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         # Rows of all ranks are given even where they are all rows: formats check them alike.
-        return self.checkpoint.read(name, rows, columns)
+        tensor = self.checkpoint.read(name, rows, columns)
+        expected = block_shape(name, self.checkpoint.config, rows, columns)
+        if tuple(tensor.shape) != expected:
+            raise ConfigurationError(
+                f"tensor {name!r} has the shape {tuple(tensor.shape)} where the model's configuration says {expected}"
+            )
+        return tensor

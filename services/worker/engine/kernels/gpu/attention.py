@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.engine.kernels.gpu import elementwise
@@ -92,10 +92,19 @@ class TorchChunkAttention:
                 queries[chunk].transpose(0, 1)[None].contiguous(),
                 keys.to(queries.dtype),
                 values.to(queries.dtype),
-                attn_mask=causal_lower_right(chunk.stop - chunk.start, lengths[row]),
+                attn_mask=self._visible(chunk.stop - chunk.start, lengths[row], queries.device),
+                scale=self._shape.scale,
                 enable_gqa=True,
             )
             outputs[chunk] = attended[0].transpose(0, 1)
+
+    def _visible(self, tokens: int, length: int, device: torch.device) -> torch.Tensor | CausalBias:
+        """Return the mask of the last `tokens` of `length` tokens."""
+        if self._shape.window_left is None:
+            return causal_lower_right(tokens, length)
+        places = torch.arange(length, device=device)
+        positions = places[length - tokens :, None]
+        return (places[None] <= positions) & (places[None] >= positions - self._shape.window_left)
 
     @staticmethod
     def _gather(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

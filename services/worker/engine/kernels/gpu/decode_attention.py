@@ -40,8 +40,8 @@ def _turned(
         # Rounded where the reference rounds.
         my_factors = tl.load(norm + columns, mask=in_head, other=0.0)[None, :]
         other_factors = tl.load(norm + partners, mask=in_head, other=0.0)[None, :]
-        mine = ((mine * scale).to(element) * my_factors).to(tl.float32)
-        other = ((other * scale).to(element) * other_factors).to(tl.float32)
+        mine = ((mine * scale).to(norm.dtype.element_ty) * my_factors).to(tl.float32)
+        other = ((other * scale).to(norm.dtype.element_ty) * other_factors).to(tl.float32)
     signed = tl.where((columns < HEAD_DIM // 2)[None, :], -other, other)
     return (mine * cosines[None, :] + signed * sines[None, :]).to(element)
 
@@ -53,7 +53,8 @@ def _decode(
     scale, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
-    MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, OVERLAPS: tl.constexpr,
+    MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -62,14 +63,17 @@ def _decode(
     table = page_table + tl.load(rows + index).to(tl.int64) * stride_table
     # A program that stores takes the newest token from its input, the others find it in the pool.
     stored = length - 1 if STORES else length
+    least = 0
+    if WINDOW_LEFT >= 0:
+        least = tl.maximum(length - 1 - WINDOW_LEFT, 0)
     if PARTS == 1:
-        start = 0
+        start = least
         end = stored
         parts = 1
     else:
-        share = tl.maximum(tl.cdiv(tl.cdiv(stored, PARTS), BLOCK) * BLOCK, LEAST_PART)
-        parts = tl.maximum(tl.cdiv(stored, share), 1)
-        start = part * share
+        share = tl.maximum(tl.cdiv(tl.cdiv(stored - least, PARTS), BLOCK) * BLOCK, LEAST_PART)
+        parts = tl.maximum(tl.cdiv(stored - least, share), 1)
+        start = least + part * share
         end = tl.minimum(start + share, stored)
     if OVERLAPS:
         follow()
@@ -244,12 +248,13 @@ class DecodeAttention:
             self._partial, self._weights, self._counters,
             inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
             norms.epsilon if norms else 0.0,
-            shape.head_dim**-0.5 * 1.4426950408889634, inputs.stride(0), stride_page, stride_head, stride_token,
+            shape.scale * 1.4426950408889634, inputs.stride(0), stride_page, stride_head, stride_token,
             page_table.stride(0),
             KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
             HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
+            WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
             num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip
         return outputs

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
@@ -30,12 +31,21 @@ def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.c
         follow()
     wide = tl.load(inputs + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
-    normed = (wide * scale).to(outputs.dtype.element_ty)
-    tl.store(outputs + row * WIDTH + columns, normed * factors, mask=inside)
+    normed = (wide * scale).to(weight.dtype.element_ty) * factors
+    tl.store(outputs + row * WIDTH + columns, normed.to(outputs.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate(both, outputs, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def activated(gate, GELU: tl.constexpr):
+    """Return silu(gate), or GELU's approximation by a hyperbolic tangent, gate * sigmoid(u); float32."""
+    u = gate
+    if GELU:
+        u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-u))
+
+
+@triton.jit
+def _gate(both, outputs, width, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr):
     if OVERLAPS:
         follow()
     row = tl.program_id(0).to(tl.int64)
@@ -43,7 +53,7 @@ def _gate(both, outputs, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     inside = columns < width
     gate = tl.load(both + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0)
-    gated = (gate / (1.0 + tl.exp(-gate))).to(outputs.dtype.element_ty)
+    gated = activated(gate, GELU=GELU).to(outputs.dtype.element_ty)
     tl.store(outputs + row * width + columns, gated * up, mask=inside)
 
 
@@ -78,8 +88,8 @@ def _rotate_and_store(
         factors_first = tl.where(is_query[:, None], query_first[None, :], key_first[None, :])
         factors_second = tl.where(is_query[:, None], query_second[None, :], key_second[None, :])
         # Rounded where the reference rounds.
-        first = ((first * scale).to(qkv.dtype.element_ty) * factors_first).to(tl.float32)
-        second = ((second * scale).to(qkv.dtype.element_ty) * factors_second).to(tl.float32)
+        first = ((first * scale).to(query_norm.dtype.element_ty) * factors_first).to(tl.float32)
+        second = ((second * scale).to(query_norm.dtype.element_ty) * factors_second).to(tl.float32)
     angle = angles + tl.load(positions + token) * HEAD_DIM + columns
     cosines = tl.load(angle, mask=in_half, other=0.0)[None, :]
     sines = tl.load(angle + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
@@ -113,13 +123,19 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     return outputs
 
 
-def gate(both: torch.Tensor) -> torch.Tensor:
-    """Return silu(both[:, :width]) * both[:, width:], [tokens, width], of both [tokens, 2 width]."""
+def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(both[:, :width]) * both[:, width:], [tokens, width], of both [tokens, 2 width]."""
     tokens, width = both.shape[0], both.shape[1] // 2
     outputs = both.new_empty(tokens, width)
     if tokens:
         _gate[(tokens, triton.cdiv(width, _GATE_BLOCK))](
-            both, outputs, width, BLOCK=_GATE_BLOCK, num_warps=4, **launch_options(tokens)
+            both,
+            outputs,
+            width,
+            BLOCK=_GATE_BLOCK,
+            GELU=activation is Activation.GELU_TANH,
+            num_warps=4,
+            **launch_options(tokens),
         )
     return outputs
 

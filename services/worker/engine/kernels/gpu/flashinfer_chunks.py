@@ -55,6 +55,8 @@ class FlashInferChunkAttention:
             self._shape.head_dim,
             size,
             causal=True,
+            sm_scale=self._shape.scale,
+            window_left=-1 if self._shape.window_left is None else self._shape.window_left,
             q_data_type=dtype,
             kv_data_type=kv_dtype,
         )

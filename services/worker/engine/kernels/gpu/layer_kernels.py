@@ -8,9 +8,13 @@ import torch
 from torch.nn.functional import linear
 
 from services.worker.engine.kernels.gpu import elementwise, small_linear
+from services.worker.engine.kernels.gpu.experts import GpuExperts
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.interface import GatedLinear, Linear
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.model.config import Activation
 
 
 class GpuLinear:
@@ -40,16 +44,17 @@ class GpuLinear:
 class GpuGatedLinear:
     """Gate and up projection as one product."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
         """Keep weight [2 intermediate, in], gate above up, and bias [2 intermediate]."""
         self._weight = weight
         self._bias = bias
+        self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
+        """Return activation(gate) * up."""
         if inputs.shape[0] <= small_linear.MOST_TOKENS:
-            return small_linear.gated_product(inputs, self._weight, self._bias)
-        return elementwise.gate(linear(inputs, self._weight, self._bias))
+            return small_linear.gated_product(inputs, self._weight, self._bias, self._activation)
+        return elementwise.gate(linear(inputs, self._weight, self._bias), self._activation)
 
 
 class GpuKernels:
@@ -65,11 +70,20 @@ class GpuKernels:
         return GpuLinear(self._converted(weight), None if bias is None else self._converted(bias))
 
     def gated_linear(
-        self, gate: torch.Tensor, up: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix above each other."""
         both = torch.cat([self._converted(gate), self._converted(up)])
-        return GpuGatedLinear(both, torch.cat([self._converted(bias) for bias in biases]) if biases else None)
+        bias = torch.cat([self._converted(bias) for bias in biases]) if biases else None
+        return GpuGatedLinear(both, bias, activation)
+
+    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+        """Lay out the experts of a mixture above each other."""
+        return GpuExperts(count, matrices, activation, self.activation_dtype, self._device)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Normalise over the last dimension."""

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from services.worker.engine.kernels.gpu.elementwise import activated
 from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +27,7 @@ _RESIDENT_PROGRAMS = 132 * 32
 @triton.jit
 def _finished(
     sums, gated_sums, bias, target, rows, inside, columns_out,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Return what is to be stored: the product with its bias, gated, or added to what is there."""
     element = target.dtype.element_ty
@@ -37,7 +39,7 @@ def _finished(
         if HAS_BIAS:
             up += tl.load(bias + columns_out + rows, mask=inside, other=0.0).to(tl.float32)
         gate = product.to(element).to(tl.float32)
-        product = (gate / (1.0 + tl.exp(-gate))).to(element).to(tl.float32) * up.to(element).to(tl.float32)
+        product = activated(gate, GELU=GELU).to(element).to(tl.float32) * up.to(element).to(tl.float32)
     if ADDS:
         product = product.to(element).to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)
     return product.to(element)
@@ -47,7 +49,7 @@ def _finished(
 def _product(
     inputs, weight, bias, outputs, width, columns_out,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    GELU: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Read the weights in steps of BLOCK, which divides `width`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -68,7 +70,8 @@ def _product(
             gated_sums += tl.load(at_gated + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32) * given
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
-        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED
+        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED,
+        GELU=GELU,
     ), mask=inside)  # fmt: skip
 
 
@@ -76,7 +79,7 @@ def _product(
 def _product_at_once(
     inputs, weight, bias, outputs, width, columns_out,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    GELU: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Have all weights on their way while the program before still runs."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -98,13 +101,14 @@ def _product_at_once(
         gated_sums += gated_weights.to(tl.float32) * given
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
-        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED
+        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED,
+        GELU=GELU,
     ), mask=inside)  # fmt: skip
 
 
 def _launch(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *,
-    adds: bool = False, gated: bool = False,
+    adds: bool = False, gated: bool = False, gelu: bool = False,
 ) -> None:  # fmt: skip
     tokens, columns_out = outputs.shape
     width = weight.shape[1]
@@ -117,7 +121,7 @@ def _launch(
     run = _product_at_once if at_once else _product
     run[(programs, tokens)](
         inputs, weight, weight if bias is None else bias, outputs, width, columns_out,
-        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated,
+        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated, GELU=gelu,
         num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **launch_options(tokens),
     )  # fmt: skip
 
@@ -134,8 +138,10 @@ def add_product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     _launch(inputs.contiguous(), weight, bias, sums, adds=True)
 
 
-def gated_product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return silu(gate) * up, where `weight` [2 out, in] holds the gate's rows, then those of up."""
+def gated_product(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> torch.Tensor:
+    """Return activation(gate) * up, where `weight` [2 out, in] holds the gate's rows, then those of up."""
     outputs = inputs.new_empty(inputs.shape[0], weight.shape[0] // 2)
-    _launch(inputs.contiguous(), weight, bias, outputs, gated=True)
+    _launch(inputs.contiguous(), weight, bias, outputs, gated=True, gelu=activation is Activation.GELU_TANH)
     return outputs

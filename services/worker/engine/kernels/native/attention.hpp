@@ -33,6 +33,8 @@ struct AttentionArguments {
   const int32_t* key_lengths;  // [rows]
   const int32_t* page_table;   // [rows, table_width]
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
+  int window_left;  // keys that a query sees before its own position; negative: all
+  float scale;      // of scores before the softmax
 };
 
 // Lines of one row that share a KV head: `tokens` from `first_token` on, times `heads` query heads from `first_head` on.
@@ -124,10 +126,15 @@ inline void blend_rest(AttentionScratch& scratch, int first, int start, int vect
   }
 }
 
-// Turns a line's scores into shares; keys from `visible` on are masked.
-inline void soften(AttentionScratch& scratch, int line, int visible, int head_dim) {
+// Turns a line's scores into shares; keys before `first` and from `visible` on are masked.
+inline void soften(AttentionScratch& scratch, int line, int first, int visible, int head_dim) {
   float* scores = scratch.scores[line];
   const float infinity = std::numeric_limits<float>::infinity();
+  if (first >= kKeyBlock) {  // the window of a later token begins behind this block: it adds exact zeros
+    std::fill_n(scores, kKeyBlock, 0.0f);
+    return;
+  }
+  for (int k = 0; k < first; ++k) scores[k] = -infinity;
   for (int k = std::max(0, visible); k < kKeyBlock; ++k) scores[k] = -infinity;
   Vector highest = load(scores);
   for (int v = 1; v < kKeyVectors; ++v) highest = maximum(highest, load(scores + v * kLanes));
@@ -179,6 +186,7 @@ struct HeadPages {
   const int32_t* table;
   long page_width;
   int head_dim, page_size;
+  int least;  // the first key that anyone sees: pages before it may be gone
 
   // The block from key `first` on, of a row with `length` keys.
   KeyBlock<Element> block(int first, int length) const {
@@ -186,19 +194,31 @@ struct HeadPages {
     result.count = std::min(kKeyBlock, length - first);
 #pragma GCC unroll 8
     for (int v = 0; v < kKeyVectors; ++v) {
-      const int key = std::min(first + v * kLanes, (length - 1) / kLanes * kLanes);
+      const int key = std::min(std::max(first + v * kLanes, least / kLanes * kLanes), (length - 1) / kLanes * kLanes);
       result.keys[v] = keys + table[key / page_size] * page_width + key % page_size;
     }
-    int key = first;
+    int key = std::max(first, std::min(least, first + result.count - 1));
+    const int start = key;
     while (key < first + result.count) {
       const Element* value = values + table[key / page_size] * page_width + key % page_size * static_cast<long>(head_dim);
       for (int end = std::min(first + result.count, (key / page_size + 1) * page_size); key < end; value += head_dim)
         result.values[key++ - first] = value;
     }
+    for (int k = first; k < start; ++k) result.values[k - first] = result.values[start - first];
     for (int k = result.count; k < kKeyBlock; ++k) result.values[k] = result.values[result.count - 1];
     return result;
   }
 };
+
+// Position of a task's first token.
+inline int position_of(const AttentionArguments& a, const AttentionTask& task) {
+  return a.key_lengths[task.row] - (a.query_starts[task.row + 1] - a.query_starts[task.row]) + task.first_token;
+}
+
+// The first key that the query at `position` sees.
+inline int least_key(const AttentionArguments& a, int position) {
+  return a.window_left < 0 ? 0 : std::max(0, position - a.window_left);
+}
 
 template <typename Element>
 HeadPages<Element> pages_of(const AttentionArguments& a, const AttentionTask& task, const Element* keys,
@@ -206,12 +226,16 @@ HeadPages<Element> pages_of(const AttentionArguments& a, const AttentionTask& ta
   const long page_width = static_cast<long>(a.kv_heads) * a.head_dim * a.page_size;
   const long head_start = static_cast<long>(task.kv_head) * a.head_dim * a.page_size;
   const int32_t* table = a.page_table + static_cast<long>(task.row) * a.table_width;
-  return {keys + head_start, values + head_start, table, page_width, a.head_dim, a.page_size};
+  const int least = least_key(a, position_of(a, task));
+  return {keys + head_start, values + head_start, table, page_width, a.head_dim, a.page_size, least};
 }
 
-// Position of a task's first token.
-inline int position_of(const AttentionArguments& a, const AttentionTask& task) {
-  return a.key_lengths[task.row] - (a.query_starts[task.row + 1] - a.query_starts[task.row]) + task.first_token;
+// The first block of a task, which begins at a multiple of kKeyBlock.
+template <typename Element>
+KeyBlock<Element> first_block(const AttentionArguments& a, const AttentionTask& task, const Element* keys,
+                              const Element* values) {
+  const HeadPages<Element> pages = pages_of(a, task, keys, values);
+  return pages.block(pages.least / kKeyBlock * kKeyBlock, position_of(a, task) + task.tokens);
 }
 
 // `following` is what this thread probably does next: its first block is fetched during the last one of `task`.
@@ -222,27 +246,26 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
   const int lines = task.tokens * task.heads;
   const int position = position_of(a, task);  // line i belongs to the token at position + i / heads
   const long first_token = a.query_starts[task.row] + task.first_token, first_head = task.first_head * a.head_dim;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
   for (int line = 0; line < lines; ++line) {
     const float* query = a.queries + (first_token + line / task.heads) * a.query_stride + first_head +
                          line % task.heads * a.head_dim;
-    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line * a.head_dim + i] = query[i] * scale;
+    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line * a.head_dim + i] = query[i] * a.scale;
     std::fill_n(scratch.outputs + line * a.head_dim, a.head_dim, 0.0f);
     scratch.sums[line] = Vector{};
     scratch.maxima[line] = -std::numeric_limits<float>::infinity();
   }
   const HeadPages<Element> pages = pages_of(a, task, keys, values);
   const int length = position + task.tokens;
-  KeyBlock<Element> next = pages.block(0, length);
-  for (int start = 0; start < length; start += kKeyBlock) {
+  KeyBlock<Element> next = first_block(a, task, keys, values);
+  for (int start = pages.least / kKeyBlock * kKeyBlock; start < length; start += kKeyBlock) {
     const KeyBlock<Element> block = next;
-    next = start + kKeyBlock < length
-               ? pages.block(start + kKeyBlock, length)
-               : pages_of(a, following, keys, values).block(0, position_of(a, following) + following.tokens);
+    next = start + kKeyBlock < length ? pages.block(start + kKeyBlock, length) : first_block(a, following, keys, values);
     for (int first = 0; first < lines; first += kTileLines)
       score_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim, a.page_size);
-    for (int line = 0; line < lines; ++line)
-      soften(scratch, line, position + line / task.heads + 1 - start, a.head_dim);
+    for (int line = 0; line < lines; ++line) {
+      const int own = position + line / task.heads;
+      soften(scratch, line, least_key(a, own) - start, own + 1 - start, a.head_dim);
+    }
     for (int first = 0; first < lines; first += kTileLines)
       blend_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim);
   }

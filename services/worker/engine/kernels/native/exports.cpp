@@ -42,13 +42,15 @@ void pando_linear(const float* inputs, const void* panels, int type, const float
 }
 
 void pando_gated_linear(const float* inputs, const void* gate, const void* up, int type, const float* gate_bias,
-                        const float* up_bias, int tokens, int width_in, int width_out, float* outputs, int threads) {
+                        const float* up_bias, int tokens, int width_in, int width_out, float* outputs, int activation,
+                        int threads) {
   with_type(type, [&](auto element) {
     using Weight = decltype(element);
     const pando::Matrix<Weight> gates{static_cast<const Weight*>(gate), gate_bias, width_in, width_out};
     const pando::Matrix<Weight> ups{static_cast<const Weight*>(up), up_bias, width_in, width_out};
     const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * width_in, threads);
-    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, converted, outputs}, tokens, threads);
+    const auto bend = static_cast<pando::Activation>(activation);
+    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, converted, outputs, bend}, tokens, threads);
   });
 }
 

@@ -164,13 +164,22 @@ struct Product {
   }
 };
 
-// outputs = silu(inputs x gate) * (inputs x up)
+enum class Activation { kSilu = 0, kGeluTanh = 1 };
+
+// silu(x) = x * sigmoid(x), and GELU's approximation x * (1 + tanh(u / 2)) / 2 = x * sigmoid(u).
+inline Vector activate(Vector x, Activation activation) {
+  const Vector u = activation == Activation::kSilu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exponential(-u));
+}
+
+// outputs = activation(inputs x gate) * (inputs x up)
 template <typename Weight>
 struct GatedProduct {
   Matrix<Weight> gate;
   Matrix<Weight> up;
   const InputOf<Weight>* inputs;
   float* outputs;
+  Activation activation;
 
   int width() const { return gate.outputs; }
   int depth() const { return gate.inputs; }
@@ -183,7 +192,7 @@ struct GatedProduct {
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i)
 #pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) gates[i][v] = gates[i][v] / (1.0f + exponential(-gates[i][v]));
+      for (int v = 0; v < kPanelVectors; ++v) gates[i][v] = activate(gates[i][v], activation);
     Tile<Rows> ups;
     multiply<Rows>(first, up, panel, ups);
 #pragma GCC unroll 8

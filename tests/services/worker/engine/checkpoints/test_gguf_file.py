@@ -71,14 +71,14 @@ def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> Non
     }
     checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", config, {}, **fields))
     assert checkpoint.config.rotary.frequency_divisors == (4.0,) * 8
-    assert checkpoint.config.max_context == 128
+    assert checkpoint.config.windows == (128, 128, 128)
 
 
 def test_other_rope_scaling_is_refused(tmp_path: Path) -> None:
     config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
-    fields = {"llama__rope__scaling__type": ("yarn", GGUFValueType.STRING)}
+    fields = {"llama__rope__scaling__type": ("longrope", GGUFValueType.STRING)}
     path = write_gguf(tmp_path / "model.gguf", config, {}, **fields)
-    with pytest.raises(ConfigurationError, match="rope scaling 'yarn' is not supported"):
+    with pytest.raises(ConfigurationError, match="rope scaling 'longrope' is not supported"):
         GgufCheckpoint(path)
 
 

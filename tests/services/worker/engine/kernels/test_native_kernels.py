@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine.kernels.native_kernels import NativeKernels
 from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.native_library import NativeLibrary
@@ -40,15 +41,17 @@ def test_a_product_is_that_of_torch(
     torch.testing.assert_close(sums, before + expected, atol=1e-4, rtol=1e-4)
 
 
-@given(tokens, inputs_width, outputs_width, seeds, st.booleans(), st.integers(1, 3))
+@given(tokens, inputs_width, outputs_width, seeds, st.booleans(), st.sampled_from(Activation))
 def test_a_gated_product_is_that_of_torch(
-    library: NativeLibrary, tokens: int, width_in: int, width_out: int, seed: int, has_bias: bool, threads: int
-) -> None:
+    library: NativeLibrary, tokens: int, width_in: int, width_out: int, seed: int, has_bias: bool,
+    activation: Activation,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
+    threads = 1 + seed % 3
     gate, up, inputs = torch.randn(width_out, width_in), torch.randn(width_out, width_in), torch.randn(tokens, width_in)
     biases = (torch.randn(width_out), torch.randn(width_out)) if has_bias else None
-    got = NativeKernels(library, torch.float32, threads).gated_linear(gate, up, biases)(inputs)
-    torch.testing.assert_close(got, REFERENCE.gated_linear(gate, up, biases)(inputs), atol=2e-4, rtol=1e-4)
+    got = NativeKernels(library, torch.float32, threads).gated_linear(gate, up, biases, activation)(inputs)
+    torch.testing.assert_close(got, REFERENCE.gated_linear(gate, up, biases, activation)(inputs), atol=2e-4, rtol=1e-4)
 
 
 @given(tokens, st.integers(1, 300), seeds)
@@ -72,8 +75,9 @@ def test_smaller_weights_are_only_rounded(
     seen = inputs.bfloat16().float() if dtype == torch.bfloat16 and library.rounds_inputs else inputs
     expected = REFERENCE.linear(rounded, None)(seen)
     torch.testing.assert_close(kernels.linear(weight, None)(inputs), expected, atol=2e-4, rtol=1e-4)
-    gated = REFERENCE.gated_linear(rounded, rounded_up, None)(seen)
-    torch.testing.assert_close(kernels.gated_linear(weight, up, None)(inputs), gated, atol=1e-3, rtol=1e-3)
+    gated = REFERENCE.gated_linear(rounded, rounded_up, None, Activation.SILU)(seen)
+    got = kernels.gated_linear(weight, up, None, Activation.SILU)(inputs)
+    torch.testing.assert_close(got, gated, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -88,5 +92,5 @@ def test_a_token_gets_the_same_bits_in_every_batch(library: NativeLibrary, threa
 def test_extreme_gates_neither_overflow_nor_vanish(library: NativeLibrary) -> None:
     values = torch.tensor([[-1e4, -104.0, -88.0, -20.0, 0.0, 20.0, 88.0, 1e4]])
     identity = torch.eye(8)
-    got = NativeKernels(library, torch.float32, 1).gated_linear(identity, identity, None)(values)
+    got = NativeKernels(library, torch.float32, 1).gated_linear(identity, identity, None, Activation.SILU)(values)
     torch.testing.assert_close(got, torch.nn.functional.silu(values) * values, atol=1e-6, rtol=1e-5)

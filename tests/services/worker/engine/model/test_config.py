@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -8,8 +8,12 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import ModelConfig, config_from_gguf, config_from_json
+from services.worker.engine.model.config_gguf import config_from_gguf
+from services.worker.engine.model.config_json import config_from_json
 from services.worker.engine.model.rotary import rotary_table
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.config import ModelConfig
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -54,16 +58,26 @@ def test_families_differ_in_biases_and_norms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "context"),
+    ("changes", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 100}, 100),
-        ({"model_type": "mistral", "sliding_window": None}, 256),
-        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": False}, 256),
-        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": True}, 100),
+        ({"model_type": "mistral", "sliding_window": 100}, (100, 100)),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": False}, ()),
+        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": True}, (100, 100)),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        (
+            {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True,
+             "layer_types": ["sliding_attention", "full_attention"]},
+            (9, None),
+        ),
     ],
-)
-def test_context_ends_where_a_sliding_window_would_begin(changes: dict[str, object], context: int) -> None:
-    assert from_json(**changes).max_context == context
+)  # fmt: skip
+def test_layers_have_the_windows_that_the_file_says(
+    changes: dict[str, object], windows: tuple[int | None, ...]
+) -> None:
+    config = from_json(**changes)
+    assert config.windows == windows
+    assert config.max_context == 256
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -72,7 +86,7 @@ def test_llama3_frequencies_are_those_of_transformers(old: bool) -> None:
     config = from_json(head_dim=128, max_position_embeddings=20000, **changes)
     reference = transformers.LlamaConfig(head_dim=128, hidden_size=512, rope_parameters=LLAMA3)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
-    table = rotary_table(config, 20000, torch.device("cpu"))
+    table = rotary_table(config.rotary, 128, 20000, torch.device("cpu"))
     angles = torch.arange(20000.0)[:, None] * expected[None]
     # A frequency that differs in its last bit has turned by a thousandth after 20,000 tokens.
     torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=1), atol=2e-3, rtol=0)
@@ -83,10 +97,16 @@ def test_llama3_frequencies_are_those_of_transformers(old: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model_type": "gpt2"}, "family 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary embedding"),
+        (
+            {"model_type": "gpt2"},
+            "family 'gpt2' is not supported; supported: llama, mistral, qwen2, .*gemma3_text",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "no 'original_max_position_embeddings'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights quantised by 'gptq'"),
+        ({"sliding_window": 4, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
     ],

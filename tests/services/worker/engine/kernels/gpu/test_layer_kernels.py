@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
-from services.worker.engine.kernels.torch_kernels import rms_norm
+from services.worker.engine.kernels.torch_kernels import activate, rms_norm
+from services.worker.engine.model.config import Activation
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -42,15 +43,16 @@ def test_products_of_any_size(device: torch.device, tokens: int, width: int, has
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_products(device: torch.device, tokens: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_products(device: torch.device, tokens: int, has_bias: bool, activation: Activation) -> None:
     inputs, gate, up = random(tokens, 200), random(96, 200, seed=1), random(96, 200, seed=2)
     biases = (random(96, seed=3), random(96, seed=4)) if has_bias else None
     wide = [
         linear(inputs.double(), weight.double(), bias.double() if bias is not None else None)
         for weight, bias in zip((gate, up), biases or (None, None), strict=True)
     ]
-    got = GpuKernels(DTYPE, device).gated_linear(gate, up, biases)(inputs.to(device))
-    close(got, silu(wide[0]) * wide[1])
+    got = GpuKernels(DTYPE, device).gated_linear(gate, up, biases, activation)(inputs.to(device))
+    close(got, activate(wide[0], activation) * wide[1])
 
 
 @pytest.mark.parametrize("width", [48, 1000, 5120])

@@ -1,0 +1,41 @@
+"""The shapes that a model's tensors have, under the names that `transformers` gives them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.config import ModelConfig
+
+
+def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of a whole tensor: a matrix, its bias, or the weight of a norm."""
+    queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, columns = config.hidden_size, config.intermediate_size
+    if config.mixture is not None and ".experts." in name:
+        columns = config.mixture.intermediate_size
+    matrices = {
+        "embed_tokens": (config.vocabulary_size, hidden),
+        "lm_head": (config.vocabulary_size, hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (columns, hidden),
+        "up_proj": (columns, hidden),
+        "down_proj": (hidden, columns),
+        "gate": (config.mixture.experts if config.mixture else 0, hidden),
+    }
+    part, kind = name.split(".")[-2:]
+    if part in matrices:
+        return matrices[part] if kind == "weight" else matrices[part][:1]
+    return (config.head_dim,) if part in ("q_norm", "k_norm") else (hidden,)
+
+
+def block_shape(name: str, config: ModelConfig, rows: slice | None, columns: slice | None) -> tuple[int, ...]:
+    """Return the shape of some rows and columns of a tensor; None: of all of them."""
+    shape = list(tensor_shape(name, config))
+    for dimension, part in enumerate((rows, columns)):
+        if part is not None:
+            shape[dimension] = part.stop - part.start
+    return tuple(shape)

@@ -1,0 +1,150 @@
+"""A mixture of experts as two grouped products, planned on the device: a captured pass takes any routing.
+
+Pairs of token and expert are sorted by expert and cut into blocks of one expert each. How many blocks there are depends
+on the routing, so as many programs are launched as there can be at most, and those without a block end at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from services.worker.engine.kernels.gpu.elementwise import activated
+from services.worker.engine.model.config import Activation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices
+
+
+@triton.jit
+def _grouped_product(
+    inputs, weight, shares, outputs, order, starts, first_blocks, last_block,
+    width, columns, gated_offset, stride_expert,
+    PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IS_FIRST: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block of pairs with their expert's matrix.
+
+    The first product takes its inputs from the pairs' tokens and gates them, the second one takes those results, weighs
+    them and puts them back to the pairs' places.
+    """
+    block = tl.program_id(1)
+    if block >= tl.load(last_block):
+        return
+    experts = tl.arange(0, SEARCH)
+    firsts = tl.load(first_blocks + experts, mask=experts < EXPERTS, other=2147483647)
+    expert = (tl.sum((firsts <= block).to(tl.int32), axis=0) - 1).to(tl.int64)
+    rows = tl.load(starts + expert) + (block - tl.load(first_blocks + expert)) * ROWS + tl.arange(0, ROWS)
+    inside = rows < tl.load(starts + expert + 1)
+    pairs = tl.load(order + rows, mask=inside, other=0)
+    sources = pairs // PER_TOKEN if IS_FIRST else rows.to(tl.int64)
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = at < columns
+    steps = tl.arange(0, DEPTH)
+    at_inputs = inputs + sources[:, None] * width + steps[None, :]
+    at_weight = weight + expert * stride_expert + at.to(tl.int64)[None, :] * width + steps[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gated_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, width, DEPTH):
+        in_width = start + steps < width
+        given = tl.load(at_inputs + start, mask=inside[:, None] & in_width[None, :], other=0.0)
+        mask = in_width[:, None] & in_columns[None, :]
+        sums += tl.dot(given, tl.load(at_weight + start, mask=mask, other=0.0))
+        if IS_FIRST:
+            gated_sums += tl.dot(given, tl.load(at_weight + gated_offset + start, mask=mask, other=0.0))
+    element = outputs.dtype.element_ty
+    if IS_FIRST:
+        # Rounded where the reference rounds.
+        bent = activated(sums.to(element).to(tl.float32), GELU=GELU).to(element).to(tl.float32)
+        results = bent * gated_sums.to(element).to(tl.float32)
+        targets = rows.to(tl.int64)
+    else:
+        results = (
+            sums.to(element).to(tl.float32) * tl.load(shares + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
+        )
+        targets = pairs
+    mask = inside[:, None] & in_columns[None, :]
+    tl.store(outputs + targets[:, None] * columns + at[None, :], results.to(element), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTuning:
+    """How a product is cut: pairs and columns of a block, inputs per step, warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# By pairs per expert, ascending: few are bound by reading the weights, many by multiplying.
+_FEW_PAIRS = ExpertTuning(rows=16, columns=64, depth=128, warps=4, stages=3)
+_MANY_PAIRS = ExpertTuning(rows=64, columns=128, depth=64, warps=8, stages=3)
+_MANY = 32
+
+
+def tuning_for(pairs: int, experts: int) -> ExpertTuning:
+    """Return how to cut products of `pairs` pairs over `experts` experts."""
+    return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
+
+
+class GpuExperts:
+    """All experts' matrices in two tensors; see `Experts`."""
+
+    def __init__(
+        self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Copy `count` experts to `device`, one after the other."""
+        first = next(matrices)
+        columns, width = first.gate.shape
+        gate_up = torch.empty(count, 2 * columns, width, dtype=dtype, device=device)
+        down = torch.empty(count, width, columns, dtype=dtype, device=device)
+        for i, expert in enumerate(itertools.chain([first], matrices)):
+            gate_up[i, :columns].copy_(expert.gate)
+            gate_up[i, columns:].copy_(expert.up)
+            down[i].copy_(expert.down)
+        self._gate_up = gate_up  # [experts, 2 intermediate, hidden], gate above up
+        self._down = down  # [experts, hidden, intermediate]
+        self._activation = activation
+        self._bounds = torch.arange(count + 1, device=device)
+
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum, without waiting for the device."""
+        tokens, chosen = expert_ids.shape
+        experts, hidden, columns = self._down.shape
+        if tokens == 0:
+            return torch.empty_like(inputs)
+        pairs = tokens * chosen
+        tuning = tuning_for(pairs, experts)
+        expert_of, order = expert_ids.flatten().sort(stable=True)
+        starts = torch.searchsorted(expert_of, self._bounds)  # [experts + 1]
+        last_blocks = ((starts.diff() + tuning.rows - 1) // tuning.rows).cumsum(0)
+        first_blocks = torch.nn.functional.pad(last_blocks, (1, 0))[:-1].contiguous()
+        blocks = min(pairs, pairs // tuning.rows + experts)
+        gated = inputs.new_empty(pairs, columns)
+        outputs = inputs.new_empty(pairs, hidden)
+        inputs, plan = inputs.contiguous(), (order, starts, first_blocks, last_blocks[-1:])
+        for source, weight, target, is_first in (
+            (inputs, self._gate_up, gated, True),
+            (gated, self._down, outputs, False),
+        ):
+            width, wide = weight.shape[2], target.shape[1]
+            _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
+                source, weight, shares, target, *plan,
+                width, wide, wide * width if is_first else 0, weight.stride(0),
+                PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
+                ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=tuning.depth,
+                IS_FIRST=is_first, GELU=self._activation is Activation.GELU_TANH,
+                num_warps=tuning.warps, num_stages=tuning.stages,
+            )  # fmt: skip
+        return outputs.view(tokens, chosen, hidden).sum(dim=1)

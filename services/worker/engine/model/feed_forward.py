@@ -1,0 +1,65 @@
+"""The second half of a layer: one feed-forward network, or a mixture of many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.interface import Experts, GatedLinear, Linear
+    from services.worker.engine.model.config import MixtureConfig
+
+
+class FeedForward(Protocol):
+    """Feed-forward layer of this rank, which gives partial sums when ranks share the model."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what comes of inputs [tokens, hidden], of the same shape."""
+        ...
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add that to `sums` [tokens, hidden] in place."""
+        ...
+
+
+class DenseFeedForward:
+    """down(activation(gate) * up)."""
+
+    def __init__(self, gate_up: GatedLinear, down: Linear) -> None:
+        """Join the two products."""
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return self._down(self._gate_up(inputs))
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product to `sums`."""
+        self._down.add_to(self._gate_up(inputs), sums)
+
+
+class MixtureFeedForward:
+    """Each token goes through the experts that a router likes best, weighted by its liking (Shazeer et al. 2017).
+
+    Every rank routes every token, and holds some columns of every expert.
+    """
+
+    def __init__(self, router: Linear, experts: Experts, mixture: MixtureConfig) -> None:
+        """Choose among `experts` by the logits of `router`, [tokens, experts]."""
+        self._router = router
+        self._experts = experts
+        self._mixture = mixture
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts' outputs."""
+        logits = self._router(inputs)
+        shares, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._mixture.experts_per_token)
+        if self._mixture.normalises_shares:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return self._experts(inputs, expert_ids, shares.to(logits.dtype))
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add it to `sums`."""
+        sums += self(inputs)
