@@ -286,6 +286,7 @@ class SchedulerLoop:
         accounts = core.memory.account(core.rows)
         for state in STATES:
             metrics.PAGES.labels("device", state).set(getattr(accounts, state))
+        metrics.KV_USAGE_PERCENT.set(100 * accounts.protected / max(1, accounts.capacity))
         metrics.WAITING_REQUESTS.set(len(core.queue))
         metrics.RUNNING_ROWS.set(core.rows.running)
         metrics.RETRACTIONS.set(core.memory.retractions)

@@ -20,6 +20,9 @@ RUNNING_ROWS = Gauge("pando_scheduler_running_rows", "Rows in prefill or decode.
 PAGES = Gauge(
     "pando_scheduler_pages", "KV pages by tier and state; the states add up to the capacity.", ["tier", "state"]
 )
+KV_USAGE_PERCENT = Gauge(
+    "pando_scheduler_kv_usage_percent", "Share of the device's KV pages that running requests hold, in percent."
+)
 PROMPT_TOKENS_TOTAL = Counter("pando_scheduler_prompt_tokens_total", "Prompt tokens of started requests.")
 CACHED_TOKENS_TOTAL = Counter("pando_scheduler_cached_tokens_total", "Prompt tokens that the cache held.")
 GENERATED_TOKENS_TOTAL = Counter("pando_scheduler_generated_tokens_total", "Sampled tokens.")

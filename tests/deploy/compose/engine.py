@@ -6,20 +6,29 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
 from deploy.supervisor.layout import free_port
 from tests.waiting import wait_until
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 ROOT = Path(__file__).resolve().parents[3]
+COMPOSE = ROOT / "deploy" / "compose"
 RING = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
 
 
 class Project:
     """One deployment in containers, under a name and at a port of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *overlays: str, environment: Mapping[str, str] | None = None) -> None:
+        """Deploy compose.yaml with `overlays` on top, and with variables that they ask for."""
+        self._environment = environment or {}
+        files = [str(COMPOSE / name) for name in ("compose.yaml", *overlays)] if overlays else []
+        self._files = [text for file in files for text in ("--file", file)]
         self.name = f"pando-test-{os.getpid()}"
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
@@ -32,7 +41,7 @@ class Project:
             return False
 
     def compose(self, *arguments: str, timeout_s: float = 120) -> str:
-        return self._run("compose", "--project-name", self.name, *arguments, timeout_s=timeout_s)
+        return self._run("compose", *self._files, "--project-name", self.name, *arguments, timeout_s=timeout_s)
 
     def inside(self, service: str, program: str) -> str:
         """Run a Python program in a service's container; return what it printed."""
@@ -74,14 +83,15 @@ class Project:
         names = {service["image"] for service in self.configuration()["services"].values() if "build" in service}
         return {name: int(self._run("image", "inspect", "--format", "{{.Size}}", name)) for name in sorted(names)}
 
-    def configuration(self) -> dict[str, dict[str, dict[str, str]]]:
+    def configuration(self, *profiles: str) -> dict[str, dict[str, dict[str, str]]]:
         """Return what Compose makes of the files."""
-        found: dict[str, dict[str, dict[str, str]]] = json.loads(self.compose("config", "--format", "json"))
+        flags = [f"--profile={profile}" for profile in profiles]
+        found: dict[str, dict[str, dict[str, str]]] = json.loads(self.compose(*flags, "config", "--format", "json"))
         return found
 
     def _run(self, *arguments: str, timeout_s: float = 60, check: bool = True) -> str:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("COMPOSE_")}
-        environment["PANDO_PORT"] = str(self.port)
+        environment |= {"PANDO_PORT": str(self.port), **self._environment}
         done = subprocess.run(
             ["docker", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s,
             check=False,

@@ -77,7 +77,7 @@ def test_settings_in_the_environment_exist_and_fit() -> None:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in environment.items():
         section, field = key.removeprefix("PANDO_").lower().split("__")
-        plain = {"PANDO_MODEL__REFERENCE": "model", "PANDO_RPC__PLAINTEXT": "true"}.get(key, value)
+        plain = {"PANDO_MODEL__REFERENCE": "model"}.get(key, value)
         sections.setdefault(section, {})[field] = yaml.safe_load(plain) if plain.startswith("[") else plain
     settings = Settings.model_validate(sections)
     assert settings.rpc.plaintext
@@ -87,7 +87,13 @@ def test_settings_in_the_environment_exist_and_fit() -> None:
 @every_service
 def test_addresses_are_those_of_containers(name: str) -> None:
     environment = SERVICES[name]["environment"]
-    for key in ("GATEWAY__TOKENIZER", "GATEWAY__DETOKENIZER", "TOKENIZER__SCHEDULER", "SCHEDULER__DETOKENIZER"):
+    for key in (
+        "GATEWAY__TOKENIZER",
+        "GATEWAY__DETOKENIZER",
+        "GATEWAY__SCHEDULER",
+        "TOKENIZER__SCHEDULER",
+        "SCHEDULER__DETOKENIZER",
+    ):
         host, port = environment[f"PANDO_{key}"].split(":")
         assert environment[f"PANDO_{host.upper()}__ADDRESS"] == f"0.0.0.0:{port}"
 
@@ -108,6 +114,15 @@ def test_rules_and_dashboards_are_those_of_the_chart() -> None:
         if mount.startswith("."):
             assert (COMPOSE / mount).exists()
     assert all(SERVICES[name]["profiles"] == ["observability"] for name in ("prometheus", "grafana"))
+
+
+def test_secrets_are_files_and_whoever_reads_one_is_given_it() -> None:
+    overlay = load("secrets.yaml")
+    for service in overlay["services"].values():
+        named = {path.removeprefix("/run/secrets/") for path in service["environment"].values()}
+        assert named == set(service["secrets"]) <= overlay["secrets"].keys()
+    # The scheduler flushes its cache only for who knows the token.
+    assert "admin_token" in overlay["services"]["gateway"]["secrets"]
 
 
 def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> None:

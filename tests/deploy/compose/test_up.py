@@ -119,6 +119,22 @@ def test_a_killed_container_comes_back_and_chats_go_on(project: Project, service
     assert story(project) == undisturbed
 
 
+def test_whoever_asks_inside_the_container_may_flush_the_cache(project: Project) -> None:
+    program = (
+        "import httpx\n"
+        "print(httpx.post('http://127.0.0.1:8000/flush_cache').text, httpx.get('http://127.0.0.1:8000/get_server_info').text)"
+    )
+    answer = project.inside("gateway", program)
+    assert "Cache flushed" in answer
+    assert "worker_group" in answer
+
+
+def test_prometheus_and_grafana_come_with_their_profile(project: Project) -> None:
+    assert project.configuration()["services"].keys() == set(RING)
+    observed = project.configuration("observability")["services"]
+    assert observed.keys() == {*RING, "prometheus", "grafana"}
+
+
 def test_down_leaves_nothing(project: Project) -> None:
     project.compose("down", "--volumes", "--timeout", "20")
     assert project.leftovers() == {"containers": [], "volumes": [], "networks": []}

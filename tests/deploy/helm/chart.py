@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import helm_python
 import yaml
+
+from common.settings import Settings
 
 # Manifests are free-form.
 Manifest: TypeAlias = dict[str, Any]
@@ -83,17 +87,22 @@ def component_of(item: Manifest) -> str:
 
 
 def pods(objects: list[Manifest]) -> dict[str, Manifest]:
-    """Return the pod template of each component."""
+    """Return the pod template of each component; of those with several groups, the last one's."""
     templates = {}
     for item in objects:
         if item["kind"] not in WORKLOADS:
             continue
-        spec = item["spec"]
-        template = (
-            spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
-        )
-        templates[component_of(item)] = template
+        templates[component_of(item)] = template_of(item)
     return templates
+
+
+def template_of(workload: Manifest) -> Manifest:
+    """Return the template of a workload's pods."""
+    spec = workload["spec"]
+    found: Manifest = (
+        spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+    )
+    return found
 
 
 def container(template: Manifest) -> Manifest:
@@ -101,9 +110,47 @@ def container(template: Manifest) -> Manifest:
     return found
 
 
+@dataclass(frozen=True)
+class Running:
+    """A service in a pod: the pod's component and labels, the service's container, and the settings that it reads."""
+
+    service: str
+    workload: Manifest
+    template: Manifest
+    container: Manifest
+    settings: Settings
+
+
+def running(objects: list[Manifest]) -> list[Running]:
+    """Return every service of every pod, as it would run in the first pod of its kind."""
+    file = settings_of(objects)
+    found = []
+    for workload in objects:
+        if workload["kind"] not in WORKLOADS:
+            continue
+        template = template_of(workload)
+        sidecars = [item for item in template["spec"].get("initContainers", []) if item.get("restartPolicy")]
+        for item in [*template["spec"]["containers"], *sidecars]:
+            settings = _with_variables(file, item["env"], f"{workload['metadata']['name']}-0")
+            found.append(Running(item["name"], workload, template, item, settings))
+    return found
+
+
 def settings_of(objects: list[Manifest]) -> Manifest:
     """Return the settings file that the pods mount, parsed."""
     return tomllib.loads(named(objects, "ConfigMap", "settings")["data"]["pando.toml"])
+
+
+def _with_variables(file: Manifest, variables: list[Manifest], pod: str) -> Settings:
+    """Return the settings of a process: the file's, and over them those of its environment."""
+    merged = copy.deepcopy(file)
+    for variable in variables:
+        section, _, field = variable["name"].removeprefix("PANDO_").lower().partition("__")
+        if field and variable["name"].startswith("PANDO_"):
+            # What a secret holds is not known here; it must be long enough.
+            text = variable.get("value", "the value of a secret").replace("$(POD_NAME)", pod)
+            merged.setdefault(section, {})[field] = json.loads(text) if text.startswith("[") else text
+    return Settings(**merged)
 
 
 def _objects(texts: Any) -> list[Manifest]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.settings import Settings
-from tests.deploy.helm.chart import Manifest, component_of, pods, render, settings_of
+from tests.deploy.helm.chart import WORKLOADS, Manifest, component_of, render, running, template_of
+from tests.deploy.helm.test_pods import schedulers_of
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 # From where to where, at which port; None: all ports.
@@ -18,15 +18,16 @@ ENFORCED = [name for name, values in VALUE_SETS.items() if values.get("networkPo
 @pytest.mark.parametrize("name", ENFORCED)
 def test_open_edges_are_those_of_the_ring(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    assert open_edges(objects) == ring_of(Settings(**settings_of(objects)))
+    assert open_edges(objects) == ring_of(objects)
 
 
 @pytest.mark.parametrize("name", ENFORCED)
 def test_every_pod_has_a_policy_for_both_directions(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    policies = {component_of(item): item["spec"] for item in objects if item["kind"] == "NetworkPolicy"}
-    assert policies.keys() == pods(objects).keys() | {"test"}
-    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in policies.values())
+    policies = [item["spec"] for item in objects if item["kind"] == "NetworkPolicy"]
+    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in policies)
+    for labels in labels_of(objects).values():
+        assert sum(_selects(spec["podSelector"], labels) for spec in policies) == 1
 
 
 def test_an_edge_too_many_would_be_noticed() -> None:
@@ -36,7 +37,7 @@ def test_an_edge_too_many_would_be_noticed() -> None:
             item["spec"]["ingress"].append({"from": [{"podSelector": {}}], "ports": [{"port": 50053}]})
         if item["kind"] == "NetworkPolicy" and component_of(item) == "gateway":
             item["spec"]["egress"].append({"to": [{"podSelector": {}}], "ports": [{"port": 50053}]})
-    assert ("gateway", "worker", 50053) in open_edges(objects)
+    assert ("demo-pando-gateway", "demo-pando-worker", 50053) in open_edges(objects)
 
 
 def test_strangers_reach_only_the_gateway_and_only_if_nobody_is_named() -> None:
@@ -61,24 +62,39 @@ def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fet
     assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "worker"}
 
 
-def ring_of(settings: Settings) -> set[Edge]:
-    """Return the connections that services with these settings open."""
+def ring_of(objects: list[Manifest]) -> set[Edge]:
+    """Return the connections that the services of a release open between pods, as their settings say."""
+    edges: set[Edge] = set()
+    for each in running(objects):
+        settings, source = each.settings, each.workload["metadata"]["name"]
+        addresses = {
+            "gateway": [settings.gateway.tokenizer, settings.gateway.detokenizer, *schedulers_of(settings)],
+            "tokenizer": schedulers_of(settings),
+            "scheduler": [settings.scheduler.detokenizer, *settings.scheduler.workers],
+        }
+        for address in addresses.get(each.service, []):
+            host, _, port = address.removeprefix("dns:").rpartition(":")
+            # <service>, or <pod>.<service>.<namespace>.svc; a service is called as the pods behind it.
+            target = host.split(".")[1] if "." in host else host
+            if target != source:  # of what stays within a pod no policy knows
+                edges.add((source, target, int(port)))
+        if each.service == "worker" and component_of(each.workload) == "worker":
+            # Ranks exchange tensors at ports that NCCL and gloo choose.
+            edges.add((source, source, None))
+    # `helm test` is a client.
+    hook = next(item["metadata"]["name"] for item in objects if item["kind"] == "Pod")
+    gateway = next(each for each in running(objects) if each.service == "gateway")
+    return edges | {(hook, gateway.workload["metadata"]["name"], gateway.settings.gateway.port)}
 
-    def peer(address: str) -> tuple[str, int]:
-        host, _, port = address.rpartition(":")
-        owner = next(name for name in ("detokenizer", "tokenizer", "scheduler", "worker") if f"-{name}" in host)
-        return owner, int(port)
 
-    addresses = [
-        ("gateway", settings.gateway.tokenizer),
-        ("gateway", settings.gateway.detokenizer),
-        ("tokenizer", settings.tokenizer.scheduler),
-        ("scheduler", settings.scheduler.detokenizer),
-        *(("scheduler", address) for address in settings.scheduler.workers),
-    ]
-    edges: set[Edge] = {(source, *peer(address)) for source, address in addresses}
-    # Ranks exchange tensors at ports that NCCL and gloo choose; `helm test` is a client.
-    return edges | {("worker", "worker", None), ("test", "gateway", settings.gateway.port)}
+def labels_of(objects: list[Manifest]) -> dict[str, dict[str, str]]:
+    """Return the labels of the pods of each workload, and of the test."""
+    labels = {
+        item["metadata"]["name"]: template_of(item)["metadata"]["labels"]
+        for item in objects
+        if item["kind"] in WORKLOADS
+    }
+    return labels | {item["metadata"]["name"]: item["metadata"]["labels"] for item in objects if item["kind"] == "Pod"}
 
 
 def open_edges(objects: list[Manifest]) -> set[Edge]:
@@ -86,8 +102,7 @@ def open_edges(objects: list[Manifest]) -> set[Edge]:
 
     That everybody may reach the gateway is left out: what counts is who inside needs to.
     """
-    labels = {name: pod["metadata"]["labels"] for name, pod in pods(objects).items()}
-    labels["test"] = next(item["metadata"]["labels"] for item in objects if item["kind"] == "Pod")
+    labels = labels_of(objects)
     policies = [item["spec"] for item in objects if item["kind"] == "NetworkPolicy"]
 
     def allowed(owner: str, direction: str, peers: str) -> set[tuple[str, int | None]]:

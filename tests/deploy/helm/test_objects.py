@@ -14,6 +14,7 @@ import yaml
 
 from tests.deploy.helm.chart import (
     CHART,
+    WORKLOADS,
     Manifest,
     container,
     helm_executable,
@@ -22,6 +23,7 @@ from tests.deploy.helm.chart import (
     render,
     render_texts,
     render_with_helm,
+    template_of,
 )
 from tests.deploy.helm.value_sets import VALUE_SETS
 
@@ -66,7 +68,7 @@ def test_no_two_objects_have_one_name(name: str) -> None:
 @every_value_set
 def test_what_selects_pods_selects_some(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    labels = [template["metadata"]["labels"] for template in pods(objects).values()]
+    labels = [template_of(item)["metadata"]["labels"] for item in objects if item["kind"] in WORKLOADS]
     selectors = [
         item["spec"]["selector"].get("matchLabels", item["spec"]["selector"])
         for item in objects
@@ -74,14 +76,18 @@ def test_what_selects_pods_selects_some(name: str) -> None:
     ]
     assert selectors
     for selector in selectors:
-        assert sum(selector.items() <= pod.items() for pod in labels) == 1
+        # Metrics are those of all groups; everything else is about one of them.
+        found = sum(selector.items() <= pod.items() for pod in labels)
+        assert found == 1 or (found > 1 and "pando/group" not in selector)
 
 
 @every_value_set
 def test_pods_mount_what_they_declare_and_declare_what_they_mount(name: str) -> None:
-    for template in pods(render(VALUE_SETS[name])).values():
-        spec = template["spec"]
-        mounted = {mount["name"] for item in _containers(spec) for mount in item["volumeMounts"]}
+    for item in render(VALUE_SETS[name]):
+        if item["kind"] not in WORKLOADS:
+            continue
+        spec = template_of(item)["spec"]
+        mounted = {mount["name"] for each in _containers(spec) for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
@@ -99,6 +105,16 @@ def test_no_container_can_write_its_image_or_gain_privileges(name: str) -> None:
             assert item["securityContext"]["readOnlyRootFilesystem"] is True
             assert item["securityContext"]["allowPrivilegeEscalation"] is False
             assert item["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_groups_that_scale_have_no_replicas_and_those_that_do_not_have_as_many_as_asked_for() -> None:
+    for name, kind in (("groups-hpa", "HorizontalPodAutoscaler"), ("groups-keda", "ScaledObject")):
+        objects = render(VALUE_SETS[name])
+        target = named(objects, kind, "group")["spec"]["scaleTargetRef"]
+        scaled = named(objects, target["kind"], "group")
+        assert scaled["metadata"]["name"] == target["name"]
+        assert "replicas" not in scaled["spec"]
+    assert named(render(VALUE_SETS["groups-in-pods"]), "StatefulSet", "group")["spec"]["replicas"] == 4
 
 
 @pytest.mark.parametrize("name", ["hpa", "keda"])
@@ -134,7 +150,16 @@ def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["defaults", "example-h100", "example-h200-two-nodes", "model-from-s3", "given-issuer"]
+    "name",
+    [
+        "defaults",
+        "three-groups",
+        "groups-keda",
+        "example-h100",
+        "example-h200-two-nodes",
+        "model-from-s3",
+        "given-issuer",
+    ],
 )
 def test_rendered_as_before(name: str, snapshot: SnapshotAssertion) -> None:
     texts = render_texts(VALUE_SETS[name])

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.settings import Settings
-from tests.deploy.helm.chart import Manifest, component_of, container, named, pods, render, settings_of
+from tests.deploy.helm.chart import (
+    Manifest,
+    Running,
+    component_of,
+    container,
+    named,
+    pods,
+    render,
+    running,
+    settings_of,
+)
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 if TYPE_CHECKING:
@@ -21,55 +31,112 @@ every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
 
 @every_value_set
 def test_the_services_accept_the_rendered_settings(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    settings = Settings(**settings_of(objects))
-    for component, pod in pods(objects).items():
-        ports = {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
-        if component == "gateway":
-            assert ports == {"http": settings.gateway.port}
+    for each in running(render(VALUE_SETS[name])):
+        ports = {port["containerPort"] for port in each.container["ports"]}
+        section = getattr(each.settings, each.service)
+        if each.service == "gateway":
+            assert ports == {section.port}
             continue
-        section = getattr(settings, component)
-        assert ports["grpc"] == int(section.address.rpartition(":")[2])
-        assert ports["metrics"] == section.metrics_port
+        assert {int(section.address.rpartition(":")[2]), section.metrics_port} <= ports
+
+
+@every_value_set
+def test_no_two_containers_of_a_pod_share_a_port_or_its_name(name: str) -> None:
+    by_pod: dict[str, list[Manifest]] = {}
+    for each in running(render(VALUE_SETS[name])):
+        ports = by_pod.setdefault(each.workload["metadata"]["name"], [])
+        ports += each.container["ports"]
+        probe = each.container["livenessProbe"].get("grpc")
+        if probe and each.settings.rpc.probe_port:
+            assert probe["port"] == each.settings.rpc.probe_port
+            ports.append({"name": f"probe {each.service}", "containerPort": probe["port"]})
+    for ports in by_pod.values():
+        for key in ("name", "containerPort"):
+            values = [port[key] for port in ports]
+            assert len(values) == len(set(values))
 
 
 @every_value_set
 def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
     objects = render(VALUE_SETS[name])
     settings = Settings(**settings_of(objects))
-    ports = {
-        item["metadata"]["name"]: [port["port"] for port in item["spec"]["ports"]]
-        for item in objects
-        if item["kind"] == "Service"
-    }
+    services = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "Service"}
+    schedulers = schedulers_of(settings)
+    assert schedulers == list(settings.gateway.schedulers or (settings.gateway.scheduler,))
     for address in (
         settings.gateway.tokenizer,
         settings.gateway.detokenizer,
-        settings.tokenizer.scheduler,
         settings.scheduler.detokenizer,
+        *schedulers,
     ):
-        host, _, port = address.partition(":")
-        assert int(port) in ports[host]
+        host, _, port = address.removeprefix("dns:").partition(":")
+        assert int(port) in [each["port"] for each in services[host]["ports"]]
+        # A name stands for all pods only where the service has no address of its own.
+        assert (services[host].get("clusterIP") == "None") == address.startswith("dns:")
 
 
 @every_value_set
 def test_the_scheduler_knows_every_rank_in_order(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    workers = Settings(**settings_of(objects)).scheduler.workers
-    group = next(item for item in objects if item["kind"] in ("StatefulSet", "LeaderWorkerSet"))
-    set_name, spec = group["metadata"]["name"], group["spec"]
-    ranks = [port for port in container(pods(objects)["worker"])["ports"] if port["name"].startswith("grpc")]
-    if group["kind"] == "StatefulSet":
-        assert spec["serviceName"] == set_name
-        hosts = [f"{set_name}-{pod}" for pod in range(spec["replicas"])]
-    else:
+    everybody = running(render(VALUE_SETS[name]))
+    schedulers = [each for each in everybody if each.service == "scheduler"]
+    workers = [each for each in everybody if each.service == "worker"]
+    assert len(schedulers) == len(workers) == VALUE_SETS[name].get("groups", {}).get("replicas", 1) or any(
+        each.template is worker.template for each in schedulers for worker in workers
+    )
+    for scheduler, worker in zip(schedulers, workers, strict=True):
+        assert list(scheduler.settings.scheduler.workers) == addresses_of(worker)
+        # Another group's workers have other labels.
+        assert group_of(scheduler) == group_of(worker)
+
+
+def addresses_of(worker: Running) -> list[str]:
+    """Return where the ranks of a group are, as Kubernetes names its pods."""
+    set_name, spec = worker.workload["metadata"]["name"], worker.workload["spec"]
+    ranks = [port for port in worker.container["ports"] if "metrics" not in port["name"]]
+    if worker.workload["kind"] == "LeaderWorkerSet":
         hosts = [f"{set_name}-0", *(f"{set_name}-0-{pod}" for pod in range(1, spec["leaderWorkerTemplate"]["size"]))]
-    assert list(workers) == [f"{host}.{set_name}.llm.svc:{rank['containerPort']}" for host in hosts for rank in ranks]
+    else:
+        assert spec["serviceName"] == set_name
+        # A pod that is a whole group knows itself.
+        is_group = component_of(worker.workload) == "group"
+        hosts = [f"{set_name}-{pod}" for pod in range(1 if is_group else spec["replicas"])]
+    return [f"{host}.{set_name}.llm.svc:{rank['containerPort']}" for host in hosts for rank in ranks]
+
+
+def group_of(running: Running) -> str | None:
+    label: str | None = running.template["metadata"]["labels"].get("pando/group")
+    return label
+
+
+def schedulers_of(settings: Settings) -> list[str]:
+    """Return the addresses of the groups that the tokenizer chooses among."""
+    return list(settings.tokenizer.schedulers or (settings.tokenizer.scheduler,))
+
+
+def test_a_group_in_a_pod_starts_its_workers_first_and_drains_before_they_end() -> None:
+    objects = render(VALUE_SETS["groups-keda"])
+    spec = pods(objects)["group"]["spec"]
+    [fetch, worker], [scheduler] = spec["initContainers"], spec["containers"]
+    # Kubernetes ends restartable init containers after all others.
+    assert (fetch["name"], worker["name"], worker["restartPolicy"]) == ("model", "worker", "Always")
+    assert "restartPolicy" not in fetch
+    assert (scheduler["name"], worker["resources"]["limits"]["nvidia.com/gpu"]) == ("scheduler", "2")
+    assert (spec["nodeSelector"], spec["runtimeClassName"]) == ({"pool": "gpu"}, "nvidia")
+    assert "lifecycle" not in worker
+
+
+def test_the_gateway_knows_the_schedulers_admin_token_wherever_they_have_one() -> None:
+    for name in ("keys-and-admin", "three-groups", "groups-keda"):
+        everybody = running(render(VALUE_SETS[name]))
+        for each in everybody:
+            mounts = {mount["mountPath"] for mount in each.container["volumeMounts"]}
+            assert ("/etc/pando/admin" in mounts) == (each.service in ("gateway", "scheduler"))
+        assert str(everybody[0].settings.gateway.scheduler_admin_token_file) == "/etc/pando/admin/token"
 
 
 def test_probes_ask_for_the_health_names_that_the_services_have() -> None:
-    for component, template in pods(render({})).items():
-        probes = container(template)
+    for each in [each for name in ("defaults", "groups-in-pods") for each in running(render(VALUE_SETS[name]))]:
+        component, probes = each.service, each.container
         if component == "gateway":
             assert probes["livenessProbe"]["httpGet"]["path"] == "/health"
             assert probes["readinessProbe"]["httpGet"]["path"] == "/ready"
@@ -97,24 +164,24 @@ def test_the_start_may_take_as_long_as_the_weights_need() -> None:
 
 @every_value_set
 def test_pods_get_longer_to_end_than_they_need(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    settings = Settings(**settings_of(objects))
-    for component, template in pods(objects).items():
-        sleep = container(template)["lifecycle"]["preStop"]["sleep"]["seconds"]
-        drain = getattr(getattr(settings, component), "drain_s", 0)
-        assert template["spec"]["terminationGracePeriodSeconds"] > sleep + drain
+    for each in running(render(VALUE_SETS[name])):
+        hook = each.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
+        drain = getattr(getattr(each.settings, each.service), "drain_s", 0)
+        assert each.template["spec"]["terminationGracePeriodSeconds"] > hook["sleep"]["seconds"] + drain
 
 
 @every_value_set
 def test_models_are_where_the_settings_say(name: str) -> None:
     objects = render(VALUE_SETS[name])
     reference = Settings(**settings_of(objects)).model.reference
-    for component in ("tokenizer", "detokenizer", "worker"):
-        spec = pods(objects)[component]["spec"]
-        mounts = [mount["mountPath"] for mount in container({"spec": spec})["volumeMounts"]]
-        assert ("/models" in mounts) == reference.startswith("/models/")
-        for fetching in spec.get("initContainers", []):
+    for each in running(objects):
+        mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
+        needs_model = each.service in ("tokenizer", "detokenizer", "worker")
+        assert ("/models" in mounts) == (needs_model and reference.startswith("/models/"))
+        for fetching in [item for item in each.template["spec"].get("initContainers", []) if item["name"] == "model"]:
             assert reference in fetching["args"]
+            weights_too = component_of(each.workload) in ("worker", "group")
+            assert any("safetensors" in argument for argument in fetching["args"]) == (not weights_too)
 
 
 def test_secrets_are_never_in_the_settings_file() -> None:
@@ -140,17 +207,27 @@ def test_services_trust_each_other_by_certificates_and_probes_need_none() -> Non
             assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
 
 
-def test_every_address_of_the_ring_is_in_its_peers_certificate() -> None:
-    objects = render(VALUE_SETS["own-authority"])
-    settings = Settings(**settings_of(objects))
-    names = {c: named(objects, "Certificate", c)["spec"]["dnsNames"] for c in ("gateway", *SERVICES)}
-    assert settings.gateway.tokenizer.partition(":")[0] in names["tokenizer"]
-    assert settings.gateway.detokenizer.partition(":")[0] in names["detokenizer"]
-    assert settings.tokenizer.scheduler.partition(":")[0] in names["scheduler"]
-    for address in settings.scheduler.workers:
-        pod, _, rest = address.rpartition(":")[0].partition(".")
-        assert pod
-        assert f"*.{rest}" in names["worker"]
+@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda"])
+def test_every_address_of_the_ring_is_in_its_peers_certificate(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    secrets = {
+        item["spec"]["secretName"]: item["spec"].get("dnsNames", [])
+        for item in objects
+        if item["kind"] == "Certificate"
+    }
+    shown: dict[str, list[str]] = {}
+    for each in running(objects):
+        [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == "tls"]
+        shown[each.service] = secrets[volume["secret"]["secretName"]]
+    for each in running(objects):
+        settings = each.settings
+        assert settings.gateway.tokenizer.partition(":")[0] in shown["tokenizer"]
+        assert settings.gateway.detokenizer.partition(":")[0] in shown["detokenizer"]
+        for address in schedulers_of(settings):
+            assert address.removeprefix("dns:").partition(":")[0] in shown["scheduler"]
+        if each.service == "scheduler":
+            for address in settings.scheduler.workers:
+                assert f"*.{address.rpartition(':')[0].partition('.')[2]}" in shown["worker"]
 
 
 def test_plaintext_is_asked_for_where_there_is_no_tls() -> None:
@@ -178,8 +255,8 @@ def test_commands_name_modules_that_there_are(name: str) -> None:
 
 
 def _modules(objects: list[Manifest]) -> Iterator[str]:
-    for template in pods(objects).values():
-        command = container(template)["command"]
+    for each in running(objects):
+        command = each.container["command"]
         assert command[:2] == ["python", "-m"]
         yield command[2]
 

@@ -25,6 +25,8 @@ RULES = CHART / "alerts" / "pando.rules.yaml"
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 # What Prometheus itself adds to whatever it scrapes.
 SCRAPED = {"namespace", "pod", "job", "instance", "service", "container"}
+# What can be scaled, and how the names of the value sets begin in which it is.
+SCALED = {"gateway": "", "tokenizer": "", "group": "groups-"}
 SUFFIXES = {"counter": ("_total", "_created"), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
@@ -70,10 +72,10 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
 
 
 def scaler_queries() -> Iterator[tuple[str, str]]:
-    for component in ("gateway", "tokenizer"):
-        for trigger in named(render(VALUE_SETS["keda"]), "ScaledObject", component)["spec"]["triggers"]:
+    for component, name in SCALED.items():
+        for trigger in named(render(VALUE_SETS[f"{name}keda"]), "ScaledObject", component)["spec"]["triggers"]:
             if trigger["type"] == "prometheus":
-                yield f"keda: {component}", trigger["metadata"]["query"]
+                yield f"keda: {component} {trigger['metadata']['query'].split('{')[0]}", trigger["metadata"]["query"]
 
 
 QUERIES = dict([*rule_queries(), *dashboard_queries(), *scaler_queries()])
@@ -98,8 +100,8 @@ def test_a_wrong_query_is_noticed(query: str, problem: str) -> None:
 
 
 def test_the_autoscaler_asks_for_metrics_of_pods_that_exist() -> None:
-    for component in ("gateway", "tokenizer"):
-        metrics = named(render(VALUE_SETS["hpa"]), "HorizontalPodAutoscaler", component)["spec"]["metrics"]
+    for component, prefix in SCALED.items():
+        metrics = named(render(VALUE_SETS[f"{prefix}hpa"]), "HorizontalPodAutoscaler", component)["spec"]["metrics"]
         [name] = [metric["pods"]["metric"]["name"] for metric in metrics if metric["type"] == "Pods"]
         assert name in exported()
 

@@ -20,6 +20,34 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "hpa": _scaled("hpa"),
     "keda": _scaled("keda"),
+    "three-groups": {
+        "groups": {"replicas": 3},
+        "adminToken": {"existingSecret": "admin"},
+        "worker": {"tensorParallel": 2, "ranksPerPod": 1},
+        "tls": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+        "settings": {"tokenizer": {"routing": "least_loaded"}},
+    },
+    "groups-over-nodes": {
+        "groups": {"replicas": 2},
+        "worker": {"device": "cuda", "tensorParallel": 16, "ranksPerPod": 8, "leaderWorkerSet": {"enabled": True}},
+        "model": _CLAIM,
+    },
+    "groups-in-pods": {"groups": {"replicas": 4, "layout": "together"}, "networkPolicy": {"workerEgress": [{}]}},
+    "groups-hpa": {"groups": {"layout": "together", "autoscaling": {"mode": "hpa", "kvPercent": 0}}},
+    "groups-keda": {
+        "groups": {"layout": "together", "autoscaling": {"mode": "keda", "minReplicas": 2, "maxReplicas": 6}},
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 2,
+            "nodeSelector": {"pool": "gpu"},
+            "runtimeClassName": "nvidia",
+        },
+        "model": {"source": "hub", "hub": {"repository": "Qwen/Qwen3-8B"}},
+        "tls": {"enabled": True, "tokenSecret": "ring-token"},
+        "adminToken": {"existingSecret": "admin"},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
     "two-ranks-in-a-pod": {"worker": {"device": "cuda", "tensorParallel": 2}, "model": _CLAIM},
     "four-pods-on-a-node": {
         "worker": {

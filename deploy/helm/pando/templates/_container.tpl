@@ -1,3 +1,4 @@
+{{/* The container of a service; takes {root, name}, `group` of schedulers, and `pod` where it is one of several in a pod. */}}
 {{- define "pando.container" -}}
 {{- $root := .root -}}
 {{- $values := index $root.Values .name -}}
@@ -6,7 +7,12 @@
 {{- $ranks := ternary (include "pando.ranksPerPod" $root | int) 1 $isWorker -}}
 {{- $image := $root.Values.image.services -}}
 {{- if $isWorker }}{{ $image = ternary $root.Values.image.workerCuda $root.Values.image.workerCpu (eq $values.device "cuda") }}{{ end -}}
+{{- $isSidecar := and $isWorker (hasKey . "pod") -}}
 - name: {{ .name }}
+  {{- if $isSidecar }}
+  # Starts before the scheduler, and ends after it has drained.
+  restartPolicy: Always
+  {{- end }}
   image: {{ include "pando.image" (dict "root" $root "image" $image) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if gt $ranks 1 }}
@@ -21,26 +27,35 @@
     - name: PANDO_RPC__TOKEN
       valueFrom: {secretKeyRef: {name: {{ $root.Values.tls.tokenSecret | quote }}, key: token}}
     {{- end }}
+    {{- if eq .name "scheduler" }}
+    {{- include "pando.groupVariables" . | trim | nindent 4 }}
+    {{- end }}
     {{- if $isWorker }}
     - name: OMP_NUM_THREADS
       valueFrom: {resourceFieldRef: {resource: requests.cpu}}
     {{- end }}
+    {{- if and $isSidecar $root.Values.tls.enabled }}
+    # The scheduler beside it has the other one.
+    - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
+    {{- end }}
     {{- with $values.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   ports:
     {{- range $rank := until $ranks }}
-    - name: {{ ternary "http" (ternary "grpc" (printf "grpc-%d" $rank) (eq $rank 0)) (eq $.name "gateway") }}
+    - name: {{ include "pando.portName" (merge (dict "purpose" "grpc" "rank" $rank) $) }}
       containerPort: {{ add $facts.port $rank }}
     {{- end }}
     {{- if ne .name "gateway" }}
     {{- range $rank := until $ranks }}
-    - name: {{ ternary "metrics" (printf "metrics-%d" $rank) (eq $rank 0) }}
+    - name: {{ include "pando.portName" (merge (dict "purpose" "metrics" "rank" $rank) $) }}
       containerPort: {{ add $facts.metrics $rank }}
     {{- end }}
     {{- end }}
   {{- include "pando.probes" (merge (dict "facts" $facts) .) | nindent 2 }}
+  {{- if not $isSidecar }}
   lifecycle:
     preStop:
       sleep: {seconds: {{ $root.Values.preStopSeconds }}}
+  {{- end }}
   securityContext:
     {{- toYaml $root.Values.securityContext | nindent 4 }}
   resources:
@@ -57,7 +72,7 @@
     {{- if and (eq .name "gateway") $values.certificateSecret }}
     - {name: https, mountPath: /etc/pando/https, readOnly: true}
     {{- end }}
-    {{- if and (eq .name "scheduler") $root.Values.adminToken.existingSecret }}
+    {{- if and (has .name (list "gateway" "scheduler")) $root.Values.adminToken.existingSecret }}
     - {name: admin, mountPath: /etc/pando/admin, readOnly: true}
     {{- end }}
     {{- if $root.Values.tls.enabled }}
@@ -68,10 +83,23 @@
     {{- end }}
 {{- end -}}
 
+{{/* The port that answers health in plaintext, where the services talk TLS. */}}
+{{- define "pando.probePort" -}}
+{{- ternary 9210 9200 (and (eq .name "worker") (hasKey . "pod")) -}}
+{{- end -}}
+
+{{/* A port's name; takes {purpose, rank} beside the container's own. No two containers of a pod may have one of the same name. */}}
+{{- define "pando.portName" -}}
+{{- if and (eq .name "gateway") (eq .purpose "grpc") -}}http
+{{- else if and (eq .name "worker") (hasKey . "pod") -}}{{ ternary "rank" "rank-metrics" (eq .purpose "grpc") }}-{{ .rank }}
+{{- else -}}{{ .purpose }}{{ with .rank }}-{{ . }}{{ end }}
+{{- end -}}
+{{- end -}}
+
 {{/* Health "" says that the loop turns, the service's full name that a request would be served now. */}}
 {{- define "pando.probes" -}}
 {{- /* The kubelet's gRPC probes speak no TLS. */}}
-{{- $port := ternary 9200 .facts.port .root.Values.tls.enabled -}}
+{{- $port := ternary (include "pando.probePort" .) (toString .facts.port) .root.Values.tls.enabled -}}
 {{- $scheme := ternary "HTTPS" "HTTP" (ne .root.Values.gateway.certificateSecret "") -}}
 {{- if eq .name "gateway" -}}
 startupProbe:

@@ -1,4 +1,4 @@
-{{/* A Deployment; takes {root, name} and `single` for services of which two at a time would disagree. */}}
+{{/* A Deployment; takes {root, name}, `group` of schedulers, and `single` for services of which two would disagree. */}}
 {{- define "pando.deployment" -}}
 {{- $values := index .root.Values .name -}}
 apiVersion: apps/v1

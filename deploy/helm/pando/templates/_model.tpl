@@ -22,7 +22,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The container that fetches the model; takes {root, name}. Tokenizer and detokenizer want no weights. */}}
+{{/* The container that fetches the model; takes {root, isWhole}. Tokenizer and detokenizer want no weights. */}}
 {{- define "pando.modelDownload" -}}
 {{- $model := .root.Values.model -}}
 {{- $target := include "pando.modelReference" .root -}}
@@ -43,7 +43,7 @@
     - "*.bin"
     - "*.pth"
     - "original/*"
-    {{- if ne .name "worker" }}
+    {{- if not .isWhole }}
     - "*.safetensors"
     {{- end }}
   env:
@@ -65,7 +65,7 @@
     - {{ required "model.source s3 needs model.s3.uri" $model.s3.uri | quote }}
     - {{ $target | quote }}
     - --only-show-errors
-    {{- if ne .name "worker" }}
+    {{- if not .isWhole }}
     - --exclude=*.safetensors
     {{- end }}
     {{- with $model.s3.endpoint }}

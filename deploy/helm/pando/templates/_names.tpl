@@ -7,11 +7,14 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What a component is selected by; takes {root, name}. */}}
+{{/* What a component is selected by; takes {root, name}, and for schedulers and workers their `group`. */}}
 {{- define "pando.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .name }}
+{{- if hasKey . "group" }}
+pando/group: {{ .group | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "pando.labels" -}}
@@ -22,8 +25,13 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
+{{/* The name of a component's objects; the first group's are called as if it were the only one. */}}
+{{- define "pando.name" -}}
+{{ include "pando.fullname" .root }}-{{ .name }}{{ with .group }}-group-{{ . }}{{ end }}
+{{- end -}}
+
 {{- define "pando.metadata" -}}
-name: {{ include "pando.fullname" .root }}-{{ .name }}
+name: {{ include "pando.name" . }}
 labels:
   {{- include "pando.labels" . | nindent 2 }}
 {{- end -}}

@@ -1,6 +1,6 @@
-{{/* Metadata and spec of a component's pods; takes {root, name}. */}}
+{{/* Metadata and spec of a component's pods; takes {root, name}, `group` if it has one, `values` if they are not those of `name`. */}}
 {{- define "pando.podTemplate" -}}
-{{- $values := index .root.Values .name -}}
+{{- $values := .values | default (index .root.Values .name) -}}
 metadata:
   labels:
     {{- include "pando.labels" . | nindent 4 }}
@@ -14,7 +14,10 @@ spec:
 
 {{- define "pando.podSpec" -}}
 {{- $root := .root -}}
-{{- $values := index $root.Values .name -}}
+{{- $values := .values | default (index $root.Values .name) -}}
+{{- $isGroup := eq .name "group" -}}
+{{- $hasWorker := or $isGroup (eq .name "worker") -}}
+{{- $isAdmin := or $isGroup (has .name (list "gateway" "scheduler")) -}}
 serviceAccountName: {{ include "pando.serviceAccount" $root }}
 # No service talks to the Kubernetes API.
 automountServiceAccountToken: false
@@ -53,24 +56,30 @@ topologySpreadConstraints:
         {{- include "pando.selector" $ | nindent 8 }}
   {{- end }}
 {{- end }}
-{{- if eq .name "worker" }}
+{{- if $hasWorker }}
 {{- with $values.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
-{{- $needsModel := has .name (list "tokenizer" "detokenizer" "worker") }}
-{{- if and $needsModel (has $root.Values.model.source (list "hub" "s3")) }}
+{{- $needsModel := or $hasWorker (has .name (list "tokenizer" "detokenizer")) }}
+{{- $isFetched := and $needsModel (has $root.Values.model.source (list "hub" "s3")) }}
+{{- if or $isGroup $isFetched }}
 initContainers:
-  {{- include "pando.modelDownload" . | trim | nindent 2 }}
+  {{- if $isFetched }}
+  {{- include "pando.modelDownload" (dict "root" $root "isWhole" $hasWorker) | trim | nindent 2 }}
+  {{- end }}
+  {{- if $isGroup }}
+  {{- include "pando.container" (dict "root" $root "name" "worker" "pod" "group") | nindent 2 }}
+  {{- end }}
 {{- end }}
 containers:
-  {{- include "pando.container" . | nindent 2 }}
+  {{- include "pando.container" (ternary (dict "root" $root "name" "scheduler" "pod" "group") . $isGroup) | nindent 2 }}
 volumes:
   - name: settings
     configMap: {name: {{ include "pando.fullname" $root }}-settings}
   - name: tmp
     emptyDir: {sizeLimit: 2Gi}
-  {{- if eq .name "worker" }}
+  {{- if $hasWorker }}
   - name: shared-memory
     emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory | quote }}}
   {{- end }}
@@ -82,7 +91,7 @@ volumes:
   - name: https
     secret: {secretName: {{ $values.certificateSecret | quote }}}
   {{- end }}
-  {{- if and (eq .name "scheduler") $root.Values.adminToken.existingSecret }}
+  {{- if and $isAdmin $root.Values.adminToken.existingSecret }}
   - name: admin
     secret: {secretName: {{ $root.Values.adminToken.existingSecret | quote }}}
   {{- end }}
@@ -95,10 +104,10 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* What values say, and for a group of ranks in several pods: all on one node. */}}
+{{/* What values say, and for ranks of a group in several pods: all on one node. */}}
 {{- define "pando.affinity" -}}
 {{- $worker := .root.Values.worker -}}
-{{- $affinity := deepCopy (index .root.Values .name).affinity -}}
+{{- $affinity := deepCopy (.values | default (index .root.Values .name)).affinity -}}
 {{- $together := and (eq .name "worker") (not $worker.leaderWorkerSet.enabled) (gt (include "pando.workerPods" .root | int) 1) -}}
 {{- if $together -}}
 {{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "pando.selector" . | fromYaml)) -}}

@@ -20,30 +20,7 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- div (int .Values.worker.tensorParallel) (include "pando.ranksPerPod" . | int) -}}
 {{- end -}}
 
-{{/* The host name of worker pod `pod`; LeaderWorkerSet names a leader <set>-0 and its others <set>-0-1 and on. */}}
-{{- define "pando.workerHost" -}}
-{{- $set := printf "%s-worker" (include "pando.fullname" .root) -}}
-{{- $pod := printf "%s-%d" $set (int .pod) -}}
-{{- if .root.Values.worker.leaderWorkerSet.enabled -}}
-{{- $pod = ternary (printf "%s-0" $set) (printf "%s-0-%d" $set (int .pod)) (eq 0 (int .pod)) -}}
-{{- end -}}
-{{- printf "%s.%s.%s.svc" $pod $set .root.Release.Namespace -}}
-{{- end -}}
-
-{{/* Addresses of all ranks in their order, as a JSON list. */}}
-{{- define "pando.workerAddresses" -}}
-{{- $ring := include "pando.ring" . | fromYaml -}}
-{{- $addresses := list -}}
-{{- range $pod := until (include "pando.workerPods" . | int) -}}
-{{- $host := include "pando.workerHost" (dict "root" $ "pod" $pod) -}}
-{{- range $rank := until (include "pando.ranksPerPod" $ | int) -}}
-{{- $addresses = append $addresses (printf "%s:%d" $host (add $ring.worker.port $rank)) -}}
-{{- end -}}
-{{- end -}}
-{{- $addresses | toJson -}}
-{{- end -}}
-
-{{/* The settings of all services as a mapping; the chart's own addresses win over `settings`. */}}
+{{/* The settings of all services as a mapping; the chart's own addresses win over `settings`. Workers: pando.groupVariables. */}}
 {{- define "pando.settings" -}}
 {{- $ring := include "pando.ring" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
@@ -59,12 +36,21 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- if .Values.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" "/etc/pando/keys/keys.toml" }}{{ end -}}
 {{- $_ := set $own "gateway" $gateway -}}
-{{- $_ := merge $own.tokenizer (dict "scheduler" $peer.scheduler "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
+{{- $_ := merge $own.tokenizer (dict "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
+{{- $schedulers := include "pando.schedulers" . | fromJsonArray -}}
+{{- range $asking := list $own.tokenizer $own.gateway -}}
+{{- if and (eq 1 (len $schedulers)) (not (hasPrefix "dns:" (first $schedulers))) -}}
+{{- $_ := set $asking "scheduler" (first $schedulers) -}}
+{{- else -}}
+{{- $_ := set $asking "schedulers" $schedulers -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := merge $own.detokenizer (dict "drain_s" (int .Values.detokenizer.drainSeconds)) -}}
-{{- $workers := include "pando.workerAddresses" . | fromJsonArray -}}
-{{- $rendezvous := printf "%s:29555" (include "pando.workerHost" (dict "root" . "pod" 0)) -}}
-{{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "workers" $workers "rendezvous" $rendezvous "drain_s" (int .Values.scheduler.drainSeconds)) -}}
-{{- if .Values.adminToken.existingSecret }}{{ $_ := set $own.scheduler "admin_token_file" "/etc/pando/admin/token" }}{{ end -}}
+{{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "drain_s" (int .Values.scheduler.drainSeconds)) -}}
+{{- if .Values.adminToken.existingSecret -}}
+{{- $_ := set $own.scheduler "admin_token_file" "/etc/pando/admin/token" -}}
+{{- $_ := set $own.gateway "scheduler_admin_token_file" "/etc/pando/admin/token" -}}
+{{- end -}}
 {{- if .Values.gateway.certificateSecret }}{{ $_ := merge $own.gateway (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
 {{- $rpc := dict "plaintext" true -}}
 {{- if .Values.tls.enabled -}}
