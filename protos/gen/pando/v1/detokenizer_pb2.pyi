@@ -465,7 +465,7 @@ class LogprobText(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
-    ASKED_FIELD_NUMBER: _builtins.int
+    ASKED_LOGPROBS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """How many ids are more likely, plus one; of prompt tokens only."""
@@ -474,20 +474,20 @@ class LogprobText(_message.Message):
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]: ...
     @_builtins.property
-    def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
-        """The ids that the request named, in its order."""
+    def asked_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log probabilities of the ids that the request named, in its order."""
 
     def __init__(
         self,
         *,
         token: Global___TokenText | None = ...,
         top: _abc.Iterable[Global___TokenText] | None = ...,
-        asked: _abc.Iterable[Global___TokenText] | None = ...,
+        asked_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         rank: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "asked", b"asked", "rank", b"rank", "token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "asked_logprobs", b"asked_logprobs", "rank", b"rank", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
