@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from common.grammars import Grammar
     from common.prompt_logprobs import PromptLogprobs
 
 RequestId = NewType("RequestId", str)
@@ -56,6 +57,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     # The last id of each is not drawn after the others.
     banned_sequences: tuple[tuple[int, ...], ...] = ()
+    # What the whole output conforms to.
+    grammar: Grammar | None = None
 
     @property
     def has_penalties(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.errors import InvalidRequestError
+from common.grammars_wire import grammar_from_wire, grammar_to_wire
 from common.names import check_name
 from common.prompt_logprobs_wire import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.types import (
@@ -84,6 +85,7 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         logprob_token_ids=sampling.logprob_token_ids,
         allowed_token_ids=sampling.allowed_token_ids,
         banned_sequences=[common_pb2.TokenSequence(token_ids=ids) for ids in sampling.banned_sequences],
+        grammar=grammar_to_wire(sampling.grammar),
     )
 
 
@@ -103,6 +105,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         logprob_token_ids=tuple(message.logprob_token_ids),
         allowed_token_ids=tuple(message.allowed_token_ids),
         banned_sequences=tuple(tuple(banned.token_ids) for banned in message.banned_sequences),
+        grammar=grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
     )
 
 

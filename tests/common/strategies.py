@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from common.grammars import Grammar, GrammarKind
 from common.prompt_logprobs import PromptLogprobs
 from common.types import (
     Admission,
@@ -47,6 +48,7 @@ sampling = st.builds(
     logprob_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     allowed_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     banned_sequences=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
+    grammar=st.none() | st.builds(Grammar, kind=st.sampled_from(GrammarKind), text=st.text(), param=NAMES),
 )
 stops = st.builds(
     StopConditions,

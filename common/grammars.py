@@ -1,0 +1,27 @@
+"""Rules that a whole output has to conform to, as every service carries them; only workers read the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+# A schema of a large API takes some tens of kilobytes.
+MAX_GRAMMAR_BYTES = 128 * 1024
+
+
+class GrammarKind(Enum):
+    """What a grammar's text is written in; see `GrammarKind` in the contract."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Equal grammars are compiled once. `param` is the request field that it came from, for errors about it."""
+
+    kind: GrammarKind
+    text: str
+    param: str

@@ -1,0 +1,31 @@
+"""Grammars, to and from protobuf."""
+
+from __future__ import annotations
+
+from common.errors import InvalidRequestError
+from common.grammars import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from protos.gen.pando.v1 import common_pb2
+
+_KINDS = {kind: common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
+_KINDS_BACK = {wire: kind for kind, wire in _KINDS.items()}
+
+
+def grammar_to_wire(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    """Encode a grammar, if there is one."""
+    if grammar is None:
+        return None
+    return common_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, param=grammar.param)
+
+
+def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
+    """Decode a grammar; ask HasField first.
+
+    Raises:
+        InvalidRequestError: it is of no kind that is known here, or too long.
+    """
+    kind = _KINDS_BACK.get(message.kind)
+    if kind is None:
+        raise InvalidRequestError("The grammar is of no kind that is known here.", param=message.param)
+    if len(message.text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"A grammar has at most {MAX_GRAMMAR_BYTES} bytes.", param=message.param)
+    return Grammar(kind, message.text, message.param)
