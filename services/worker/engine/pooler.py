@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from common.types import RowSlot
 
 if TYPE_CHECKING:
     from common.steps import RowOpen
-    from services.worker.engine.plans.passes import IntArray
+    from services.worker.engine.plans.passes import HostBatch, IntArray
     from services.worker.engine.plans.rows import RowIndices
 
 
@@ -38,9 +39,13 @@ class Pooler:
         sums = hidden.float()
         if lengths.size < slots.size:
             sums = torch.segment_reduce(sums, "sum", lengths=torch.from_numpy(lengths).to(sums.device))
-        for row, added in zip(slots[first].tolist(), sums, strict=True):
-            # Copied out of the pass's states, of which it may be a view.
-            self._sums[row] = added.clone() if row not in self._sums else self._sums[row] + added
+        rows = slots[first].tolist()
+        # Copied out of the pass's states, of which they may be views. All are made before any is kept: where memory
+        # does not suffice, the same states come again.
+        self._sums |= {
+            row: added.clone() if row not in self._sums else self._sums[row] + added
+            for row, added in zip(rows, sums, strict=True)
+        }
 
     def finish(self, rows: RowIndices) -> tuple[tuple[RowSlot, bytes], ...]:
         """Return the embeddings of `rows`, all of whose ids are computed, and forget these; waits for the device."""
@@ -49,3 +54,8 @@ class Pooler:
         sums = torch.stack([self._sums.pop(row) for row in rows.tolist()])
         vectors = normalize(sums, dim=1).cpu().numpy().astype("<f4")
         return tuple((RowSlot(row), vector.tobytes()) for row, vector in zip(rows.tolist(), vectors, strict=True))
+
+
+def with_pooled(batch: HostBatch) -> HostBatch:
+    """Return the batch with the tokens that are pooled behind those that are sampled."""
+    return replace(batch, sample_indices=np.concatenate([batch.sample_indices, batch.pooled_indices]))

@@ -20,6 +20,7 @@ from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import PlanRunner, Sampled, join
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
+from services.worker.engine.pooler import Pooler, with_pooled
 from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
@@ -164,6 +165,7 @@ class TorchStepper:
         self._runner = runner
         self._table = table
         self._scoring = ScoringTable()
+        self._pooler = Pooler()
         self._rank = rank
         self._is_shared = is_shared
 
@@ -171,6 +173,7 @@ class TorchStepper:
         """Take note of a row's sampling parameters."""
         self._table.open(opened)
         self._scoring.open(opened)
+        self._pooler.open(opened)
 
     def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
         """Run one pass, in parts if memory does not suffice."""
@@ -179,25 +182,32 @@ class TorchStepper:
 
     def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
         logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
+        embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
-            return Sampled(prompt_logprobs=prompt_logprobs)
+            return Sampled(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
         if self._rank == 0:
             samples = sample(logits, slots, rows, self._table)
         else:
             samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
         token_ids = self._runner.broadcast_tokens(samples.token_ids)
         token_ids = token_ids.cpu().numpy().astype(np.int32)
-        return Sampled(token_ids, samples.logprobs, prompt_logprobs=prompt_logprobs)
+        return Sampled(token_ids, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
-        """Return logits of the batch's samples, and log probabilities of prompt tokens."""
-        if not scored:
+        """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""
+        if not scored and not batch.pooled_indices.size:
             return self._runner.forward(to_device(batch, self._runner.device)), ()
-        samples = batch.sample_indices.size
-        hidden = self._runner.hidden_states(to_device(with_scored(batch, scored), self._runner.device))
+        samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
+        wanted = with_pooled(with_scored(batch, scored))
+        hidden = self._runner.hidden_states(to_device(wanted, self._runner.device))
+        if pooled and self._rank == 0:
+            self._pooler.add(batch.pooled_slots, hidden[-pooled:])
+        if not scored:
+            return self._runner.logits(hidden[:samples]).float(), ()
         vocabulary_size, is_first = self._table.vocabulary_size, self._rank == 0
-        spans = score(hidden[samples:], scored, vocabulary_size, self._runner.logits, is_first=is_first)
+        unpooled = hidden[samples : len(hidden) - pooled]
+        spans = score(unpooled, scored, vocabulary_size, self._runner.logits, is_first=is_first)
         return self._runner.logits(hidden[:samples]).float(), spans
 
 
