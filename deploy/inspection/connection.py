@@ -1,23 +1,29 @@
-"""How a command finds the scheduler it asks."""
+"""How a command finds the services it asks, and what it shows them: as they do, by settings, TLS where it is TCP."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from rich.console import Console
 
 from common.rpc.options import CHANNEL_OPTIONS
+from common.rpc.security import Security, read_security
 from common.rpc.status import to_error
+from common.secret_files import read_secret
+from common.settings import CONFIG_VARIABLE, parse_settings
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
+
+    from common.settings import Settings
 
 TIMEOUT_S = 10.0
 ADMIN_TOKEN_VARIABLE = "PANDO_SCHEDULER__ADMIN_TOKEN"
@@ -37,6 +43,17 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheduler", metavar="ADDRESS", help="gRPC address; default: the deployment running here")
     parser.add_argument("--port", type=int, help="HTTP port of the deployment meant, if several run here")
     parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help=f"the services' settings: rpc.* says how to connect over TCP (or {CONFIG_VARIABLE}, or variables such as "
+        "PANDO_RPC__CERTIFICATE)",
+    )
+    parser.add_argument("--plaintext", action="store_true", help="connect over TCP without TLS (rpc.plaintext)")
+    parser.add_argument(
+        "--server-name", metavar="NAME", help="name in the server's certificate, where the address has another"
+    )
+    parser.add_argument(
         "--admin-token",
         metavar="TOKEN",
         help=f"shows owners and token ids too; must be the scheduler's admin_token (or {ADMIN_TOKEN_VARIABLE})",
@@ -50,12 +67,42 @@ def with_scheduler(arguments: argparse.Namespace, ask: Callable[[Connection], No
         ConfigurationError: no scheduler is named, and not exactly one deployment runs here.
     """
     address = arguments.scheduler or find_state(port=arguments.port).address_of("scheduler")
-    token = arguments.admin_token or os.environ.get(ADMIN_TOKEN_VARIABLE)
+    token = arguments.admin_token or read_admin_token(arguments)
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with open_channel(address, arguments) as channel:
         try:
             ask(Connection(scheduler_pb2_grpc.SchedulerStub(channel), metadata, Console(highlight=False)))
         except grpc.RpcError as error:
             sys.stderr.write(f"the scheduler at {address}: {to_error(error).message}\n")
             return 1
     return 0
+
+
+def open_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
+    """Open a channel to a service, with the certificates and the token of the settings if it is TCP.
+
+    Raises:
+        ConfigurationError: there are no certificates, and nobody asked for plaintext.
+    """
+    rpc = _settings(arguments).rpc
+    security = Security(plaintext=True) if arguments.plaintext else read_security(rpc)
+    if not security.needs_tls(address):
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    name = arguments.server_name
+    options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
+    return grpc.secure_channel(address, security.channel_credentials(security.load()), options=options)
+
+
+def read_admin_token(arguments: argparse.Namespace) -> str | None:
+    """Return the scheduler's admin token, if the settings or the environment tell it.
+
+    Raises:
+        ConfigurationError: the file that holds it cannot be read.
+    """
+    scheduler = _settings(arguments).scheduler
+    return read_secret("scheduler.admin_token", scheduler.admin_token, scheduler.admin_token_file)
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    flags = ["--config", str(arguments.config)] if arguments.config else []
+    return parse_settings(argparse.ArgumentParser(), flags, os.environ)[0]

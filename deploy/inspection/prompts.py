@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.errors import ConfigurationError
-from common.rpc.options import CHANNEL_OPTIONS
 from common.rpc.status import to_error
+from deploy.inspection.connection import open_channel
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 TIMEOUT_S = 30.0
@@ -26,11 +26,12 @@ QUESTIONS = ("A", "7?")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, whether it is a system prompt, and the tokenizer that turns it into ids."""
+    """A text, whether it is a system prompt, the tokenizer that turns it into ids, and how to connect to that."""
 
     text: str
     is_system: bool
     tokenizer: str
+    connect: Callable[[str], grpc.Channel]
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Prompt:
@@ -43,7 +44,7 @@ class Prompt:
         given = arguments.system if is_system else arguments.text
         text = given if given is not None else _read(arguments.system_file if is_system else arguments.text_file)
         address = arguments.tokenizer or find_state(port=arguments.port).address_of("tokenizer")
-        return Prompt(text, is_system, address)
+        return Prompt(text, is_system, address, lambda address: open_channel(address, arguments))
 
     def token_ids(self) -> Sequence[int]:
         """Ask the tokenizer for the ids that every prompt with this one in front begins with.
@@ -51,7 +52,7 @@ class Prompt:
         Raises:
             ConfigurationError: the tokenizer is away, or refuses the text.
         """
-        with grpc.insecure_channel(self.tokenizer, options=CHANNEL_OPTIONS) as channel:
+        with self.connect(self.tokenizer) as channel:
             stub = tokenizer_pb2_grpc.TokenizerStub(channel)
             try:
                 first, second = (self._encode(stub, question) for question in QUESTIONS)
