@@ -30,6 +30,14 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
+_GEMMA_ROTARY = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -39,6 +47,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rms_norm_eps": 1e-6}),
+    "mistral windowed": ("Mistral", {"sliding_window": 20}),
+    "qwen2 windowed": (
+        "Qwen2",
+        {"rms_norm_eps": 1e-6, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "yarn": ("Qwen3", {"rms_norm_eps": 1e-6, "rope_parameters": _YARN}),
+    "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "qwen3 moe partly dense": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": _GEMMA_ROTARY,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 32,
+        },
+    ),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -52,7 +79,9 @@ def save_family(directory: Path, family: str, *, seed: int = 0, **changes: objec
     import transformers
 
     name, options = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **options})
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        **{**_SHAPE, **options}
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

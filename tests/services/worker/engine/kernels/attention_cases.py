@@ -11,6 +11,9 @@ from services.worker.engine.kernels.interface import AttentionShape, KvLayer, Kv
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model.kv_pool import allocate_pool
 
+# Windows within a page, within a block of keys, and behind what any row has.
+WINDOWS = st.sampled_from([None, 0, 1, 7, 63, 64, 100, 500])
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -80,5 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     head_dim, page_size = draw(st.sampled_from([16, 32, 48, 64, 80, 128, 256])), draw(st.sampled_from([16, 32, 64]))
     decoding = draw(st.lists(st.integers(0, 200), max_size=4))
     chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
-    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size)
+    shape = AttentionShape(
+        kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), draw(st.sampled_from([None, 0.3]))
+    )
     return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,10 +38,14 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
         pages, offsets = batch.page_table[row, places // size].long(), places % size
         keys, values = layer.keys[pages, offsets].double(), layer.values[pages, offsets].double()
         for token in range(int(batch.query_starts[row]), int(batch.query_starts[row + 1])):
-            seen = int(batch.positions[token]) + 1
+            position = int(batch.positions[token])
+            first = 0 if shape.window_left is None else max(0, position - shape.window_left)
+            seen = slice(first, position + 1)
             heads = queries[token].double().view(shape.kv_heads, group, shape.head_dim)
-            scores = torch.einsum("hgd,thd->hgt", heads, keys[:seen]) / math.sqrt(shape.head_dim)
-            outputs[token] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[:seen]).float().flatten()
+            scores = torch.einsum("hgd,thd->hgt", heads, keys[seen]) * shape.scale
+            if shape.score_cap is not None:
+                scores = torch.tanh(scores / shape.score_cap) * shape.score_cap
+            outputs[token] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[seen]).float().flatten()
     return outputs
 
 
@@ -54,6 +58,33 @@ def test_attention_follows_its_definition(library: NativeLibrary, case: Case) ->
         expected = defined(case, queries, token_major(layer, backend.layout))
         got = backend.attend(queries, layer, case.batch())
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_scores_without_a_scale_are_divided_by_the_root_of_their_width() -> None:
+    assert AttentionShape(4, 2, 64, 16).scale == 1 / 8
+    assert AttentionShape(4, 2, 64, 16, score_scale=0.5).scale == 0.5
+
+
+def test_what_lies_before_all_windows_is_never_looked_at(library: NativeLibrary) -> None:
+    case = Case(AttentionShape(6, 2, 64, 16, window_left=20), [(150, 1), (70, 1), (130, 30)], seed=1)
+    queries, batch = case.qkv()[:, : case.shape.query_width].contiguous(), case.batch()
+    table = batch.page_table.clone()
+    for row, (old, _) in enumerate(case.rows):
+        # These pages were given to somebody else.
+        table[row, : (old - 20) // 16] = table[(row + 1) % 3, 3]
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, torch.float32)
+        expected = backend.attend(queries, layer, batch)
+        assert torch.equal(backend.attend(queries, layer, replace(batch, page_table=table)), expected)
+
+
+def test_capped_scores_are_for_plain_torch(library: NativeLibrary) -> None:
+    shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, score_cap=2.0)
+    case = Case(shape, [(100, 1), (3, 1), (20, 30)], seed=1)
+    assert not fits(library, shape)
+    backend = TorchAttention(shape, torch.zeros(256, 32))
+    queries, layer = case.qkv()[:, : shape.query_width].contiguous(), case.layer(backend.layout, torch.float32)
+    torch.testing.assert_close(backend.attend(queries, layer, case.batch()), defined(case, queries, layer))
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
@@ -109,8 +140,9 @@ def test_stored_tokens_are_rotated_normalised_and_rounded(
         assert torch.equal(plain.values[pages, offsets], values.to(dtype))
 
 
-def test_a_query_gets_the_same_bits_in_every_chunk(library: NativeLibrary) -> None:
-    shape = AttentionShape(6, 2, 64, 16)
+@pytest.mark.parametrize("window_left", [None, 40])
+def test_a_query_gets_the_same_bits_in_every_chunk(library: NativeLibrary, window_left: int | None) -> None:
+    shape = AttentionShape(6, 2, 64, 16, window_left)
     whole = Case(shape, [(0, 150)], seed=3)
     queries = whole.qkv()[:, : shape.query_width].contiguous()
     for backend in backends(library, shape)[1:]:

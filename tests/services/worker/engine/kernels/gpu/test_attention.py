@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
 from services.worker.engine.kernels.torch_attention import TorchAttention
-from tests.services.worker.engine.kernels.attention_cases import Case
+from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -37,7 +37,8 @@ def cases(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 48, 64, 128, 256
     longest = 2000 if HAS_GPU else 150
     decoding = draw(st.lists(st.integers(0, longest), max_size=4))
     chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
-    shape = AttentionShape(kv_heads * group, kv_heads, draw(st.sampled_from(head_dims)), page_size)
+    head_dim, scale = draw(st.sampled_from(head_dims)), draw(st.sampled_from([None, 0.3]))
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), scale)
     return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
 
 
@@ -95,7 +96,7 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
 
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None)
-@given(case=cases(head_dims=(128,)))
+@given(case=cases(head_dims=(64, 128, 256)))
 def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: torch.device) -> None:
     pytest.importorskip("flashinfer")
     from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
@@ -108,9 +109,12 @@ def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: to
     check(case, device, make)
 
 
+@pytest.mark.parametrize("window_left", [None, 90])
 @pytest.mark.parametrize("programs", [1, 8, 64])
-def test_a_row_cut_into_parts_gives_the_same_every_time(device: torch.device, programs: int) -> None:
-    case = Case(AttentionShape(4, 2, 32, 16), [(5, 1), (140, 1), (0, 1)], seed=3)
+def test_a_row_cut_into_parts_gives_the_same_every_time(
+    device: torch.device, programs: int, window_left: int | None
+) -> None:
+    case = Case(AttentionShape(4, 2, 32, 16, window_left), [(5, 1), (140, 1), (0, 1)], seed=3)
     layer = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
     batch = moved(case.batch(), device)
     queries = case.qkv()[:, :128].to(device, DTYPE)
