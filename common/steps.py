@@ -93,7 +93,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowStop:
-    """A row that stopped itself (STOP or LENGTH); its last token is in the same result."""
+    """A row that stopped itself: STOP or LENGTH, with its last token in the same result.
+
+    ERROR: the rank's memory did not suffice for the row alone. It got no token, and what was to be stored was not.
+    """
 
     row: RowSlot
     reason: FinishReason
@@ -119,6 +122,8 @@ class StepResult:
     compute_us: int = 0
     host_us: int = 0
     error: str | None = None
+    # Beside an error: memory did not suffice, and smaller steps may do.
+    out_of_memory: bool = False
     acks: tuple[TransferAck, ...] = ()
     embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
     prompt_logprobs: tuple[tuple[RowSlot, PromptLogprobSpan], ...] = ()

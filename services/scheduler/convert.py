@@ -137,7 +137,10 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         compute_us=message.compute_us,
         host_us=message.host_us,
         error=message.error if message.HasField("error") else None,
+        out_of_memory=message.out_of_memory,
         acks=tuple(TransferAck(TransferId(ack.transfer_id), ack.done_pages, ack.duration_us) for ack in message.acks),
+        prompt_logprobs=tuple((RowSlot(entry.row), span_from_wire(entry.span)) for entry in message.prompt_logprobs),
+        partial=message.partial,
         embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),
     )
 

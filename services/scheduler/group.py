@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 RECONNECT_S = 0.2
 CONFIGURE_TIMEOUT_S = 3600.0
 WATCH_INTERVAL_S = 1.0
+# How long the other ranks' reasons are waited for when one has failed.
+REASON_GRACE_S = 0.5
 
 
 class GroupState(Enum):
@@ -37,7 +39,15 @@ class GroupState(Enum):
 
 
 class GroupLostError(Exception):
-    """A rank failed, went away or hangs; the whole group has to be configured again."""
+    """A rank failed, went away or hangs; the whole group has to be configured again.
+
+    `out_of_memory`: its memory did not suffice for a step.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        """Keep what was wrong."""
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
 
 
 class GroupListener(Protocol):
@@ -52,8 +62,8 @@ class GroupListener(Protocol):
     def on_transfer(self, ack: TransferAck) -> None:
         """All ranks are done with a transfer."""
 
-    def on_lost(self) -> None:
-        """The group is gone, with all rows and all KV."""
+    def on_lost(self, *, out_of_memory: bool) -> None:
+        """The group is gone, with all rows and all KV; `out_of_memory`: its last steps were too large."""
 
 
 class WorkerGroup:
@@ -75,6 +85,8 @@ class WorkerGroup:
         self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
         self._acks = GroupAcks(len(channels))
         self._plans_in_flight = 0
+        # One rank has failed, and others are only asked why.
+        self._is_losing = False
         self._last_sign = time.monotonic()
         self._log = get_logger("group")
 
@@ -111,7 +123,7 @@ class WorkerGroup:
             self._log.warning("group.lost", reason=reason)
         if self.state is GroupState.READY:
             self.state = GroupState.FAILED
-            self._listener.on_lost()
+            self._listener.on_lost(out_of_memory=isinstance(error, GroupLostError) and error.out_of_memory)
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
 
@@ -126,6 +138,7 @@ class WorkerGroup:
         self._queues = [asyncio.Queue() for _ in ranks]
         self._acks = GroupAcks(len(ranks))
         self._plans_in_flight = 0
+        self._is_losing = False
         calls = [rank.Execute(_drain(queue)) for rank, queue in zip(ranks, self._queues, strict=True)]
         try:
             await asyncio.gather(*(call.wait_for_connection() for call in calls))
@@ -175,8 +188,11 @@ class WorkerGroup:
         watch = asyncio.create_task(self._watch())
         try:
             done, _ = await asyncio.wait([*readers, watch], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            self._is_losing = True
+            if len(readers) > 1:
+                # A rank that fails takes others along, which may be heard first. Only its own reason says what to do.
+                done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done
+            raise _most_telling([error for task in done if (error := task.exception()) is not None])
         finally:
             for task in (*readers, watch):
                 task.cancel()
@@ -188,7 +204,9 @@ class WorkerGroup:
         async for message in call:
             result = result_from_wire(message)
             if result.error is not None:
-                raise GroupLostError(f"rank {rank}: {result.error}")
+                raise GroupLostError(f"rank {rank}: {result.error}", out_of_memory=result.out_of_memory)
+            if self._is_losing:
+                continue
             for ack in result.acks:
                 together = self._acks.add(rank, ack)
                 if together is not None:
@@ -206,6 +224,11 @@ class WorkerGroup:
             silence = time.monotonic() - self._last_sign
             if self._plans_in_flight and silence > self._timeout_s:
                 raise GroupLostError(f"no result for {silence:.0f} s")
+
+
+def _most_telling(errors: list[BaseException]) -> BaseException:
+    """Return which of several ranks' failures the others follow from."""
+    return next((error for error in errors if isinstance(error, GroupLostError) and error.out_of_memory), errors[0])
 
 
 async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:

@@ -193,11 +193,17 @@ class SchedulerLoop:
         self.core.finish_transfer(ack, self.now)
         self._turn()
 
-    def on_lost(self) -> None:
-        """Keep every row's ids and wait for the workers."""
+    def on_lost(self, *, out_of_memory: bool) -> None:
+        """Keep every row's ids and wait for the workers; if they lacked memory, plan smaller steps afterwards."""
         metrics.GROUP_READY.set(0)
-        if self.core is not None:
-            self.core.requeue_all()
+        if self.core is None:
+            return
+        if out_of_memory:
+            could_shrink = self.core.shrink_steps()
+            limits = self.core.limits
+            self._log.warning("steps.shrunk", tokens=limits.tokens, rows=limits.rows, gave_up=not could_shrink)
+        self.core.requeue_all()
+        self._push()
 
     def on_push_response(self, response: detokenizer_pb2.PushResponse) -> None:
         """End what the detokenizer has ended."""

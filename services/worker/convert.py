@@ -115,6 +115,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         compute_us=result.compute_us,
         host_us=result.host_us,
         error=result.error,
+        out_of_memory=result.out_of_memory,
+        partial=result.partial,
     )
     for stop in result.stops:
         message.stops.add(

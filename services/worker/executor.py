@@ -12,7 +12,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.steps import StepResult
 from services.worker import metrics
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.engine import InvalidPlanError, OutOfMemoryError
 from services.worker.engine_thread import EngineThread
 from services.worker.session import Session, SessionEndedError
 
@@ -230,14 +230,26 @@ class Executor:
         except InvalidPlanError as error:
             self._log.error("plan.invalid", step_id=plan.step_id, reason=str(error))
             self._fail(session, plan, f"invalid plan: {error}", self._engine.reset)
+        except OutOfMemoryError as error:
+            self._log.error("plan.out_of_memory", step_id=plan.step_id, reason=str(error))
+            self._fail(session, plan, str(error), self._leave_group, out_of_memory=True)
         except Exception as error:  # noqa: BLE001  (becomes the plan's result)
             self._log.exception("plan.failed", step_id=plan.step_id)
             # Closing, too, tells other ranks that wait for this one.
             self._fail(session, plan, f"{type(error).__name__}: {error}", self._engine.close)
 
-    def _fail(self, session: Session, plan: StepPlan, reason: str, tidy_up: Callable[[], None]) -> None:
+    def _leave_group(self) -> None:
+        """Free the rows; other ranks that wait for this one are told by its leaving, which takes the weights along."""
+        if self._spec is not None and self._spec.world_size > 1:
+            self._engine.close()
+        else:
+            self._engine.reset()
+
+    def _fail(
+        self, session: Session, plan: StepPlan, reason: str, tidy_up: Callable[[], None], *, out_of_memory: bool = False
+    ) -> None:
         session.is_ended = True
-        result = StepResult(plan.step_id, substep=0, last=True, error=reason)
+        result = StepResult(plan.step_id, substep=0, last=True, error=reason, out_of_memory=out_of_memory)
         self._call_loop(self._on_failed, session, result)
         tidy_up()
 

@@ -31,6 +31,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.plans: list[StepPlan] = []
         self.refusal: str | None = None
         self.fail_at_step: int | None = None
+        # A plan with more tokens of prompts than this fails for want of memory.
+        self.most_tokens: int | None = None
+        # The same, told in the words of a rank whose neighbour has left.
+        self.fails_with_others = False
         self.hangs = False
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
@@ -74,6 +78,12 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             if self.fail_at_step is not None and plan.step_id >= self.fail_at_step:
                 self.fail_at_step = None
                 yield worker_pb2.StepResult(step_id=plan.step_id, last=True, error="out of luck")
+                return
+            if self.most_tokens is not None and sum(chunk.length for chunk in plan.prefills) > self.most_tokens:
+                reason = "connection closed by peer" if self.fails_with_others else "memory does not suffice"
+                yield worker_pb2.StepResult(
+                    step_id=plan.step_id, last=True, error=reason, out_of_memory=not self.fails_with_others
+                )
                 return
             for result in worker.run(plan):
                 await asyncio.sleep(self.step_s)

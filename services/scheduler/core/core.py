@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from common.errors import ContextLengthError, InvalidRequestError, PandoError, QueueFullError, RequestTimeoutError
+from common.errors import (
+    ContextLengthError,
+    DeviceMemoryError,
+    InvalidRequestError,
+    PandoError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason
 from services.scheduler.core.billing import Billing
@@ -15,7 +22,7 @@ from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
 from services.scheduler.core.queue import Policy, WaitingQueue
-from services.scheduler.core.results import ResultHandler
+from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.rows import RowTable
 from services.scheduler.core.scoring import PromptScoring
 from services.scheduler.core.sequence import Phase, Sequence, initial_ids
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.shares import VirtualCounters
+    from services.scheduler.core.step_limits import StepLimits
     from services.scheduler.core.times import OperationTimes
 
 # A hint for refused clients: about the time in which a full queue makes room.
@@ -81,6 +89,11 @@ class SchedulerCore:
     def preemptions(self) -> int:
         """Rows that made way for requests of higher priority."""
         return self._planner.preemption.count
+
+    @property
+    def limits(self) -> StepLimits:
+        """How large steps may be now."""
+        return self._planner.limits
 
     @property
     def is_paused(self) -> bool:
@@ -244,6 +257,20 @@ class SchedulerCore:
         for sequence in self.queue:
             self.memory.prefetch(sequence)
         self.in_flight = 0
+
+    def shrink_steps(self) -> bool:
+        """Plan smaller steps from now on, as memory did not suffice; to be called before `requeue_all`.
+
+        Where they cannot be smaller, what ran is ended with an error, as it would only fail again.
+
+        Returns:
+            Whether there was something left to shrink.
+        """
+        if self._planner.limits.try_shrink():
+            return True
+        for sequence in self.rows.occupants():
+            self._finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
+        return False
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
         self._leave(sequence)

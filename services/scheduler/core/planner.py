@@ -10,6 +10,7 @@ from common.steps import PageGrant, PrefillChunk, RowOpen, StepPlan
 from common.types import RowSlot, StepId
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.sequence import Phase
+from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 from services.scheduler.core.twins import Twins
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class Planner:
     ) -> None:
         """Plan over state that the core owns."""
         self._config = config
+        self.limits = StepLimits(
+            config.max_step_tokens, config.max_rows, config.max_context if config.is_encoder else LEAST_TOKENS
+        )
         self._rows = rows
         self._queue = queue
         self._memory = memory
@@ -70,7 +74,7 @@ class Planner:
             self.preemption.make_room(lambda: Twins(self._rows, self._memory), self._retract)
         prefilling = self._prefilling()
         decoding, grants = self._plan_decode()
-        budget = self._config.max_step_tokens - len(decoding)
+        budget = self.limits.tokens - len(decoding)
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
@@ -195,13 +199,13 @@ class Planner:
     def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
         """Start waiting sequences while there is room; return what the workers must open."""
         opens: list[RowOpen] = []
-        if self.paused or budget <= 0 or not self._rows.free_slots or not len(self._queue):
+        if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
         twins = Twins(self._rows, self._memory)
         held_back = 0
         for sequence in self._queue.candidates(self._memory.match):
-            if budget <= 0 or self._rows.free_slots <= held_back:
+            if budget <= 0 or self._free_slots <= held_back:
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
                 break
@@ -218,6 +222,10 @@ class Planner:
             twins.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
+
+    @property
+    def _free_slots(self) -> int:
+        return min(self._rows.free_slots, self.limits.rows - self._rows.running)
 
     def _open(self, sequence: Sequence, lease: Lease, now: float) -> RowOpen:
         self._queue.remove(sequence)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import Finish, RowSlot
+from common.errors import DeviceMemoryError
+from common.steps import RowStop
+from common.types import Finish, FinishReason, RowSlot
 from services.scheduler.core.sequence import Phase
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # Weight of the newest sample in the running mean of the decode step's duration.
 STEP_TIME_WEIGHT = 0.1
+NO_MEMORY = "the device has not enough memory for this request now; a shorter one, or the same one later, may succeed"
 
 
 class ResultHandler:
@@ -57,7 +60,8 @@ class ResultHandler:
         chunks = self._chunks.get(result.step_id, ()) if result.substep == 0 else ()
         if result.last:
             self._chunks.pop(result.step_id, None)
-        self._confirm_chunks(result.step_id, chunks)
+        failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
+        self._confirm_chunks(result.step_id, tuple(chunk for chunk in chunks if chunk.row not in failed))
         rows, token_ids = self._current(result)
         if len(rows):
             self._store(rows, token_ids, result)
@@ -108,6 +112,11 @@ class ResultHandler:
     ) -> None:
         sequence = self._rows.sequences[stop.row]
         assert sequence is not None, "checked by _is_current"
+        if sequence.is_silent and stop.reason is FinishReason.STOP:
+            stop = RowStop(stop.row, FinishReason.LENGTH)
+        if stop.reason is FinishReason.ERROR:
+            finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
+            return
         # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
         asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
         finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))

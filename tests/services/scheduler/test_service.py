@@ -200,3 +200,27 @@ async def test_a_stopping_scheduler_lets_open_requests_finish(ring: Ring) -> Non
     await ring.finished("last words")
     assert ring.detokenizer.output_of("last words") == output(20)
     await asyncio.wait_for(asyncio.gather(ring.running, return_exceptions=True), 5)
+
+
+async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_smaller_ones(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, max_step_tokens=64)
+    for worker in ring.workers:
+        worker.most_tokens = 20
+    # Rank 0 only notices that rank 1 has left, and may well say so first.
+    ring.workers[0].fails_with_others = True
+    await ring.start()
+    await ring.ready()
+    prompts = {name: [ord(name), *PROMPT] for name in ("a", "b")}
+    for name, prompt in prompts.items():
+        await ring.submit(name, prompt)
+    await ring.finished(*prompts)
+    for name, prompt in prompts.items():
+        assert ring.detokenizer.output_of(name) == output(prompt=prompt)
+    # They are configured as before: only the plans are smaller, and the same for both.
+    configured = [[request.max_step_tokens for request in worker.configured] for worker in ring.workers]
+    assert configured == [[64, 64]] * 2
+    await until(lambda: len(ring.workers[0].plans) == len(ring.workers[1].plans))
+    sizes = [[sum(chunk.length for chunk in plan.prefills) for plan in worker.plans] for worker in ring.workers]
+    assert sizes[0] == sizes[1]
+    assert sorted(sizes[0])[-1] > 20 >= sorted(sizes[0])[-2]
+    await ring.stop()

@@ -14,6 +14,7 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import ErrorCode, RowSlot, StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.fake_engine import FakeEngine, FakeOptions
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
@@ -308,3 +309,18 @@ async def test_a_hanging_engine_makes_the_process_give_up(serve: Serve) -> None:
         await configure(stub)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
     go_on.set()
+
+
+@pytest.mark.parametrize(("world_size", "tidied"), [(1, "reset"), (2, "close")])
+async def test_a_want_of_memory_is_told_apart_and_a_rank_alone_keeps_its_weights(
+    serve: Serve, world_size: int, tidied: str
+) -> None:
+    engine = ScriptedEngine(before_execute=raises(OutOfMemoryError("no room for 4096 tokens")))
+    stub = await serve(engine)
+    await configure(stub, replace(SPEC, world_size=world_size))
+    call = stub.Execute()
+    (result,) = await execute(call, OPEN)
+    assert result.out_of_memory
+    assert result.error == "no room for 4096 tokens"
+    assert (await get_state(stub)).state == "FAILED"
+    assert engine.calls == ["configure", tidied]
