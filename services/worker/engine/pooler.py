@@ -38,7 +38,7 @@ class Pooler:
         lengths = np.diff(first, append=slots.size)
         sums = hidden.float()
         if lengths.size < slots.size:
-            sums = torch.segment_reduce(sums, "sum", lengths=torch.from_numpy(lengths).to(sums.device))
+            sums = torch.segment_reduce(sums, "sum", lengths=torch.from_numpy(lengths).to(sums.device), unsafe=True)
         rows = slots[first].tolist()
         # Copied out of the pass's states, of which they may be views. All are made before any is kept: where memory
         # does not suffice, the same states come again.
@@ -47,13 +47,19 @@ class Pooler:
             for row, added in zip(rows, sums, strict=True)
         }
 
+    def take(self, rows: RowIndices) -> torch.Tensor:
+        """Return the embeddings of `rows`, all of whose ids are computed, [rows, hidden] float32; forget the rows."""
+        return normalize(torch.stack([self._sums.pop(row) for row in rows.tolist()]), dim=1)
+
     def finish(self, rows: RowIndices) -> tuple[tuple[RowSlot, bytes], ...]:
-        """Return the embeddings of `rows`, all of whose ids are computed, and forget these; waits for the device."""
-        if not rows.size:
-            return ()
-        sums = torch.stack([self._sums.pop(row) for row in rows.tolist()])
-        vectors = normalize(sums, dim=1).cpu().numpy().astype("<f4")
-        return tuple((RowSlot(row), vector.tobytes()) for row, vector in zip(rows.tolist(), vectors, strict=True))
+        """Return the same as results carry it; waits for the device."""
+        return encoded(rows, self.take(rows).cpu()) if rows.size else ()
+
+
+def encoded(rows: RowIndices, vectors: torch.Tensor) -> tuple[tuple[RowSlot, bytes], ...]:
+    """Return embeddings [rows, hidden] float32 on the CPU as results carry them."""
+    parts = vectors.numpy().astype("<f4", copy=False)
+    return tuple((RowSlot(row), vector.tobytes()) for row, vector in zip(rows.tolist(), parts, strict=True))
 
 
 def with_pooled(batch: HostBatch) -> HostBatch:

@@ -33,6 +33,12 @@ class ResidentRunner(Protocol):
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits of the batch's samples, [samples, vocabulary] in the model's type, without waiting."""
 
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Do the same, but return what the logits are made of, [samples, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden], as `compute` does."""
+
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank."""
 

@@ -16,6 +16,7 @@ from services.worker.engine.kernels.gpu import row_state
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled
+from services.worker.engine.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import Needs, SamplingTable
 from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineSpec, StepPlan
     from common.types import RowSlot, TokenLogprob
+    from services.worker.engine.grammars.row_masks import RowMasks
     from services.worker.engine.plans.rows import RowIndices, RowTable
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class LaunchedTokens:
     event: torch.cuda.Event | None
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
+    # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
+    pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
+    vectors: torch.Tensor | None = None
 
     def is_ready(self) -> bool:
         """Whether they have arrived."""
@@ -54,7 +59,8 @@ class LaunchedTokens:
         """Return them."""
         if self.event is not None:
             self.event.synchronize()
-        return Sampled(self.token_ids.numpy()[self.order], self.logprobs, failed=self.failed)
+        embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
+        return Sampled(self.token_ids.numpy()[self.order], self.logprobs, embeddings, self.failed)
 
 
 class GpuStepper:
@@ -67,6 +73,7 @@ class GpuStepper:
         self._is_first = spec.rank == 0
         self._is_shared = spec.world_size > 1
         self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
+        self._pooler = Pooler()
         self._rows = ResidentRows(
             spec.max_rows,
             -(-capacity.max_context // capacity.page_size),
@@ -81,6 +88,10 @@ class GpuStepper:
 
         self._decode_passes = DecodePasses(ladder(spec.max_rows), make)
 
+    def heed(self, grammars: RowMasks | None) -> None:
+        """Hold rows to their grammars from now on."""
+        self._table.grammars = grammars
+
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture decode passes as graphs."""
         # Ranks must capture the same passes, since these meet in collectives.
@@ -90,6 +101,7 @@ class GpuStepper:
         """Take note of what a plan has changed; see `LaggedStepper`."""
         for opened in plan.opens:
             self._table.open(opened)
+            self._pooler.open(opened)
         self._rows.mirror(plan, rows)
 
     def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
@@ -130,16 +142,21 @@ class GpuStepper:
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
         logprobs = tuple(entry for _, (_, told) in made.parts for entry in told)
+        pooled = np.setdiff1d(forward.pooled_rows, made.failed) if self._is_first else NO_ROWS
+        vectors = self._fetch_vectors(pooled)
         if got_token.size == 0:
             nothing = torch.zeros(sampled.size, dtype=torch.int32)
-            return LaunchedTokens(nothing, np.arange(sampled.size), None, failed=made.failed)
+            event = None if vectors is None else self._record()
+            return LaunchedTokens(
+                nothing, np.arange(sampled.size), event, failed=made.failed, pooled=pooled, vectors=vectors
+            )
         host = self._host_memory(got_token.size)
         token_ids = torch.cat([tokens for _, (tokens, _) in made.parts])
         slots = to_device(sampled[got_token].astype(np.int32), self._runner.device)
         row_state.append(self._rows.cells, slots, token_ids)
         order = np.zeros(sampled.size, np.int64)
         order[got_token] = np.arange(got_token.size)
-        return self._fetch(token_ids, host, order, logprobs, made.failed)
+        return replace(self._fetch(token_ids, host, order, logprobs, made.failed), pooled=pooled, vectors=vectors)
 
     def _compute_part(
         self, rows: RowTable, forward: ForwardPass
@@ -160,14 +177,20 @@ class GpuStepper:
         return self._runner.broadcast_tokens(token_ids), ()
 
     def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> torch.Tensor:
-        host = gather(rows, forward)
+        host = with_pooled(gather(rows, forward))
         batch = replace(batch_to_device(host, self._runner.device), host=host)
         decoding = forward.decode_rows
         if decoding.size:
             # The host may not know yet what these rows sampled last.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
-        return self._runner.compute(batch)
+        if not host.pooled_indices.size:
+            return self._runner.compute(batch)
+        hidden = self._runner.hidden_states(batch)
+        samples = len(hidden) - host.pooled_indices.size
+        if self._is_first:
+            self._pooler.add(host.pooled_slots, hidden[samples:])
+        return self._runner.logits(hidden[:samples])
 
     def _needs_host(self, rows: RowTable, slots: RowIndices) -> bool:
         if slots.size == 0:
@@ -199,8 +222,20 @@ class GpuStepper:
     ) -> LaunchedTokens:
         """Start to copy tokens into `host`."""
         host.copy_(token_ids, non_blocking=True)
+        return LaunchedTokens(host, order, self._record(), logprobs, failed)
+
+    def _fetch_vectors(self, pooled: RowIndices) -> torch.Tensor | None:
+        """Start to copy the embeddings of `pooled` rows to the host; None if there are none."""
+        if not pooled.size:
+            return None
+        vectors = self._pooler.take(pooled)
+        host = torch.empty(vectors.shape, dtype=torch.float32, pin_memory=self._runner.device.type != "cpu")
+        return host.copy_(vectors, non_blocking=True)
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Return what tells that all that was launched is done; None where launching waits."""
         if self._runner.device.type == "cpu":
-            return LaunchedTokens(host, order, None, logprobs, failed)
+            return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record()
-        return LaunchedTokens(host, order, event, logprobs, failed)
+        return event

@@ -14,6 +14,7 @@ from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import Sampled
 from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.pooler import Pooler, with_pooled
 from services.worker.engine.torch_engine import to_device
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
@@ -54,23 +55,29 @@ class LateStepper:
     runner: CheckingRunner
     last: dict[int, int] = field(default_factory=dict)
     launches: int = 0
+    pooler: Pooler = field(default_factory=Pooler)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         for opened in plan.opens:
             self.last.pop(opened.row, None)
+            self.pooler.open(opened)
 
     def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
         return False
 
     def launch(self, rows: RowTable, forward: ForwardPass) -> Arriving:
         self.launches += 1
-        host = gather(rows, forward)
+        host = with_pooled(gather(rows, forward))
         for i, row in enumerate(forward.decode_rows):
             host.token_ids[i] = self.last[int(row)]
-        logits = self.runner.forward(to_device(host, CPU))
-        tokens = logits.argmax(dim=-1).numpy().astype(np.int32)
+        hidden = self.runner.hidden_states(to_device(host, CPU))
+        samples = forward.sampled_rows.size
+        if host.pooled_slots.size:
+            self.pooler.add(host.pooled_slots, hidden[samples:])
+        tokens = hidden[:samples].argmax(dim=-1).numpy().astype(np.int32)
+        embeddings = self.pooler.finish(forward.pooled_rows)
         self.last.update(zip(forward.sampled_rows.tolist(), tokens.tolist(), strict=True))
-        return Arriving(Sampled(tokens), asks=self.launches % 3)
+        return Arriving(Sampled(tokens, embeddings=embeddings), asks=self.launches % 3)
 
 
 class LaggedWorker(SimulatedWorker):

@@ -32,6 +32,9 @@ PROMPT = [11, 12, 13, 14, 15]
 class ResidentCheckingRunner(CheckingRunner):
     """Takes the padding out of a batch before it is checked."""
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).half()
+
     def compute(self, batch):  # type: ignore[no-untyped-def]  # as `ResidentRunner.compute`
         if batch.table_rows is None:
             return self.forward(batch).half()

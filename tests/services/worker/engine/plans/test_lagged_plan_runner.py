@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.steps import EngineSpec, StepPlan
-from common.types import FinishReason, RequestId, RowSlot, StepId
+from common.types import Finish, FinishReason, Pooling, RequestId, RowSlot, StepId
 from services.worker.engine.measuring.warm_up import warm_up
 from tests.fakes.model_runner import CheckingRunner
-from tests.fakes.simulated_worker import expected_output
+from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.scheduler.core.harness import STOP_ID, make_request
 from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker, LateStepper
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
@@ -27,17 +28,22 @@ PROMPT = [11, 12, 13, 14, 15]
 def lives(harness: LaggedHarness, data: st.DataObject) -> None:
     """Submit, abort and lose workers at random; check every answer."""
     wanted: dict[str, tuple[list[int], int]] = {}
+    embedded: dict[str, tuple[list[int], Pooling]] = {}
     aborted = set()
     for number in range(data.draw(st.integers(1, 12))):
         prompt = [(13 * i + data.draw(st.integers(0, 1))) % 900 + 10 for i in range(data.draw(st.integers(1, 25)))]
         name, tokens = f"r{number}", data.draw(st.integers(1, 25))
-        assert harness.core.submit(make_request(name, prompt, max_tokens=tokens), 0.0).rejected is None
-        wanted[name] = (prompt, tokens)
+        pooling = data.draw(st.sampled_from([None, None, Pooling.LAST, Pooling.MEAN]))
+        assert harness.core.submit(make_request(name, prompt, max_tokens=tokens, pooling=pooling), 0.0).rejected is None
+        if pooling is None:
+            wanted[name] = (prompt, tokens)
+        else:
+            embedded[name] = (prompt, pooling)
         for _ in range(data.draw(st.integers(0, 8))):
             harness.plan()
             harness.result()
         if data.draw(st.integers(0, 6)) == 0:
-            name = data.draw(st.sampled_from(sorted(wanted)))
+            name = data.draw(st.sampled_from(sorted(wanted | embedded)))
             if harness.core.abort(RequestId(name)):
                 aborted.add(name)
         if data.draw(st.integers(0, 15)) == 0:
@@ -47,6 +53,17 @@ def lives(harness: LaggedHarness, data: st.DataObject) -> None:
         if name not in aborted:
             assert harness.finishes[name, 0].reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert harness.outputs[name, 0] == expected_output(prompt, len(prompt) + tokens, (STOP_ID,))
+    for name in embedded.keys() - aborted:
+        assert_embedded(harness.finishes[name, 0], *embedded[name])
+
+
+def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None:
+    """The checking runner's hidden state is one-hot: the token that it would generate."""
+    assert finish.embedding is not None
+    hidden = np.zeros(VOCABULARY, np.float32)
+    for end in range(1 if pooling is Pooling.MEAN else len(prompt), len(prompt) + 1):
+        hidden[next_token(prompt[:end])] += 1
+    np.testing.assert_allclose(np.frombuffer(finish.embedding, "<f4"), hidden / np.linalg.norm(hidden), atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,6 +148,17 @@ def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_tokens() -> No
     generated = expected_output([21, 22], 8)
     assert steps(results) == [{}, {0: generated[0]}, {0: generated[1]}]
     assert one.runner.rows.token_ids[0, :4].tolist() == [21, 22, *generated[:2]]
+
+
+def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() -> None:
+    one = worker()
+    embedded = replace(open_row(0, PROMPT, [0, 1], total=5), pooling=Pooling.LAST)
+    one.run(StepPlan(StepId(1), opens=(embedded,), prefills=(chunk(0, 0, 5),)))
+    plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(open_row(0, [21, 22], [3]),), prefills=(chunk(0, 0, 2),))
+    first, second = one.run(plan) + one.settle()
+    assert not first.embeddings
+    assert not first.stops
+    assert steps([second]) == [{0: expected_output([21, 22], 3)[0]}]
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(8, 6), (2, 4), (1, 2)])
