@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # A host has other tenants, and nothing is lost by a pool of this size: at SmolLM2-135M it holds 46,000 tokens.
 _HOST_POOL_LIMIT = 2 * 1024**3
+# Stays free on a GPU whatever fraction is asked for: captured graphs, the libraries' own buffers, gaps between blocks
+# of the allocator, and other processes that grow a little.
+_MARGIN = 768 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve
     """Return how many pages to allocate.
 
     `spec.device_pages` is taken as it is. Otherwise weights and KV together take `spec.memory_fraction` of what was
-    free, less `reserve` bytes for activations; on a host at most 2 GiB, and no more than all rows can fill.
+    free, less `reserve` bytes for activations; on a host at most 2 GiB, and no more than all rows can fill. On a GPU
+    some memory stays free even if all was asked for.
 
     Raises:
         ConfigurationError: not even one page fits.
@@ -43,7 +47,11 @@ def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve
         pages = spec.device_pages
     else:
         used = memory.free_before - memory.free_now
-        budget = int(memory.free_before * spec.memory_fraction) - used - reserve
+        kept = max(
+            memory.free_before - int(memory.free_before * spec.memory_fraction), 0 if memory.is_host else _MARGIN
+        )
+        # What other processes have taken meanwhile is gone as well, whoever counts it.
+        budget = memory.free_before - kept - used - reserve
         page_bytes = kv_bytes_per_token * spec.page_size
         pages = budget // memory.shared_by // page_bytes
         if memory.is_host:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import ConfigurationError
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -49,8 +50,18 @@ def prompts_of(tokens: int, longest: int) -> list[int]:
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:
-    """Return how many bytes `run` took at its peak beyond what was taken before; runs it twice, to warm up."""
-    run()
+    """Return how many bytes `run` took at its peak beyond what was taken before; runs it twice, to warm up.
+
+    Raises:
+        ConfigurationError: memory does not suffice for the largest step.
+    """
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"no memory for a step of the configured size beside the weights: {error}; "
+            "make scheduler.max_step_tokens or scheduler.max_rows smaller, or free the device of other processes"
+        ) from error
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -29,6 +29,15 @@ def test_weights_and_kv_share_a_fraction_of_what_was_free() -> None:
     assert pages(spec(page_size=32), MemoryMeasure(80 * GIB, 70 * GIB)) == 29 * GIB // (TOKEN * 32)
 
 
+def test_a_gpu_keeps_some_memory_free_even_if_all_of_it_was_asked_for() -> None:
+    all_of_it = MemoryMeasure(80 * GIB, 70 * GIB)
+    assert pages(spec(memory_fraction=1.0), all_of_it) == (69 * GIB - 768 * 2**20) // (TOKEN * 16)
+    # Another process has taken 20 GiB since.
+    taken = MemoryMeasure(80 * GIB, 50 * GIB)
+    assert pages(spec(memory_fraction=1.0), taken) == (49 * GIB - 768 * 2**20) // (TOKEN * 16)
+    assert pages(spec(memory_fraction=0.9), all_of_it) == (61 * GIB) // (TOKEN * 16)
+
+
 def test_ranks_on_one_host_share_its_memory() -> None:
     alone = pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, is_host=True))
     assert pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, shared_by=3, is_host=True)) == alone // 3

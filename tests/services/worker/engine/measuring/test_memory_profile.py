@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.measuring.memory_profile import measure_peak
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_names_the_settings_to_change() -> None:
+    def run() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB")
+
+    with pytest.raises(ConfigurationError, match=r"Tried to allocate 40.00 GiB; make scheduler.max_step_tokens"):
+        measure_peak(run, torch.device("cpu"))
