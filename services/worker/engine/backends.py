@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = ("auto", "torch", "compiled", "gpu")
 
 
@@ -116,16 +116,16 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device, library: 
     if name == "auto":
         multiplies_pairs = library is not None and library.rounds_inputs
         name = config.dtype if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
-    if name not in _DTYPES:
-        raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def select_kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:
     """Return the type of the KV pool: that of the activations unless asked otherwise."""
-    if name != "auto" and name not in _DTYPES:
-        raise ConfigurationError(f"kv_dtype {name!r} is not one of {', '.join(_DTYPES)}")
-    return activations if name == "auto" else _DTYPES[name]
+    if name != "auto" and name not in DTYPES:
+        raise ConfigurationError(f"kv_dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return activations if name == "auto" else DTYPES[name]
 
 
 def count_threads(options: RunnerOptions, spec: EngineSpec) -> int:

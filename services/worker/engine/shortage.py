@@ -41,7 +41,13 @@ class InParts(Generic[T]):
     failed: RowIndices
 
 
-def compute_in_parts(forward: ForwardPass, compute: Callable[[ForwardPass], T], *, is_shared: bool) -> InParts[T]:
+def compute_in_parts(
+    forward: ForwardPass,
+    compute: Callable[[ForwardPass], T],
+    *,
+    is_shared: bool,
+    cut: Callable[[ForwardPass], tuple[ForwardPass, ForwardPass] | None] = halves,
+) -> InParts[T]:
     """Compute a pass at once, or if memory does not suffice in parts as small as need be.
 
     Args:
@@ -50,6 +56,7 @@ def compute_in_parts(forward: ForwardPass, compute: Callable[[ForwardPass], T], 
             nothing that computing the same again would not make right.
         is_shared: Whether other ranks compute the same. They may have had the memory, and none knows of another's
             want until it waits in vain: then the group starts anew, with smaller steps.
+        cut: Makes two smaller passes of one, or returns None where it cannot be smaller.
 
     Raises:
         OutOfMemoryError: memory did not suffice, and the pass is shared.
@@ -64,11 +71,11 @@ def compute_in_parts(forward: ForwardPass, compute: Callable[[ForwardPass], T], 
         result = _try(compute, part, is_shared=is_shared)
         if result is not None:
             done.append((part, result))
-        elif (smaller := halves(part)) is not None:
+        elif (smaller := cut(part)) is not None:
             waiting += reversed(smaller)
         else:
             failed = np.concatenate([failed, part.decode_rows, part.chunks.rows])
-            log.error("Memory does not suffice for one token of row %d, which is given up", failed[-1])
+            log.error("Memory does not suffice for %d tokens of row %d, which is given up", part.tokens, failed[-1])
     return InParts(tuple(done), failed)
 
 

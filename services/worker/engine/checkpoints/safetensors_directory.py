@@ -23,16 +23,37 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint:
-    """Reads single tensors out of the shards; one shard is mapped at a time."""
+    """A decoder's weights; see `Checkpoint`."""
 
     def __init__(self, directory: Path) -> None:
         """Read config and index of `directory`, no weights yet."""
         self.config = read_config(directory)
+        self._tensors = SafetensorsTensors(directory)
+        self.identity = self._tensors.identity
+
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
+        return self._tensors.read(name, rows, columns)
+
+
+class SafetensorsTensors:
+    """Reads single tensors out of the shards, of whatever model; one shard is mapped at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the index of `directory`, no weights yet.
+
+        Raises:
+            ConfigurationError: files are missing.
+        """
         self._directory = directory
         self._files = _files_by_tensor(directory)
         self.identity = _identity(directory, self._files)
         self._open_name = ""
         self._open_file: Any = None  # safe_open's type comes from a compiled module without annotations
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
@@ -57,11 +78,16 @@ def read_config(directory: Path) -> ModelConfig:
     """Read config.json and, where there is one, generation_config.json."""
     generation = directory / "generation_config.json"
     return config_from_json(
-        _read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else None
+        read_json(directory / "config.json"), read_json(generation) if generation.is_file() else None
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ConfigurationError: there is no such file, or it holds something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -73,7 +99,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _files_by_tensor(directory: Path) -> dict[str, str]:
     if (directory / INDEX).is_file():
-        mapping: dict[str, str] = _read_json(directory / INDEX)["weight_map"]
+        mapping: dict[str, str] = read_json(directory / INDEX)["weight_map"]
         missing = [name for name in sorted(set(mapping.values())) if not (directory / name).is_file()]
         if missing:
             raise ConfigurationError(f"{directory}: {INDEX} names files that are not there: {', '.join(missing)}")

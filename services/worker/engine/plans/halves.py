@@ -32,6 +32,16 @@ def halves(forward: ForwardPass) -> tuple[ForwardPass, ForwardPass] | None:
     return None
 
 
+def row_halves(forward: ForwardPass) -> tuple[ForwardPass, ForwardPass] | None:
+    """Return two passes with some of the rows' chunks each, all of them whole, or None for a pass of one chunk."""
+    count = forward.chunks.rows.size
+    if forward.decode_rows.size or count < 2:
+        return None
+    first, second = slice(0, count // 2), slice(count // 2, None)
+    nobody = forward.decode_rows
+    return ForwardPass(nobody, _part(forward.chunks, first)), ForwardPass(nobody, _part(forward.chunks, second))
+
+
 def chunk_halves(chunks: Chunks) -> tuple[Chunks, Chunks]:
     """Return two parts of about equally many tokens, at least one each; one chunk may be cut.
 
