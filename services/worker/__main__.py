@@ -82,7 +82,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
 
     def make_real() -> Engine:
         from services.worker.engine.backends import RunnerOptions
-        from services.worker.engine.model_runner import ModelRunner
+        from services.worker.engine.loading import load_runner
         from services.worker.engine.torch_engine import TorchEngine
 
         runner_options = RunnerOptions(
@@ -91,7 +91,7 @@ def make_engine(settings: WorkerSettings) -> Engine:
             threads=settings.threads,
             backend=settings.backend,
         )
-        return TorchEngine(lambda spec, report: ModelRunner.load(spec, report, runner_options))
+        return TorchEngine(lambda spec, report: load_runner(spec, report, runner_options))
 
     return SelectedEngine(lambda: FakeEngine(options), make_real)
 

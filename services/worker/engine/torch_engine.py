@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+from services.worker.engine.encoder.runner import EncoderRunner, EncoderStepper
 from services.worker.engine.engine import Emit, OutOfMemoryError, ProgressReport
 from services.worker.engine.measuring.warm_up import warm_up
 from services.worker.engine.model.batch import ForwardBatch
@@ -58,7 +59,7 @@ class Runner(Protocol):
         """Give everything back."""
 
 
-LoadRunner = Callable[[EngineSpec, ProgressReport], Runner]
+LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
 
 
 class TorchEngine:
@@ -68,7 +69,7 @@ class TorchEngine:
         """Prepare; `load_runner` loads what is configured, in the calling thread."""
         self._load_runner = load_runner
         self._spec: EngineSpec | None = None
-        self._runner: Runner | None = None
+        self._runner: Runner | EncoderRunner | None = None
         self._stepper: GpuStepper | None = None
         self._plans: PlanRunner | LaggedPlanRunner | None = None
 
@@ -90,7 +91,16 @@ class TorchEngine:
             self._spec = spec
         capacity = self._runner.capacity
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
-        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
+        limits = PlanLimits(
+            capacity.vocabulary_size,
+            capacity.device_pages,
+            spec.max_step_tokens,
+            capacity.host_pages,
+            is_encoder=capacity.is_encoder,
+        )
+        if isinstance(self._runner, EncoderRunner):
+            self._plans = PlanRunner(rows, limits, EncoderStepper(self._runner))
+            return capacity
         transfers, is_first = self._runner.transfers, spec.rank == 0
         if isinstance(self._runner, ModelRunner) and self._runner.is_resident:
             stepper = self._stepper or self._make_gpu_stepper(self._runner, spec, report)

@@ -1,0 +1,143 @@
+"""A loaded encoder, and the passes of its rows."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common.errors import ConfigurationError
+from common.steps import EngineCapacity
+from services.worker.engine.backends import DTYPES, RunnerOptions, count_threads, select_device
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
+from services.worker.engine.encoder.config import encoder_config
+from services.worker.engine.encoder.model import Encoder
+from services.worker.engine.encoder.weights import read_weights
+from services.worker.engine.host_memory import keep_freed_memory
+from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.plans.halves import row_halves
+from services.worker.engine.plans.passes import gather
+from services.worker.engine.plans.plan_runner import Sampled, join
+from services.worker.engine.pooler import Pooler
+from services.worker.engine.shortage import compute_in_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from common.steps import EngineSpec, RowOpen
+    from services.worker.engine.encoder.config import EncoderConfig
+    from services.worker.engine.plans.passes import ForwardPass
+    from services.worker.engine.plans.rows import RowTable
+
+log = logging.getLogger(__name__)
+
+
+class EncoderRunner:
+    """An encoder's weights. It has neither KV nor pages, so nothing moves between tiers."""
+
+    host_pool = None
+    transfers = None
+
+    def __init__(self, encoder: Encoder, capacity: EngineCapacity, device: torch.device) -> None:
+        """Put together what `load` made."""
+        self.capacity = capacity
+        self.device = device
+        self.encoder = encoder
+
+    @classmethod
+    def load(
+        cls, directory: Path, spec: EngineSpec, report: Callable[[float, str], None], options: RunnerOptions
+    ) -> EncoderRunner:
+        """Load the encoder in `directory`; `report` gets the progress in [0, 1] and what is being done.
+
+        Raises:
+            ConfigurationError: it cannot be run as asked.
+        """
+        report(0.0, "reading the model's configuration")
+        if spec.world_size > 1:
+            raise ConfigurationError(f"an encoder runs on one rank, not on {spec.world_size}")
+        if spec.load_format not in ("auto", "safetensors"):
+            raise ConfigurationError(f"load_format={spec.load_format} has no encoders; they are read from safetensors")
+        config = encoder_config(read_json(directory / "config.json"))
+        device = select_device(options)
+        if device.type == "cpu":
+            torch.set_num_threads(count_threads(options, spec))
+            keep_freed_memory()
+        tensors = SafetensorsTensors(directory)
+        kernels = TorchKernels(select_encoder_dtype(spec.dtype, config, device), device)
+        with torch.inference_mode():
+            weights = read_weights(tensors, config, kernels, device, lambda share: report(share, "loading weights"))
+        capacity = _capacity(spec, config, f"{tensors.identity} {kernels.activation_dtype}", device)
+        log.info(
+            "model.loaded model=%s device=%s kind=encoder dtype=%s context=%d threads=%d",
+            spec.model, device, kernels.activation_dtype, capacity.max_context, torch.get_num_threads(),
+        )  # fmt: skip
+        report(1.0, "ready")
+        return cls(Encoder(weights, config), capacity, device)
+
+    def close(self) -> None:
+        """Drop the weights."""
+        del self.encoder
+
+
+class EncoderStepper:
+    """Computes passes with an encoder; see `Stepper`."""
+
+    def __init__(self, runner: EncoderRunner) -> None:
+        """Use `runner`."""
+        self._runner = runner
+        self._pooler = Pooler()
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row."""
+        self._pooler.open(opened)
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Embed the pass's rows, fewer at a time if memory does not suffice."""
+        made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=False, cut=row_halves)
+        return join(forward, [sampled for _, sampled in made.parts], made.failed)
+
+    def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        batch, device = gather(rows, forward), self._runner.device
+        hidden = self._runner.encoder.forward(
+            torch.from_numpy(batch.token_ids).to(device),
+            torch.from_numpy(batch.positions).to(device),
+            np.diff(batch.query_starts).astype(np.int64),
+        )
+        self._pooler.add(batch.pooled_slots, hidden[torch.from_numpy(batch.pooled_indices).to(device)])
+        return Sampled(embeddings=self._pooler.finish(forward.pooled_rows))
+
+
+def select_encoder_dtype(name: str, config: EncoderConfig, device: torch.device) -> torch.dtype:
+    """Return the type to compute in: unless asked otherwise the checkpoint's own on GPUs, and float32 on CPUs.
+
+    There rounding to bfloat16 would double the speed, but embeddings are kept and compared with each other for years:
+    they shall not depend on which processor made them.
+    """
+    if name == "auto":
+        name = config.dtype if device.type != "cpu" else "float32"
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _capacity(spec: EngineSpec, config: EncoderConfig, identity: str, device: torch.device) -> EngineCapacity:
+    fingerprint = hashlib.sha256(f"{identity}\n{asdict(config)}".encode()).hexdigest()[:32]
+    return EngineCapacity(
+        device_pages=0,
+        page_size=spec.page_size,
+        # A text is computed in one pass.
+        max_context=min(config.max_context, spec.max_context or config.max_context, spec.max_step_tokens),
+        vocabulary_size=config.vocabulary_size,
+        eos_token_ids=(),
+        kv_bytes_per_token=0,
+        fingerprint=fingerprint,
+        device=str(device),
+        layers=config.layers,
+        is_encoder=True,
+    )
