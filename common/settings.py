@@ -70,6 +70,17 @@ class LogSettings(Section):
     """auto: console on a terminal, JSON lines otherwise."""
 
 
+class BackendSettings(Section):
+    """Where one of several models is served; the fields mean what they mean in the gateway's own section."""
+
+    tokenizer: str
+    detokenizer: str
+    scheduler: str | None = None
+    schedulers: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """What else clients may call the model."""
+
+
 class GatewaySettings(IdentitySettings):
     """HTTP front end."""
 
@@ -89,6 +100,12 @@ class GatewaySettings(IdentitySettings):
     """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
     schedulers: tuple[str, ...] = ()
     """Addresses of several scheduler groups, in the place of `scheduler`: what tokenizer.schedulers says."""
+    models: dict[str, BackendSettings] = Field(default_factory=dict)
+    """Several models by the names that their tokenizers serve, in the place of the addresses above; in flags and
+    environment as JSON: {"small": {"tokenizer": "host:port", "detokenizer": "host:port"}}."""
+    default_model: str | None = None
+    """What requests mean that name no model; absent: they are refused, except where clients never name one and there is
+    only one."""
     scheduler_admin_token: SecretStr | None = None
     """The schedulers' admin token, if they have one: they flush caches for nobody else."""
     scheduler_admin_token_file: Path | None = None

@@ -7,12 +7,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery
 from common.rpc.security import UNIX_ONLY
-from common.secret_files import read_secret
 from gateway.api.context import Context, Limits
 from gateway.app import create_app
+from gateway.backends import Backends
 from gateway.generations import Generations
 from gateway.https import https_files
 from gateway.identity.identity import Identity
@@ -22,27 +20,20 @@ from gateway.identity.signing_keys import open_signing_keys
 from gateway.identity.tokens import SignedTokens, TokenRules
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
+from gateway.model_services import open_models
 from gateway.quotas.quotas import Quotas
 from gateway.quotas.rules import load_rules
 from gateway.reloading import Reloading
 from gateway.resume import ResumePolicy
-from gateway.ring.administration import GrpcAdministration
-from gateway.ring.client import GrpcRing
-from gateway.ring.model import GrpcModel
-from gateway.ring.readiness import RingReadiness
-from gateway.ring.scheduler_groups import SchedulerGroups
-from gateway.served_model import ServedModel
+from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
 from gateway.stored_responses import StoredResponses
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import grpc
     from prometheus_client import CollectorRegistry
 
-    from common.rpc.discovery import Found
     from common.rpc.security import Security
     from common.settings import GatewaySettings
     from gateway.identity.keys import ApiKey
@@ -60,28 +51,24 @@ class Gateway:
         self._settings = settings
         identity = build_identity(settings)
         metrics = GatewayMetrics(registry)
-        self._tokenizer = open_channel(settings.tokenizer, security)
-        self._detokenizer = open_channel(settings.detokenizer, security)
-        self._schedulers = open_schedulers(settings, security)
-        tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
-        detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
-        model = GrpcModel(tokenizer)
-        served = ServedModel(model)
-        self._ring = GrpcRing(tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire)
+        self._services = open_models(settings, metrics, security)
+        backends = Backends([each.backend for each in self._services.values()], settings.default_model)
+        ring = ModelRings({name: each.ring for name, each in self._services.items() if name is not None})
         self._generations = Generations(
-            self._ring, Journal(), resume_policy(settings), metrics, max_open_requests=settings.max_open_requests
+            self._services[None].ring if None in self._services else ring,
+            Journal(),
+            resume_policy(settings),
+            metrics,
+            max_open_requests=settings.max_open_requests,
         )
         self._stored = StoredResponses(
             settings.responses_file, settings.responses_lifetime_days * 86_400, settings.responses_max_bytes
         )
         context = Context(
             generations=self._generations,
-            model=model,
-            served=served,
+            models=backends,
             identity=identity,
             quotas=build_quotas(settings),
-            readiness=RingReadiness(self._ring, self._tokenizer),
-            administration=GrpcAdministration(self._schedulers, read_admin_token(settings)),
             stored=self._stored,
             metrics=metrics,
             limits=limits(settings),
@@ -97,7 +84,8 @@ class Gateway:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set and open requests have ended or drained for too long."""
         settings = self._settings
-        background = (self._ring.run(), self._generations.watch_silence(settings.silence_timeout_s))
+        rings = [each.ring.run() for each in self._services.values()]
+        background = (*rings, self._generations.watch_silence(settings.silence_timeout_s))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
@@ -106,30 +94,8 @@ class Gateway:
                     task.cancel()
         finally:
             self._stored.close()
-            await self._tokenizer.close()
-            await self._detokenizer.close()
-            await self._schedulers.close()
-
-
-def open_schedulers(settings: GatewaySettings, security: Security) -> SchedulerGroups:
-    """Return the groups that administrators ask; perhaps none."""
-    configured = settings.schedulers or ((settings.scheduler,) if settings.scheduler else ())
-
-    def connect(found: Found) -> grpc.aio.Channel:
-        return open_channel(found.address, security, found.name)
-
-    return SchedulerGroups(Discovery(configured), connect)
-
-
-def read_admin_token(settings: GatewaySettings) -> str | None:
-    """Return what the schedulers want to see of an administrator, if it is known.
-
-    Raises:
-        ConfigurationError: the file that holds it is not readable or empty.
-    """
-    return read_secret(
-        "gateway.scheduler_admin_token", settings.scheduler_admin_token, settings.scheduler_admin_token_file
-    )
+            for each in self._services.values():
+                await each.close()
 
 
 def fingerprint() -> str:

@@ -75,7 +75,7 @@ class Generation:
         self._ring = ring
         self._policy = policy
         self._metrics = metrics
-        self._pace = Pace(metrics, asyncio.get_running_loop().time)
+        self._pace = Pace(metrics, entries[0].request.model, asyncio.get_running_loop().time)
         self._outbox = Outbox(buffer_bytes)
         self._loop = asyncio.get_running_loop()
         self._opened_at = self._loop.time()
@@ -241,7 +241,7 @@ class Generation:
         self._resubmissions += 1
         request_id = RequestId(f"{entry.request.request_id}.{choice.number}.{self._resubmissions}")
         self._log.debug("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
-        self._metrics.resumptions.inc()
+        self._metrics.resumptions.labels(entry.request.model).inc()
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
         elapsed_ms = round((self._loop.time() - self._opened_at) * 1000)
         self._ring.submit(choice.continuation(request_id, elapsed_ms), self)

@@ -67,7 +67,7 @@ class Generations:
         self._metrics.open_requests.set(len(self._journal))
         # For the log line at the request's end.
         request = requests[0]
-        bind_contextvars(request_id=request.request_id, tenant=request.principal.tenant)
+        bind_contextvars(request_id=request.request_id, tenant=request.principal.tenant, model=request.model)
         generation.start()
         return generation
 
@@ -83,8 +83,9 @@ class Generations:
         if not self._open:
             self._idle.set()
         usage = generation.usage
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.cached_tokens.inc(usage.cached_tokens)
+        model = generation.entries[0].request.model
+        self._metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.labels(model).inc(usage.cached_tokens)
         bind_contextvars(**usage.counts())
 
     def abort(self, request_id: str | None, owner: Callable[[Principal], bool]) -> int:

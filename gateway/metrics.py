@@ -33,34 +33,43 @@ class GatewayMetrics:
         self.first_token_seconds = Histogram(
             "pando_gateway_time_to_first_token_seconds",
             "From the parsed request to the first token of a choice.",
+            ["model"],
             buckets=FIRST_TOKEN_BUCKETS_S,
             registry=registry,
         )
         self.inter_token_seconds = Histogram(
             "pando_gateway_inter_token_latency_seconds",
             "Between two arrivals of tokens of one choice.",
+            ["model"],
             buckets=TOKEN_BUCKETS_S,
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "pando_gateway_prompt_tokens_total", "Prompt tokens of finished requests.", registry=registry
+            "pando_gateway_prompt_tokens_total", "Prompt tokens of finished requests.", ["model"], registry=registry
         )
         self.cached_tokens = Counter(
             "pando_gateway_cached_prompt_tokens_total",
             "Prompt tokens of finished requests that were served from the cache.",
+            ["model"],
             registry=registry,
         )
         self.completion_tokens = Counter(
-            "pando_gateway_completion_tokens_total", "Generated tokens received from the ring.", registry=registry
+            "pando_gateway_completion_tokens_total",
+            "Generated tokens received from the ring.",
+            ["model"],
+            registry=registry,
         )
         self.aborts = Counter(
             "pando_gateway_aborts_total", "Requests ended before their finish.", ["cause"], registry=registry
         )
         self.resumptions = Counter(
-            "pando_gateway_resumptions_total", "Choices submitted again after a failure.", registry=registry
+            "pando_gateway_resumptions_total", "Choices submitted again after a failure.", ["model"], registry=registry
         )
         self.connected = Gauge(
-            "pando_gateway_link_connected", "1 while the stream to a service is up.", ["link"], registry=registry
+            "pando_gateway_link_connected",
+            "1 while the stream to a service is up; without a model where there is only one.",
+            ["link", "model"],
+            registry=registry,
         )
 
     def exposition(self) -> bytes:
@@ -71,9 +80,11 @@ class GatewayMetrics:
 class Pace:
     """Observes when the tokens of one request come; `clock` is monotonic, in seconds."""
 
-    def __init__(self, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: GatewayMetrics, model: str, clock: Callable[[], float]) -> None:
         """Begin now."""
-        self._metrics = metrics
+        self._first_token_seconds = metrics.first_token_seconds.labels(model)
+        self._inter_token_seconds = metrics.inter_token_seconds.labels(model)
+        self._completion_tokens = metrics.completion_tokens.labels(model)
         self._clock = clock
         self._started_at = clock()
         self._last_at: dict[int, float] = {}
@@ -85,8 +96,8 @@ class Pace:
         now = self._clock()
         last = self._last_at.get(choice)
         if last is None:
-            self._metrics.first_token_seconds.observe(now - self._started_at)
+            self._first_token_seconds.observe(now - self._started_at)
         else:
-            self._metrics.inter_token_seconds.observe(now - last)
+            self._inter_token_seconds.observe(now - last)
         self._last_at[choice] = now
-        self._metrics.completion_tokens.inc(tokens)
+        self._completion_tokens.inc(tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from common.errors import ModelNotFoundError, PandoError
+from common.errors import PandoError, UnavailableError
 
 if TYPE_CHECKING:
     from gateway.ring.messages import ModelInfo
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """The served model's card. `expire` makes the next question go to the tokenizer, which may have changed."""
+    """A served model's card. `expire` makes the next question go to the tokenizer, which may have changed."""
 
-    def __init__(self, model: Model) -> None:
-        """Ask `model` when the card is first needed."""
+    def __init__(self, model: Model, name: str | None = None) -> None:
+        """Ask `model` when the card is first needed; with a `name`, it must be called so."""
         self._model = model
+        self._name = name
         self._card: ModelInfo | None = None
         self._is_fresh = False
         self._asking = asyncio.Lock()
@@ -30,7 +31,7 @@ class ServedModel:
         """Return what is served.
 
         Raises:
-            UnavailableError: the tokenizer has never been reached.
+            UnavailableError: the tokenizer has never been reached, or serves another model.
         """
         if self._is_fresh and self._card is not None:
             return self._card
@@ -38,7 +39,7 @@ class ServedModel:
             if self._is_fresh and self._card is not None:
                 return self._card
             try:
-                self._card = await self._model.get_model()
+                self._card = self._checked(await self._model.get_model())
             except PandoError:
                 if self._card is None:
                     raise
@@ -46,15 +47,7 @@ class ServedModel:
             self._is_fresh = True
             return self._card
 
-    async def require(self, name: str | None) -> ModelInfo:
-        """Return what is served; `name` must be its name, if given.
-
-        Raises:
-            ModelNotFoundError: another model is asked for.
-            UnavailableError: the tokenizer has never been reached.
-        """
-        card = await self.card()
-        if name is not None and name != card.name:
-            message = f"The model '{name[:256]}' does not exist here; this server serves '{card.name}'."
-            raise ModelNotFoundError(message, param="model")
+    def _checked(self, card: ModelInfo) -> ModelInfo:
+        if self._name is not None and card.name != self._name:
+            raise UnavailableError(f"the services of the model '{self._name}' serve '{card.name}'")
         return card

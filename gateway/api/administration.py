@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError, UnavailableError
+from gateway.api.operations import readiness
 from gateway.api.schema import documented
 from gateway.identity.caller import owns
 from gateway.schemas.native import AbortBody
 from gateway.schemas.parse import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
 
     from gateway.api.context import Context
 
     Endpoint = Callable[[Request], Awaitable[Response]]
+
+T = TypeVar("T")
 
 
 def create_router(context: Context) -> APIRouter:
@@ -28,10 +32,15 @@ def create_router(context: Context) -> APIRouter:
 
     @router.get("/flush_cache", operation_id="flush_cache_by_get")
     @router.post("/flush_cache", operation_id="flush_cache")
-    async def flush_cache(request: Request) -> Response:
-        """Drop what the prefix cache holds for nobody who runs."""
+    async def flush_cache(request: Request, model: str | None = None) -> Response:
+        """Drop what the prefix caches hold for nobody who runs, or that of one model."""
         await context.admin(request)
-        pages = await context.administration.flush_cache()
+        chosen = (await context.models.find(model),) if model else context.models.all
+        # Each is asked, also if another fails.
+        flushed = await asyncio.gather(
+            *(backend.administration.flush_cache() for backend in chosen), return_exceptions=True
+        )
+        pages = sum(_raised(flushed))
         return Response(f"Cache flushed: {pages} pages.\n", media_type="text/plain")
 
     @router.post("/abort_request", openapi_extra=documented(AbortBody))
@@ -50,9 +59,9 @@ def create_router(context: Context) -> APIRouter:
     @router.get("/health_generate")
     async def health_generate() -> Response:
         """Say whether a request would be served now; nothing is generated, so that a long prefill is no failure."""
-        missing = await context.readiness.missing()
-        if context.generations.draining or missing:
-            raise UnavailableError("; ".join(missing) or "this server is shutting down")
+        state = await readiness(context)
+        if not state.serves:
+            raise UnavailableError("; ".join(map(str, state.missing)))
         return Response(b'{"status":"ready"}', media_type="application/json")
 
     for path in ("/get_model_info", "/model_info"):
@@ -63,14 +72,14 @@ def create_router(context: Context) -> APIRouter:
 
 
 def _model_info(context: Context) -> Endpoint:
-    async def model_info(request: Request) -> Response:
+    async def model_info(request: Request, model: str | None = None) -> Response:
         """Return what is served."""
         await context.caller(request)
-        card = await context.served.card()
+        card = await context.models.require(model)
         info = {
             "model_path": card.name,
             "tokenizer_path": card.name,
-            "is_generation": True,
+            "is_generation": not card.is_encoder,
             "preferred_sampling_params": None,
             "weight_version": "default",
             "has_image_understanding": False,
@@ -83,18 +92,26 @@ def _model_info(context: Context) -> Endpoint:
 
 
 def _server_info(context: Context) -> Endpoint:
-    async def server_info(request: Request) -> Response:
-        """Return the figures of each scheduler group."""
+    async def server_info(request: Request, model: str | None = None) -> Response:
+        """Return the figures of each scheduler group of a model."""
         await context.admin(request)
-        card = await context.served.card()
+        backend = await context.models.find(model)
+        card = await backend.served.card()
         info = {
             "version": metadata.version("pando"),
             "served_model_name": card.name,
             "model_path": card.name,
             "max_model_len": card.max_context_tokens,
             "open_requests": context.generations.open_requests,
-            "internal_states": await context.administration.states(),
+            "internal_states": await backend.administration.states(),
         }
         return Response(orjson.dumps(info), media_type="application/json")
 
     return server_info
+
+
+def _raised(results: Iterable[T | BaseException]) -> Iterator[T]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        yield result

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.api.schema import documented
+from gateway.backends import check_generates
 from gateway.identity.caller import identify
 from gateway.render.chat import ChatStream, WholeChat
 from gateway.render.parsed_chat import ParsedChatStream, WholeParsedChat
@@ -48,14 +49,14 @@ def create_router(context: Context) -> APIRouter:
     return router
 
 
-async def require_chat(context: Context, model: str) -> ModelInfo:
-    """Return what is served, if it is called `model` and can chat.
+async def require_chat(context: Context, model: str | None) -> ModelInfo:
+    """Return what is served as `model`, if it can chat.
 
     Raises:
-        ModelNotFoundError: another model is asked for.
+        ModelNotFoundError: nothing here is called so.
         InvalidRequestError: it has no chat template.
     """
-    card = await context.served.require(model)
+    card = check_generates(await context.models.require_named(model))
     if not card.has_chat_template:
         message = f"The model '{card.name}' has no chat template; use /v1/completions."
         raise InvalidRequestError(message, param="messages")

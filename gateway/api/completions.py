@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from common.types import RequestId
 from gateway.api.schema import documented
+from gateway.backends import check_generates
 from gateway.identity.caller import identify
 from gateway.render.completions import BestOf, CompletionStream, WholeCompletion
 from gateway.schemas import refusals
@@ -36,7 +37,7 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(raw, refusals.COMPLETIONS)
         body = parse(CompletionBody, raw)
         asker = identify(caller, body.user_names)
-        card = await context.served.require(body.model)
+        card = check_generates(await context.models.require_named(body.model))
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
         first = context.generate_request(request, head, asker, body, body.prompt[0])
         requests = one_per_prompt(first, body.prompt)
@@ -65,11 +66,12 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
 async def _echoes(context: Context, body: CompletionBody) -> list[str]:
     """Return for each choice the text of its prompt."""
     skip = body.skip_special_tokens is not False
+    model = (await context.models.find(body.model)).model
 
     async def text_of(prompt: str | TokenPrompt) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await context.model.detokenize(prompt.ids, skip_special_tokens=skip)
+        return await model.detokenize(prompt.ids, skip_special_tokens=skip)
 
     texts = await asyncio.gather(*map(text_of, body.prompt))
     return [text for text in texts for _ in range(body.returned)]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from common.requests import Prompt
+    from gateway.backends import Backends
     from gateway.generations import Generations
     from gateway.identity.caller import Asker, Caller
     from gateway.identity.identity import Identity
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
     from gateway.quotas.quotas import Quotas
     from gateway.render.shapes import StreamRenderer, WholeRenderer
     from gateway.responses import Delivery
-    from gateway.ring.port import Administration, Model, Readiness
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
-    from gateway.served_model import ServedModel
     from gateway.stored_responses import StoredResponses
 
 
@@ -52,12 +51,9 @@ class Context:
     """The objects behind the endpoints, built once at start."""
 
     generations: Generations
-    model: Model
-    served: ServedModel
+    models: Backends
     identity: Identity
     quotas: Quotas
-    readiness: Readiness
-    administration: Administration
     stored: StoredResponses
     metrics: GatewayMetrics
     limits: Limits

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 if TYPE_CHECKING:
     from gateway.api.context import Context
+    from gateway.backends import Backend
     from gateway.ring.messages import ModelInfo
 
 
@@ -20,27 +21,35 @@ def create_router(context: Context) -> APIRouter:
     async def list_models(request: Request) -> Response:
         """Return what is served."""
         await context.caller(request)
-        card = await context.served.card()
-        return _json({"object": "list", "data": [model_object(card)]})
+        known = await context.models.known()
+        if len(known) == 1 and known[0][1] is None:
+            # Nobody knows what it is called: this says why.
+            await context.models.require(None)
+        return _json({"object": "list", "data": [model_object(backend, card) for backend, card in known]})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(request: Request, name: str) -> Response:
         """Return one model."""
         await context.caller(request)
-        return _json(model_object(await context.served.require(name)))
+        backend = await context.models.find(name)
+        return _json(model_object(backend, await backend.served.card()))
 
     return router
 
 
-def model_object(card: ModelInfo) -> dict[str, object]:
-    """Return a model card in OpenAI's shape."""
+def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:
+    """Return a model in OpenAI's shape, with what else is known of it: nothing before its services were reached."""
+    name = card.name if card else backend.name
+    kind = ("embed" if card.is_encoder else "generate") if card else None
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
-        "created": card.created_unix_s,
+        "created": card.created_unix_s if card else 0,
         "owned_by": "pando",
-        "root": card.name,
-        "max_model_len": card.max_context_tokens,
+        "root": name,
+        "max_model_len": card.max_context_tokens if card else None,
+        "kind": kind,
+        "aliases": list(backend.aliases),
     }
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from common.names import check_name
 from gateway.api.completions import one_per_prompt
 from gateway.api.schema import documented
+from gateway.backends import check_generates
 from gateway.identity.caller import identify
 from gateway.render.native import NativeShape, NativeStream, WholeNative
 from gateway.render.shapes import ResponseHead
@@ -35,7 +36,7 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
         body = parse(GenerateBody, raw)
         asker = identify(caller, body.user_names)
-        card = await context.served.require(body.model)
+        card = check_generates(await context.models.require(body.model))
         completion = body.to_completion(card.name)
         name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
         # A client may use its own id twice; the ring's ids are unique for all time.

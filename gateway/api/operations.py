@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
@@ -11,6 +13,38 @@ if TYPE_CHECKING:
     from gateway.api.context import Context
 
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyState:
+    """Whether any of the models in question would be served, and what is missing."""
+
+    serves: bool
+    missing: list[str]
+
+    @property
+    def answer(self) -> dict[str, object]:
+        """What /ready tells."""
+        status = ("partial" if self.missing else "ready") if self.serves else "unavailable"
+        return {"status": status, "missing": self.missing}
+
+
+async def readiness(context: Context, model: str | None = None) -> ReadyState:
+    """Return the state of `model`, or of all: `partial` if some of them would be served.
+
+    Raises:
+        ModelNotFoundError: nothing here is called so.
+    """
+    chosen = (await context.models.find(model),) if model else context.models.all
+    if context.generations.draining:
+        return ReadyState(serves=False, missing=["this server is shutting down"])
+    lacks = await asyncio.gather(*(backend.readiness.missing() for backend in chosen))
+    missing = [
+        f"{backend.name}: {lack}" if backend.name else lack
+        for backend, lacking in zip(chosen, lacks, strict=True)
+        for lack in lacking
+    ]
+    return ReadyState(not all(lacks), missing)
 
 
 def create_router(context: Context) -> APIRouter:
@@ -23,13 +57,10 @@ def create_router(context: Context) -> APIRouter:
         return Response(b'{"status":"alive"}', media_type="application/json")
 
     @router.get("/ready")
-    async def ready() -> Response:
-        """Say whether a request would be served now, or else what is missing."""
-        missing = (
-            ["this server is shutting down"] if context.generations.draining else await context.readiness.missing()
-        )
-        answer = {"status": "unavailable" if missing else "ready", "missing": missing}
-        return Response(orjson.dumps(answer), 503 if missing else 200, media_type="application/json")
+    async def ready(model: str | None = None) -> Response:
+        """Say whether requests would be served now, or else what is missing; with `model`, whether its would be."""
+        state = await readiness(context, model)
+        return Response(orjson.dumps(state.answer), 200 if state.serves else 503, media_type="application/json")
 
     @router.get("/metrics")
     async def metrics() -> Response:

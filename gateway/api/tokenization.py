@@ -13,6 +13,7 @@ from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, Token
 
 if TYPE_CHECKING:
     from gateway.api.context import Context
+    from gateway.backends import Backend
     from gateway.ring.messages import Tokenization
 
 
@@ -25,8 +26,8 @@ def create_router(context: Context) -> APIRouter:
         """Encode a text, or a conversation by the model's chat template."""
         await context.caller(request)
         raw = await context.body(request)
-        encoded = await _encode_chat(raw) if "messages" in raw else await _encode_text(raw)
-        limit = (await context.served.card()).max_context_tokens
+        backend, encoded = await _encode_chat(raw) if "messages" in raw else await _encode_text(raw)
+        limit = (await backend.served.card()).max_context_tokens
         answer: dict[str, object] = {"count": len(encoded.ids), "max_model_len": limit, "tokens": encoded.ids}
         if encoded.tokens:
             answer["token_strs"] = encoded.tokens
@@ -37,21 +38,21 @@ def create_router(context: Context) -> APIRouter:
         """Decode token ids."""
         await context.caller(request)
         body = parse(DetokenizeBody, await context.body(request))
-        await context.served.require(body.model)
+        backend = await context.models.find(body.model)
         skip = bool(body.skip_special_tokens)
-        text = await context.model.detokenize(tuple(body.tokens), skip_special_tokens=skip)
+        text = await backend.model.detokenize(tuple(body.tokens), skip_special_tokens=skip)
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
-    async def _encode_text(raw: dict[str, object]) -> Tokenization:
+    async def _encode_text(raw: dict[str, object]) -> tuple[Backend, Tokenization]:
         body = parse(TokenizeTextBody, raw)
-        await context.served.require(body.model)
+        backend = await context.models.find(body.model)
         special = body.add_special_tokens is not False
-        encoded = await context.model.tokenize(body.prompt, add_special_tokens=special)
-        return encoded if body.return_token_strs else encoded.without_strings()
+        encoded = await backend.model.tokenize(body.prompt, add_special_tokens=special)
+        return backend, encoded if body.return_token_strs else encoded.without_strings()
 
-    async def _encode_chat(raw: dict[str, object]) -> Tokenization:
+    async def _encode_chat(raw: dict[str, object]) -> tuple[Backend, Tokenization]:
         body = parse(TokenizeChatBody, raw)
-        await context.served.require(body.model)
-        return await context.model.render_chat(body.to_prompt())
+        backend = await context.models.find(body.model)
+        return backend, await backend.model.render_chat(body.to_prompt())
 
     return router

@@ -52,9 +52,10 @@ class GrpcRing:
         metrics: GatewayMetrics,
         *,
         on_tokenizer_connected: Callable[[], None] = lambda: None,
+        model: str = "",
     ) -> None:
-        """Prepare the streams; `run` opens them."""
-        self._metrics = metrics
+        """Prepare the streams; `run` opens them. `model` labels the metrics, where there are several rings."""
+        self._connected = {link: metrics.connected.labels(link, model) for link in (TOKENIZER_LINK, DETOKENIZER_LINK)}
         self._on_tokenizer_connected = on_tokenizer_connected
         self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
         self._link = StreamLink(
@@ -72,8 +73,8 @@ class GrpcRing:
         self._aborts: list[RequestId] = []
         self._flush_handle: asyncio.Handle | None = None
         self._log = get_logger("ring")
-        for link in (TOKENIZER_LINK, DETOKENIZER_LINK):
-            metrics.connected.labels(link).set(0)
+        for gauge in self._connected.values():
+            gauge.set(0)
 
     @property
     def is_linked(self) -> bool:
@@ -176,22 +177,22 @@ class GrpcRing:
         submission.listener.on_delta(delta)
 
     def _on_link_connected(self) -> None:
-        self._metrics.connected.labels(TOKENIZER_LINK).set(1)
+        self._connected[TOKENIZER_LINK].set(1)
         self._on_tokenizer_connected()
         self._schedule_flush()
 
     def _on_link_broken(self, reason: str) -> None:
         """What was not admitted may never have arrived; the rest goes on without the tokenizer."""
-        self._metrics.connected.labels(TOKENIZER_LINK).set(0)
+        self._connected[TOKENIZER_LINK].set(0)
         lost = [request_id for request_id, submission in self._submissions.items() if not submission.admitted]
         self._lose(lost, _away(f"the tokenizer went away: {reason}"))
 
     def _on_subscription_connected(self) -> None:
-        self._metrics.connected.labels(DETOKENIZER_LINK).set(1)
+        self._connected[DETOKENIZER_LINK].set(1)
 
     def _on_subscription_broken(self, reason: str) -> None:
         """Nothing more will come for anything that was submitted under the broken subscription."""
-        self._metrics.connected.labels(DETOKENIZER_LINK).set(0)
+        self._connected[DETOKENIZER_LINK].set(0)
         self._lose(list(self._submissions), _away(f"the detokenizer went away: {reason}"))
 
     def _lose(self, request_ids: Iterable[RequestId], failure: RequestFailure) -> None:

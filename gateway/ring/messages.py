@@ -22,6 +22,8 @@ class ModelInfo:
     tool_style: ToolStyle | None = None
     has_reasoning: bool = False
     begins_with_reasoning: bool = False
+    # It generates nothing, and embeds.
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True, slots=True)

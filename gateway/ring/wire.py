@@ -125,4 +125,5 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         tool_style=_TOOL_STYLES[message.tool_style],
         has_reasoning=message.has_reasoning,
         begins_with_reasoning=message.begins_with_reasoning,
+        is_encoder=message.is_encoder,
     )

@@ -33,7 +33,7 @@ class MetadataBody(Schema):
 class MessagesBody(Schema):
     """A request for a message."""
 
-    model: str
+    model: str | None = None
     messages: list[TurnBody] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     system: str | list[Json] | None = None

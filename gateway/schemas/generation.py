@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -67,7 +67,7 @@ class StreamOptions(Schema):
 class GenerationFields(Schema):
     """What both completion endpoints accept; null means the default everywhere."""
 
-    model: str
+    model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -96,13 +96,6 @@ class GenerationFields(Schema):
     safety_identifier: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _needs_model(cls, body: Any) -> Any:  # Any: whatever the client sent
-        if isinstance(body, dict) and body.get("model") is None:
-            raise InvalidRequestError("You must provide a 'model' parameter.", param="model")
-        return body
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:

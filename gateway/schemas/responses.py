@@ -65,7 +65,7 @@ class ReasoningOptions(Schema):
 class ResponseBody(Schema):
     """A request for a response."""
 
-    model: str
+    model: str | None = None
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=256)

@@ -13,6 +13,7 @@ from common.settings import GatewaySettings
 from gateway.api.context import Context
 from gateway.app import create_app
 from gateway.assembly import build_identity, build_quotas, limits, resume_policy
+from gateway.backends import Backend, Backends
 from gateway.generations import Generations
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
@@ -39,6 +40,9 @@ class FakedGateway:
     administration: FakeAdministration = field(default_factory=FakeAdministration)
     journal: Journal = field(default_factory=Journal)
     peer: str = "127.0.0.1"
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    others: list[Backend] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.metrics = GatewayMetrics(CollectorRegistry())
@@ -46,20 +50,22 @@ class FakedGateway:
         self.generations = Generations(
             self.ring, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
         )
-        self.app: FastAPI = create_app(
-            Context(
-                generations=self.generations,
-                model=self.model,
-                served=ServedModel(self.model),
-                identity=build_identity(self.settings),
-                quotas=build_quotas(self.settings),
-                readiness=self.readiness,
-                administration=self.administration,
-                stored=StoredResponses(self.settings.responses_file, 86_400, self.settings.responses_max_bytes),
-                metrics=self.metrics,
-                limits=limits(self.settings),
-                fingerprint="pando-test",
-            )
+        self.context = Context(
+            generations=self.generations,
+            models=Backends([self.backend, *self.others], self.settings.default_model),
+            identity=build_identity(self.settings),
+            quotas=build_quotas(self.settings),
+            stored=StoredResponses(self.settings.responses_file, 86_400, self.settings.responses_max_bytes),
+            metrics=self.metrics,
+            limits=limits(self.settings),
+            fingerprint="pando-test",
+        )
+        self.app: FastAPI = create_app(self.context)
+
+    @property
+    def backend(self) -> Backend:
+        return Backend(
+            ServedModel(self.model, self.name), self.model, self.readiness, self.administration, self.name, self.aliases
         )
 
     def client(self) -> httpx.AsyncClient:

@@ -34,12 +34,12 @@ async def test_metrics_count_what_happened() -> None:
     text = (await gateway.get("/metrics")).text
     assert 'pando_gateway_requests_total{route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'pando_gateway_requests_total{route="/v1/chat/completions",status="400"} 1.0' in text
-    assert "pando_gateway_completion_tokens_total 2.0" in text
-    assert "pando_gateway_prompt_tokens_total 7.0" in text
-    assert "pando_gateway_cached_prompt_tokens_total 4.0" in text
+    assert 'pando_gateway_completion_tokens_total{model="tiny"} 2.0' in text
+    assert 'pando_gateway_prompt_tokens_total{model="tiny"} 7.0' in text
+    assert 'pando_gateway_cached_prompt_tokens_total{model="tiny"} 4.0' in text
     assert "pando_gateway_open_requests 0.0" in text
-    assert "pando_gateway_time_to_first_token_seconds_count 1.0" in text
-    assert "pando_gateway_inter_token_latency_seconds_count 1.0" in text
+    assert 'pando_gateway_time_to_first_token_seconds_count{model="tiny"} 1.0' in text
+    assert 'pando_gateway_inter_token_latency_seconds_count{model="tiny"} 1.0' in text
 
 
 @pytest.mark.parametrize(

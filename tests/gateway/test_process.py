@@ -63,7 +63,7 @@ async def test_answer_through_real_streams(tmp_path: Path) -> None:
         stream = await client.post("/v1/chat/completions", json={**BODY, "stream": True})
         assert _content(stream.text) == "Hello world"
         metrics = (await client.get("/metrics")).text
-        assert 'pando_gateway_link_connected{link="tokenizer"} 1.0' in metrics
+        assert 'pando_gateway_link_connected{link="tokenizer",model=""} 1.0' in metrics
 
 
 @pytest.mark.parametrize("service", [TOKENIZER, DETOKENIZER])

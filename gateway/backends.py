@@ -1,0 +1,130 @@
+"""The models that are served, each by services of its own, and which of them a request means."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, PandoError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.ring.messages import ModelInfo
+    from gateway.ring.port import Administration, Model, Readiness
+    from gateway.served_model import ServedModel
+
+NOTHING_NAMED = "You must provide a 'model' parameter."
+SHOWN_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One model and the services behind it. Without a name it is the only one, and called as its tokenizer says."""
+
+    served: ServedModel
+    model: Model
+    readiness: Readiness
+    administration: Administration
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+class Backends:
+    """All models of this gateway, by their names and by what else clients may call them."""
+
+    def __init__(self, backends: Sequence[Backend], default: str | None = None) -> None:
+        """Serve `backends`; requests that name no model mean `default`.
+
+        Raises:
+            ConfigurationError: two have the same name, or the default is none of them.
+        """
+        assert backends, "a gateway serves something"
+        self.default = default
+        self._backends = tuple(backends)
+        self._by_name: dict[str, Backend] = {}
+        self._is_named = backends[0].name is not None
+        for backend in backends if self._is_named else ():
+            for name in (backend.name, *backend.aliases):
+                if not name or name in self._by_name:
+                    raise ConfigurationError(f"gateway.models: {name!r} is empty, or names two models")
+                self._by_name[name] = backend
+        if self._is_named and default is not None and default not in self._by_name:
+            raise ConfigurationError(f"gateway.default_model: {default!r} is none of {', '.join(self._by_name)}")
+
+    @property
+    def all(self) -> tuple[Backend, ...]:
+        """The models in the order of the settings."""
+        return self._backends
+
+    async def find(self, name: str | None) -> Backend:
+        """Return the model that `name` means; without a name, the default or the only one.
+
+        Raises:
+            InvalidRequestError: no name is given, and several models are served without a default.
+            ModelNotFoundError: nothing here is called so.
+            UnavailableError: the only model's services have never been reached, so nobody knows its name.
+        """
+        name = name or self.default
+        if name is None:
+            if len(self._backends) > 1:
+                raise InvalidRequestError(f"{NOTHING_NAMED} This server serves {self._names()}.", param="model")
+            return self._backends[0]
+        if self._is_named:
+            found = self._by_name.get(name)
+            if found is None:
+                raise self._unknown(name, self._names())
+            return found
+        card = await self._backends[0].served.card()
+        if name != card.name:
+            raise self._unknown(name, f"'{card.name}'")
+        return self._backends[0]
+
+    async def require(self, name: str | None) -> ModelInfo:
+        """Return what is served as `name`, as `find` does.
+
+        Raises:
+            UnavailableError: its services have never been reached.
+        """
+        return await (await self.find(name)).served.card()
+
+    async def require_named(self, name: str | None) -> ModelInfo:
+        """Return what is served as `name`, where clients are to name a model, unless there is a default.
+
+        Raises:
+            InvalidRequestError: no name is given, and there is no default.
+        """
+        if not name and self.default is None:
+            raise InvalidRequestError(NOTHING_NAMED, param="model")
+        return await self.require(name)
+
+    async def known(self) -> list[tuple[Backend, ModelInfo | None]]:
+        """Return all models, with what is known of each; None if its services have never been reached."""
+        cards = await asyncio.gather(*(backend.served.card() for backend in self._backends), return_exceptions=True)
+        known = []
+        for backend, card in zip(self._backends, cards, strict=True):
+            if isinstance(card, BaseException) and not isinstance(card, PandoError):
+                raise card
+            known.append((backend, None if isinstance(card, BaseException) else card))
+        return known
+
+    def _names(self) -> str:
+        return ", ".join(f"'{backend.name}'" for backend in self._backends)
+
+    def _unknown(self, name: str, served: str) -> ModelNotFoundError:
+        shown = name[:SHOWN_CHARACTERS]
+        message = f"The model '{shown}' does not exist here; this server serves {served}."
+        return ModelNotFoundError(message, param="model")
+
+
+def check_generates(card: ModelInfo) -> ModelInfo:
+    """Return `card` if its model generates.
+
+    Raises:
+        InvalidRequestError: it only embeds.
+    """
+    if card.is_encoder:
+        message = f"The model '{card.name}' generates nothing; it embeds, at /v1/embeddings."
+        raise InvalidRequestError(message, param="model")
+    return card

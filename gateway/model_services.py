@@ -1,0 +1,102 @@
+"""The services of each model that is served, as objects: one ring and one backend for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
+from common.secret_files import read_secret
+from common.settings import BackendSettings
+from gateway.backends import Backend
+from gateway.ring.administration import GrpcAdministration
+from gateway.ring.client import GrpcRing
+from gateway.ring.model import GrpcModel
+from gateway.ring.readiness import RingReadiness
+from gateway.ring.scheduler_groups import SchedulerGroups
+from gateway.served_model import ServedModel
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+    from common.rpc.discovery import Found
+    from common.rpc.security import Security
+    from common.settings import GatewaySettings
+    from gateway.metrics import GatewayMetrics
+
+
+class ModelServices:
+    """Owns the channels to one model's services."""
+
+    def __init__(
+        self,
+        name: str | None,
+        settings: BackendSettings,
+        metrics: GatewayMetrics,
+        security: Security,
+        admin_token: str | None = None,
+    ) -> None:
+        """Prepare what talks to the services of the model `name`, or of the only one if it is None."""
+        self._tokenizer = open_channel(settings.tokenizer, security)
+        self._detokenizer = open_channel(settings.detokenizer, security)
+        self._schedulers = open_schedulers(settings, security)
+        tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
+        detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
+        model = GrpcModel(tokenizer)
+        served = ServedModel(model, name)
+        self.ring = GrpcRing(tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire, model=name or "")
+        self.backend = Backend(
+            served=served,
+            model=model,
+            readiness=RingReadiness(self.ring, self._tokenizer),
+            administration=GrpcAdministration(self._schedulers, admin_token),
+            name=name,
+            aliases=settings.aliases,
+        )
+
+    async def close(self) -> None:
+        """Close all channels."""
+        await self._tokenizer.close()
+        await self._detokenizer.close()
+        await self._schedulers.close()
+
+
+def open_models(
+    settings: GatewaySettings, metrics: GatewayMetrics, security: Security
+) -> dict[str | None, ModelServices]:
+    """Return the services of all models by name; a single model without one has None.
+
+    Raises:
+        ConfigurationError: the file with the admin token is not readable or empty.
+    """
+    token = read_admin_token(settings)
+    only = BackendSettings(
+        tokenizer=settings.tokenizer,
+        detokenizer=settings.detokenizer,
+        scheduler=settings.scheduler,
+        schedulers=settings.schedulers,
+    )
+    backends: list[tuple[str | None, BackendSettings]] = [*settings.models.items()] or [(None, only)]
+    return {name: ModelServices(name, each, metrics, security, token) for name, each in backends}
+
+
+def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerGroups:
+    """Return the groups that administrators ask; perhaps none."""
+    configured = settings.schedulers or ((settings.scheduler,) if settings.scheduler else ())
+
+    def connect(found: Found) -> grpc.aio.Channel:
+        return open_channel(found.address, security, found.name)
+
+    return SchedulerGroups(Discovery(configured), connect)
+
+
+def read_admin_token(settings: GatewaySettings) -> str | None:
+    """Return what the schedulers want to see of an administrator, if it is known.
+
+    Raises:
+        ConfigurationError: the file that holds it is not readable or empty.
+    """
+    return read_secret(
+        "gateway.scheduler_admin_token", settings.scheduler_admin_token, settings.scheduler_admin_token_file
+    )
