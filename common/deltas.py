@@ -26,6 +26,22 @@ class LogprobText(NamedTuple):
 
     token: TokenText
     top: tuple[TokenText, ...] = ()
+    # Log probabilities of the ids that the request named, in its order.
+    asked: tuple[float, ...] = ()
+    # Place of a prompt's token among all ids, from 1.
+    rank: int | None = None
+
+
+class PromptLogprobsText(NamedTuple):
+    """Consecutive tokens of a prompt from position `first` on; `lead` is the token before, which has none.
+
+    The lead comes in a choice's first part.
+    """
+
+    first: int
+    entries: Sequence[LogprobText]
+    lead: TokenText | None = None
+    is_last: bool = False
 
 
 class PromptUsage(NamedTuple):
@@ -50,3 +66,5 @@ class Delta(NamedTuple):
     logprobs: Sequence[LogprobText] = ()
     prompt_usage: PromptUsage | None = None
     finish: Finish | None = None
+    # Before the choice's first token.
+    prompt_logprobs: PromptLogprobsText | None = None

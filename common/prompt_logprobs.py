@@ -67,6 +67,11 @@ class PromptLogprobSpan:
         """The position behind its last token."""
         return self.first + self.tokens
 
+    @property
+    def values(self) -> int:
+        """How many log probabilities it holds."""
+        return self.logprobs.size + self.top_logprobs.size + self.asked.size
+
     def parts(self, max_values: int = MAX_PART_VALUES) -> Iterator[PromptLogprobSpan]:
         """Yield it in parts of at most `max_values` log probabilities, but of one token at least."""
         width = 1 + self.top_logprobs.shape[1] + self.asked.shape[1]

@@ -12,7 +12,7 @@ from services.detokenizer.stops import StopAutomaton, StopMatcher
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.deltas import LogprobText
+    from common.deltas import LogprobText, PromptLogprobsText
     from common.types import Resume
     from services.detokenizer.decoding import Decoder
     from services.detokenizer.mailbox import Mailbox
@@ -73,6 +73,11 @@ class Choice:
         """Note how much of the prompt the cache held; comes before the first token."""
         if self._usage is not None:
             self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
+
+    def tell_prompt(self, part: PromptLogprobsText) -> Delta:
+        """Return a delta that brings log probabilities of the prompt."""
+        usage, self._usage = self._usage, None
+        return Delta(self._request_id, self._index, self.tokens, (), "", (), usage, None, part)
 
     def advance(self, finish: Finish | None) -> Delta:
         """Decode the batch, the last one if there is a `finish`, and return what is new.

@@ -50,6 +50,8 @@ class Mailbox:
         for delta in deltas:
             self._waiting.append(delta)
             self._tokens += len(delta.token_ids)
+            if delta.prompt_logprobs is not None:
+                self._tokens += sum(1 + len(entry.top) for entry in delta.prompt_logprobs.entries)
         if len(self._waiting) > self._merge_next:
             self._waiting = merge(self._waiting)
             self._merge_next = max(self._merge_at, 2 * len(self._waiting))
@@ -83,9 +85,11 @@ class Mailbox:
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
     """Return the same deltas with those of each choice joined, in the order in which the choices began."""
-    parts: dict[tuple[RequestId, int], list[Delta]] = {}
+    parts: dict[tuple[RequestId, int, int], list[Delta]] = {}
     for delta in deltas:
-        parts.setdefault((delta.request_id, delta.choice_index), []).append(delta)
+        # What is told of a prompt is bounded already, and stays by itself.
+        kind = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.first + 1
+        parts.setdefault((delta.request_id, delta.choice_index, kind), []).append(delta)
     return [_joined(part) if len(part) > 1 else part[0] for part in parts.values()]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from common.prompt_logprobs import PromptLogprobSpan
     from common.types import Finish, RequestId, Resume, SubscriberId, TokenLogprob
 
 
@@ -41,9 +42,19 @@ class Push:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     finishes: Mapping[int, Finish] = field(default_factory=dict)
     starts: Mapping[int, int] = field(default_factory=dict)
+    prompt_logprobs: Sequence[PromptPart] = ()
 
 
 # The following are made for every push: named tuples cost a third of frozen dataclasses.
+
+
+class PromptPart(NamedTuple):
+    """Log probabilities of a part of a choice's prompt; see `ChoicePromptLogprobs` in the contract."""
+
+    handle: int
+    span: PromptLogprobSpan
+    lead: int | None
+    is_last: bool
 
 
 class StopHit(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from common.deltas import Delta, LogprobText, TokenText
+from common.deltas import Delta, LogprobText, PromptLogprobsText, TokenText
 from common.errors import InvalidRequestError
 from common.types import Finish, FinishReason
 from services.detokenizer.choice import Choice
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from common.types import SubscriberId, TokenLogprob
     from services.detokenizer.factory import DecoderFactory
     from services.detokenizer.mailbox import Mailbox
-    from services.detokenizer.messages import ChoiceSpec, Push
+    from services.detokenizer.messages import ChoiceSpec, PromptPart, Push
 
 
 class PushSession:
@@ -53,8 +53,10 @@ class PushSession:
         for handle, cached_tokens in push.starts.items():
             if (started := self._choices.get(handle)) is not None:
                 started.start(cached_tokens)
-        touched = self._distribute(push)
         posts: dict[Mailbox, list[Delta]] = {}
+        for part in push.prompt_logprobs:
+            self._tell_prompt(part, posts)
+        touched = self._distribute(push)
         finishes = push.finishes
         for choice in touched:
             finish = finishes.get(choice.handle) if finishes else None
@@ -131,6 +133,11 @@ class PushSession:
                 touched.append(choice)
         return touched
 
+    def _tell_prompt(self, part: PromptPart, posts: dict[Mailbox, list[Delta]]) -> None:
+        choice = self._choices.get(part.handle)
+        if choice is not None:
+            posts.setdefault(choice.mailbox, []).append(choice.tell_prompt(self._spell_part(part)))
+
     def _distribute_logprobs(self, push: Push) -> None:
         for index, logprob in push.logprobs.items():
             choice = self._choices.get(push.handles[index])
@@ -144,7 +151,25 @@ class PushSession:
         return LogprobText(
             TokenText(token_id, logprob.logprob, spell(token_id)),
             tuple(TokenText(top_id, value, spell(top_id)) for top_id, value in tops),
+            logprob.asked,
         )
+
+    def _spell_part(self, part: PromptPart) -> PromptLogprobsText:
+        span, spell = part.span, self._decoders.token_bytes
+        columns = (span.token_ids, span.logprobs, span.ranks, span.top_ids, span.top_logprobs, span.asked)
+        entries = [
+            LogprobText(
+                TokenText(token_id, logprob, spell(token_id)),
+                tuple(TokenText(top_id, value, spell(top_id)) for top_id, value in zip(top_ids, tops, strict=True)),
+                tuple(asked),
+                rank,
+            )
+            for token_id, logprob, rank, top_ids, tops, asked in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]
+        lead = None if part.lead is None else TokenText(part.lead, 0.0, spell(part.lead))
+        return PromptLogprobsText(span.first, entries, lead, part.is_last)
 
     def _end(self, choice: Choice) -> None:
         del self._choices[choice.handle]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
+from common.prompt_logprobs_wire import span_from_wire
 from common.types import RequestId, SubscriberId
 from common.wire import finish_from_wire, finish_to_wire, logprob_from_wire, resume_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
-from services.detokenizer.messages import ChoiceSpec, Push
+from services.detokenizer.messages import ChoiceSpec, PromptPart, Push
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.deltas import Delta, LogprobText, TokenText
+    from common.deltas import Delta, LogprobText, PromptLogprobsText, TokenText
     from services.detokenizer.messages import Answers
 
 
@@ -35,6 +36,7 @@ def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
         logprobs={entry.index: logprob_from_wire(entry.logprob) for entry in message.logprobs},
         starts={entry.handle: entry.cached_tokens for entry in message.starts},
         finishes={entry.handle: finish_from_wire(entry.finish) for entry in message.finishes},
+        prompt_logprobs=[_part_from_wire(entry) for entry in message.prompt_logprobs],
     )
 
 
@@ -67,6 +69,11 @@ def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
     )
 
 
+def _part_from_wire(message: detokenizer_pb2.ChoicePromptLogprobs) -> PromptPart:
+    lead = message.lead_token_id if message.HasField("lead_token_id") else None
+    return PromptPart(message.handle, span_from_wire(message.span), lead, message.is_last)
+
+
 def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
     message = detokenizer_pb2.Delta(
         request_id=delta.request_id,
@@ -84,12 +91,26 @@ def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
         message.prompt_usage.SetInParent()
     if delta.finish is not None:
         message.finish.CopyFrom(finish_to_wire(delta.finish))
+    if delta.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(_prompt_logprobs_to_wire(delta.prompt_logprobs))
     return message
 
 
 def _logprob_to_wire(logprob: LogprobText) -> detokenizer_pb2.LogprobText:
     return detokenizer_pb2.LogprobText(
-        token=_token_to_wire(logprob.token), top=[_token_to_wire(token) for token in logprob.top]
+        token=_token_to_wire(logprob.token),
+        top=[_token_to_wire(token) for token in logprob.top],
+        asked_logprobs=logprob.asked,
+        rank=logprob.rank,
+    )
+
+
+def _prompt_logprobs_to_wire(part: PromptLogprobsText) -> detokenizer_pb2.PromptLogprobsText:
+    return detokenizer_pb2.PromptLogprobsText(
+        first_position=part.first,
+        entries=[_logprob_to_wire(entry) for entry in part.entries],
+        lead=None if part.lead is None else _token_to_wire(part.lead),
+        is_last=part.is_last,
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.prompt_logprobs_wire import prompt_logprobs_to_wire, span_from_wire, span_to_wire
 from common.steps import EngineCapacity, RowStop, StepResult
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
@@ -114,6 +115,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         stop_token_ids=opened.stop_token_ids,
         min_new_tokens=opened.min_new_tokens,
         pooling=pooling_to_wire(opened.pooling),
+        prompt_logprobs=prompt_logprobs_to_wire(opened.prompt_logprobs),
     )
 
 
@@ -156,6 +158,9 @@ def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
         message.starts.add(handle=sequence.handle, cached_tokens=sequence.cached_tokens or 0)
     for index, logprob in output.logprobs:
         message.logprobs.add(index=index, logprob=logprob_to_wire(logprob))
+    for part in output.prompt_logprobs:
+        span = span_to_wire(part.span)
+        message.prompt_logprobs.add(handle=part.handle, span=span, lead_token_id=part.lead, is_last=part.is_last)
     for handle, finish in output.finishes:
         message.finishes.add(handle=handle, finish=finish_to_wire(finish))
     return message

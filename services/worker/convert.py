@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
+from common.prompt_logprobs_wire import prompt_logprobs_from_wire, span_to_wire
 from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
@@ -128,6 +129,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         message.acks.add(transfer_id=ack.transfer_id, done_pages=ack.done_pages, duration_us=ack.duration_us)
     for row, embedding in result.embeddings:
         message.embeddings.add(row=row, embedding=embedding)
+    for row, span in result.prompt_logprobs:
+        message.prompt_logprobs.add(row=row, span=span_to_wire(span))
     return message
 
 
@@ -144,6 +147,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         stop_token_ids=tuple(message.stop_token_ids),
         min_new_tokens=message.min_new_tokens,
         pooling=pooling_from_wire(message.pooling),
+        prompt_logprobs=prompt_logprobs_from_wire(message),
     )
 
 

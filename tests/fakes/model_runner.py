@@ -44,6 +44,12 @@ class CheckingRunner:
     before_forward: Callable[[], None] = lambda: None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.logits(self.hidden_states(batch))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         self.before_forward()
         self.batches.append(batch)
         self._check_shapes(batch)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import FinishReason, Pooling, RowSlot
@@ -40,6 +41,16 @@ def expected_output(prompt: list[int], max_total: int, stop_ids: tuple[int, ...]
 def embedding_of(token_ids: list[int]) -> bytes:
     """What a prompt's embedding must be, however it was computed."""
     return zlib.crc32(np.array(token_ids, np.int32).tobytes()).to_bytes(4, "little")
+
+
+def score_of(prompt: list[int], first: int, last: int) -> PromptLogprobSpan:
+    """What the log probabilities of prompt[first:last] must be, however they were computed."""
+    values = np.array([-next_token(prompt[:position]) for position in range(first, last)], np.float32)
+    nothing = np.empty((last - first, 0))
+    ranks = np.ones(last - first, np.int32)
+    return PromptLogprobSpan(
+        first, np.array(prompt[first:last], np.int32), values, ranks, nothing.astype(np.int32), nothing, nothing
+    )
 
 
 @dataclass
@@ -74,6 +85,8 @@ class SimulatedWorker:
     is_encoder: bool = False
     # What rows that pool have got, until the pass is reported.
     embeddings: dict[int, bytes] = field(default_factory=dict)
+    # Log probabilities of prompts, until the pass is reported.
+    scores: list[tuple[RowSlot, PromptLogprobSpan]] = field(default_factory=list)
     rows: dict[int, _Row] = field(default_factory=dict)
     # slot -> (token, position)
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -97,6 +110,9 @@ class SimulatedWorker:
                 if row.decoding and not row.stopped and number not in sampled:
                     sampled[number] = self._compute(row, row.computed, len(row.ids))
             embeddings, self.embeddings = self.embeddings, {}
+            scores, self.scores = self.scores, []
+            for score in scores:
+                results.append(StepResult(plan.step_id, substep, last=False, prompt_logprobs=(score,), partial=True))
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
             results.append(
@@ -208,12 +224,25 @@ class SimulatedWorker:
             assert chunk.start == row.computed, "chunks are contiguous"
             end = chunk.start + chunk.length
             token = self._compute(row, chunk.start, end)
+            self._score(chunk.row, row, chunk.start, end)
             if row.opened.pooling is not None:
                 self._pool(int(chunk.row), row)
             elif end == len(row.ids):
                 row.decoding = True
                 sampled[int(chunk.row)] = token
         return sampled
+
+    def _score(self, number: RowSlot, row: _Row, start: int, end: int) -> None:
+        wanted = row.opened.prompt_logprobs
+        if wanted is None:
+            return
+        assert wanted.start >= row.opened.computed_tokens, "asks for what is not computed"
+        first, last = max(start, wanted.start), min(end, row.opened.prompt_tokens - 1)
+        if first < last:
+            # In two parts, as a worker may report it.
+            span, middle = score_of(row.ids, first + 1, last + 1), (last - first) // 2
+            parts = (span.slice(0, middle), span.slice(middle, span.tokens))
+            self.scores += [(number, part) for part in parts if part.tokens]
 
     def _pool(self, number: int, row: _Row) -> None:
         opened = row.opened

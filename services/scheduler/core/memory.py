@@ -72,7 +72,7 @@ class KvMemory:
         """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
         if sequence.request.cache_mode is CacheMode.NONE:
             return 0
-        return self._peek(sequence.request.principal, sequence.token_ids)
+        return self._peek(sequence.request.principal, sequence.cacheable_ids)
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
         """Return whether a waiting sequence has to wait for pages from the host; start to load them where it pays."""
@@ -118,7 +118,7 @@ class KvMemory:
         sequence.was_committed = True
         return self._commit_prefix(
             request.principal,
-            sequence.token_ids,
+            sequence.cacheable_ids,
             repeated=repeated,
             may_promote=request.cache_mode is not CacheMode.PRIVATE,
             priority=request.priority,

@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from common.types import Finish, TokenIds, TokenLogprob
+    from services.scheduler.core.scoring import PromptPart
     from services.scheduler.core.sequence import Sequence
 
 
@@ -22,6 +23,7 @@ class Output:
     token_ids: TokenIds
     logprobs: tuple[tuple[int, TokenLogprob], ...]
     finishes: tuple[tuple[int, Finish], ...]
+    prompt_logprobs: tuple[PromptPart, ...] = ()
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class OutputBuffer:
     _token_ids: list[TokenIds] = field(default_factory=list)
     _logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)
     _finishes: list[tuple[int, Finish]] = field(default_factory=list)
+    _scores: list[PromptPart] = field(default_factory=list)
     _tokens: int = 0
 
     def open(self, sequence: Sequence) -> None:
@@ -43,6 +46,13 @@ class OutputBuffer:
     def start(self, sequence: Sequence) -> None:
         """Tell that a choice got its first row; how much of its prompt is cached is known now."""
         self._starts.append(sequence)
+        nothing_to_compute = sequence.scoring.begin(sequence.handle) if sequence.scoring is not None else None
+        if nothing_to_compute is not None:
+            self.score(nothing_to_compute)
+
+    def score(self, part: PromptPart) -> None:
+        """Add log probabilities of a choice's prompt."""
+        self._scores.append(part)
 
     def tokens(self, handles: TokenIds, token_ids: TokenIds, logprobs: list[tuple[int, TokenLogprob]]) -> None:
         """Add what one forward pass sampled; `logprobs` index into these arrays."""
@@ -57,7 +67,7 @@ class OutputBuffer:
 
     def take(self) -> Output | None:
         """Return what has gathered, or None if nothing has."""
-        if not (self._opens or self._starts or self._tokens or self._finishes):
+        if not (self._opens or self._starts or self._tokens or self._finishes or self._scores):
             return None
         empty = np.empty(0, np.int32)
         output = Output(
@@ -67,7 +77,8 @@ class OutputBuffer:
             token_ids=np.concatenate(self._token_ids) if self._token_ids else empty,
             logprobs=tuple(self._logprobs),
             finishes=tuple(self._finishes),
+            prompt_logprobs=tuple(self._scores),
         )
         self._opens, self._starts, self._handles, self._token_ids = [], [], [], []
-        self._logprobs, self._finishes, self._tokens = [], [], 0
+        self._logprobs, self._finishes, self._scores, self._tokens = [], [], [], 0
         return output

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.steps import PrefillChunk, RowStop, StepPlan, StepResult
+    from common.steps import PrefillChunk, StepPlan, StepResult
     from common.types import StepId
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.output import OutputBuffer
@@ -57,6 +57,9 @@ class ResultHandler:
 
     def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
         """Store tokens, hand them to the output, end rows that stopped."""
+        if result.partial:
+            self._tell_scores(result)
+            return
         chunks = self._chunks.get(result.step_id, ()) if result.substep == 0 else ()
         if result.last:
             self._chunks.pop(result.step_id, None)
@@ -90,9 +93,18 @@ class ResultHandler:
         table.ids[rows, length] = token_ids
         table.computed[rows] = length
         table.length[rows] = length + 1
+        silent = table.silent[rows]
+        if silent.any():
+            rows, token_ids = rows[~silent], token_ids[~silent]
         positions = {int(row): index for index, row in enumerate(rows)} if result.logprobs else {}
         logprobs = [(positions[row], logprob) for row, logprob in result.logprobs if row in positions]
         self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
+
+    def _tell_scores(self, result: StepResult) -> None:
+        for row, span in result.prompt_logprobs:
+            sequence = self._rows.sequences[row]
+            if sequence is not None and sequence.scoring is not None and self._is_current(row, result.step_id):
+                self._output.score(sequence.scoring.take(sequence.handle, span))
 
     def _confirm_chunks(self, step_id: StepId, chunks: tuple[PrefillChunk, ...]) -> None:
         """Put computed prompt pages into the cache, so that the next request can use them."""

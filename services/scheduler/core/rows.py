@@ -41,6 +41,8 @@ class RowTable:
         self.opened_step: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.occupied: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.decoding: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        # Rows whose tokens are told to nobody.
+        self.silent: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
 
     @property
@@ -66,6 +68,7 @@ class RowTable:
         self.opened_step[row] = step_id
         self.occupied[row] = True
         self.decoding[row] = False
+        self.silent[row] = sequence.is_silent
         self.page_count[row] = 0
         self.append_pages(row, pages)
         sequence.row = row

@@ -47,7 +47,7 @@ class Twins:
         for twin in self._by_view.get(view, ()):
             if twin.row is None or twin.is_prefilled:
                 continue
-            common = self._common_tokens(sequence.token_ids, self._rows.tokens(twin.row))
+            common = self._common_tokens(sequence.cacheable_ids, self._rows.tokens(twin.row))
             if common <= int(self._rows.computed[twin.row]):
                 continue
             found = self._memory.match(sequence) if found is None else found

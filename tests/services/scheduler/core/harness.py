@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.prompt_logprobs import PromptLogprobs
 from common.types import (
     CacheMode,
     Finish,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from common.transfers import TransferId
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.core.scoring import PromptPart
     from services.scheduler.core.sequence import Sequence
 
 STOP_ID = 7
@@ -60,6 +62,7 @@ def make_request(
     resume: Resume | None = None,
     timeout_ms: int | None = None,
     pooling: Pooling | None = None,
+    scored_from: int | None = None,
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
@@ -74,6 +77,7 @@ def make_request(
         resume=resume,
         timeout_ms=timeout_ms,
         pooling=pooling,
+        prompt_logprobs=None if scored_from is None else PromptLogprobs(scored_from),
     )
 
 
@@ -138,6 +142,9 @@ class Harness:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.cached: dict[tuple[str, int], int] = {}
+        # Log probabilities of prompts by position; None: of a token that has none.
+        self.scores: dict[tuple[str, int], dict[int, float | None]] = {}
+        self.scored: set[tuple[str, int]] = set()
         self._names: dict[int, tuple[str, int]] = {}
 
     def plan(self) -> None:
@@ -181,6 +188,8 @@ class Harness:
             self.outputs[name] = list(sequence.request.resume.token_ids) if sequence.request.resume else []
         for sequence in output.starts:
             self.cached[self._names[sequence.handle]] = sequence.cached_tokens or 0
+        for part in output.prompt_logprobs:
+            self._take_scores(part)
         for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
             name = self._names[handle]
             assert name not in self.finishes, "a token after the finish"
@@ -189,6 +198,20 @@ class Harness:
             name = self._names[handle]
             assert name not in self.finishes, "finished twice"
             self.finishes[name] = finish
+
+    def _take_scores(self, part: PromptPart) -> None:
+        name = self._names[part.handle]
+        assert name not in self.scored, "more of what was complete"
+        assert not self.outputs[name], "tokens before the prompt's log probabilities"
+        scores = self.scores.setdefault(name, {})
+        if part.lead is not None:
+            assert not scores, "a lead in the middle"
+            scores[part.span.first - 1] = None
+        for position, value in enumerate(part.span.logprobs.tolist(), part.span.first):
+            assert position not in scores, "a position twice"
+            scores[position] = value
+        if part.is_last:
+            self.scored.add(name)
 
     def run(self, limit: int = 10_000) -> None:
         """Go on until nothing is left to do."""

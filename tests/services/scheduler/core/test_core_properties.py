@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.types import CacheMode, FinishReason, Pooling, RequestId
-from tests.fakes.simulated_worker import embedding_of, expected_output
+from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
 # Few distinct prompts that share prefixes, so that the cache is hit, split and contended.
@@ -23,6 +23,7 @@ class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[str, tuple[list[int], int, int]] = {}
+        self.scored_from: dict[str, int | None] = {}
         self.embedded: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
 
@@ -49,14 +50,20 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         prompt=PROMPTS,
         user=st.sampled_from(["alice", "bob"]),
-        max_tokens=st.integers(1, 22),
+        max_tokens=st.sampled_from([0, *range(1, 23)]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(0, 2),
         mode=st.sampled_from([CacheMode.DEFAULT, CacheMode.DEFAULT, CacheMode.NONE]),
+        scored=st.none() | st.integers(0, 34),
     )
-    def submit(self, prompt: list[int], user: str, max_tokens: int, n: int, priority: int, mode: CacheMode) -> None:
+    def submit(
+        self, prompt: list[int], user: str, max_tokens: int, n: int, priority: int, mode: CacheMode, scored: int | None
+    ) -> None:
         name = f"r{len(self.requests)}"
-        request = make_request(name, prompt, user=user, max_tokens=max_tokens, n=n, priority=priority, cache_mode=mode)
+        request = make_request(
+            name, prompt, user=user, max_tokens=max_tokens, n=n, priority=priority, cache_mode=mode, scored_from=scored
+        )
+        self.scored_from[name] = scored
         assert self.harness.core.submit(request, 0.0).rejected is None
         self.requests[name] = (prompt, max_tokens, n)
 
@@ -109,7 +116,12 @@ class CoreMachine(RuleBasedStateMachine):
                 if name in self.aborted:
                     continue
                 assert finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
-                assert self.harness.outputs[name, index] == expected_output(prompt, limit, (STOP_ID,))
+                if max_tokens == 0:
+                    assert finish.reason is FinishReason.LENGTH
+                    assert not self.harness.outputs[name, index]
+                else:
+                    assert self.harness.outputs[name, index] == expected_output(prompt, limit, (STOP_ID,))
+                self.check_scores(name, index, prompt)
         for name, prompt in self.embedded.items():
             finish = self.harness.finishes[name, 0]
             assert name in self.aborted or finish.embedding == embedding_of(prompt)
@@ -117,6 +129,18 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.harness.core.rows.running == 0
         self.harness.core.memory.cache.flush()
         assert self.harness.core.memory.allocator.free_pages == self.harness.config.device_pages
+
+    def check_scores(self, name: str, index: int, prompt: list[int]) -> None:
+        start = self.scored_from[name]
+        if start is None or index:
+            assert (name, index) not in self.harness.scores
+            return
+        assert (name, 0) in self.harness.scored
+        told = self.harness.scores.get((name, 0), {})
+        assert list(told) == list(range(start, len(prompt)))
+        if told:
+            assert told.pop(start) is None
+            assert list(told.values()) == score_of(prompt, start + 1, len(prompt)).logprobs.tolist()
 
 
 CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
