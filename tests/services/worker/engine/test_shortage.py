@@ -8,20 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from common.steps import RowStop, StepPlan, StepResult
+from common.steps import EngineSpec, RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot, StepId
 from services.worker.engine import torch_engine
+from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.engine import OutOfMemoryError
+from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.shortage import is_out_of_memory
 from services.worker.engine.torch_engine import TorchEngine
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import expected_output
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
+from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from services.worker.engine.model.batch import ForwardBatch
+    from tests.services.worker.engine.parallel.ranks import Ranks
 
 PROMPTS = [[11, 12, 13, 14, 15], [31, 32, 33, 34, 35, 36], [41, 42, 43]]
 ERRORS = [
@@ -169,3 +174,61 @@ def test_a_defect_is_no_want_of_memory() -> None:
     engine = configured(ShortRunner(lambda _: True, RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         run(engine, plan_of(PROMPTS, 1))
+
+
+LONG = [5, 17, 80, 33, 61, 2, 9, 44, 71, 23, 8, 12]
+
+
+def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: str) -> tuple[str, list[int]]:
+    """Serve one plan for which rank 1 alone lacks memory, then the same in steps for which it has enough."""
+    asked = EngineSpec(
+        model, max_rows=2, max_context=64, max_step_tokens=32, device_pages=8, dtype="float32",
+        rank=rank, world_size=world_size, rendezvous=rendezvous,
+    )  # fmt: skip
+    engine = TorchEngine(
+        lambda spec, report: ModelRunner.load(spec, report, RunnerOptions(device="cpu", threads=1, backend="torch"))
+    )
+    engine.configure(asked, lambda _fraction, _stage: None)
+    runner = engine._runner
+    assert runner is not None
+    forward = runner.forward
+
+    def short_of_memory(batch: ForwardBatch) -> torch.Tensor:
+        if (batch.token_ids.shape[0] > 6) if phase == "prefill" else (batch.decode_rows == 1):
+            raise torch.OutOfMemoryError("made up")
+        return forward(batch)
+
+    if rank == 1:
+        runner.forward = short_of_memory  # type: ignore[method-assign]
+    opened = open_row(0, LONG, [3, 1], total=len(LONG) + 6)
+    try:
+        run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, len(LONG)),), steps=6))
+        told = "nothing"
+    except Exception as error:  # noqa: BLE001  (whichever it is, is the question)
+        told = type(error).__name__
+    # What the executor does, which wakes the other rank.
+    engine.close()
+    engine.configure(asked, lambda _fraction, _stage: None)
+    first = StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 6),))
+    then = StepPlan(StepId(2), prefills=(chunk(0, 6, 6),), steps=6)
+    results = run(engine, first) + run(engine, then)
+    engine.close()
+    return told, [int(token) for result in results for token in result.token_ids]
+
+
+@pytest.mark.parametrize("phase", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
+def test_two_ranks_of_which_one_lacks_memory_meet_anew_and_go_on(ranks: Ranks, phase: str, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    engine = TorchEngine(lambda asked, report: ModelRunner.load(asked, report, RunnerOptions(threads=1)))
+    engine.configure(
+        EngineSpec(str(tmp_path), max_rows=2, max_context=64, max_step_tokens=32, device_pages=8, dtype="float32"),
+        lambda _fraction, _stage: None,
+    )
+    opened = open_row(0, LONG, [3, 1], total=len(LONG) + 6)
+    alone = run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, len(LONG)),), steps=6))
+    (of_first, tokens), (of_second, others) = ranks.run(short_rank, 2, str(tmp_path), phase)
+    assert of_second == "OutOfMemoryError"
+    # It waited for the other in a collective, and is told that the other has gone.
+    assert of_first not in ("nothing", "OutOfMemoryError")
+    assert tokens == [int(token) for result in alone for token in result.token_ids]
+    assert others == []
