@@ -3,14 +3,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigurationError
+from services.worker.engine.model.config import RotaryConfig
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.model.config_json import config_from_json
-from services.worker.engine.model.rotary import rotary_table
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
@@ -81,17 +78,48 @@ def test_layers_have_the_windows_that_the_file_says(
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_llama3_frequencies_are_those_of_transformers(old: bool) -> None:
+def test_rope_parameters_are_read_from_files_of_transformers_4_and_5(old: bool) -> None:
     changes = {"rope_scaling": LLAMA3, "rope_theta": 500000.0} if old else {"rope_parameters": LLAMA3}
-    config = from_json(head_dim=128, max_position_embeddings=20000, **changes)
-    reference = transformers.LlamaConfig(head_dim=128, hidden_size=512, rope_parameters=LLAMA3)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](reference, torch.device("cpu"))
-    table = rotary_table(config.rotary, 128, 20000, torch.device("cpu"))
-    angles = torch.arange(20000.0)[:, None] * expected[None]
-    # A frequency that differs in its last bit has turned by a thousandth after 20,000 tokens.
-    torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=1), atol=2e-3, rtol=0)
-    assert max(config.rotary.frequency_divisors) == 8.0
-    assert min(config.rotary.frequency_divisors) == 1.0
+    config = from_json(head_dim=128, **changes)
+    assert config.rotary.theta == 500000.0
+    assert (max(config.rotary.frequency_divisors), min(config.rotary.frequency_divisors)) == (8.0, 1.0)
+
+
+def test_gemma_rotates_windowed_layers_by_a_base_of_their_own() -> None:
+    layers = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 16, "sliding_window": 32}
+    old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5e3, "rope_theta": 1e6}
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        }
+    }
+    first, second = (config_from_json({"model_type": "gemma3_text", **layers, **changes}) for changes in (old, new))
+    assert first == second
+    assert first.windows == (32, 32, 32, 32, 32, None)
+    assert first.rotary_of(0) == RotaryConfig(5e3)
+    assert first.rotary_of(5) == RotaryConfig(1e6, (8.0,) * 8)
+
+
+def test_the_text_model_of_a_checkpoint_with_vision_is_read() -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = config_from_json(
+        {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    )
+    assert (config.family, config.hidden_size, config.query_heads, config.head_dim) == ("gemma3_text", 2560, 8, 256)
+    assert (config.eos_token_ids, config.dtype, config.tied_embeddings) == ((1, 106), "bfloat16", True)
+    assert (config.windows[4], config.windows[5]) == (1024, None)
+
+
+def test_layers_of_a_mixture_may_be_dense() -> None:
+    experts = {
+        "model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+    }  # fmt: skip
+    config = from_json(**experts)
+    assert config.mixture is not None
+    assert config.mixture.dense_layers == (0, 2, 3, 4)
+    assert [config.mixture_of(i) is None for i in range(6)] == [True, False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
