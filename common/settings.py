@@ -92,6 +92,9 @@ class GatewaySettings(IdentitySettings):
     """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
     key: Path | None = None
     """The private key that belongs to it (PEM)."""
+    client_authority: Path | None = None
+    """Authorities (PEM) of clients' certificates: who shows none of theirs is refused. Absent: clients need none.
+    Health, readiness and metrics are then answered at rpc.probe_port, too, in plaintext, for who cannot show one."""
     tokenizer: str = "127.0.0.1:50051"
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"

@@ -38,6 +38,8 @@ def main() -> int:
 
 async def is_healthy(settings: Settings, service: str) -> bool:
     """Return whether `service`, configured by `settings` and running on this host, would serve a request."""
+    if service == "gateway" and settings.gateway.client_authority is not None and settings.rpc.probe_port:
+        return await _answers(f"http://{local(f'{settings.gateway.host}:{settings.rpc.probe_port}')}/ready")
     if service == "gateway":
         scheme = "http" if settings.gateway.certificate is None else "https"
         return await _answers(f"{scheme}://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")

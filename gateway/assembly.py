@@ -21,6 +21,7 @@ from gateway.identity.tokens import SignedTokens, TokenRules
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
+from gateway.probes import ProbeServer
 from gateway.quotas.quotas import Quotas
 from gateway.quotas.rules import load_rules
 from gateway.reloading import Reloading
@@ -74,7 +75,14 @@ class Gateway:
             limits=limits(settings),
             fingerprint=fingerprint(),
         )
-        self._server = HttpServer(create_app(context), settings.host, settings.port, https_files(settings))
+        https = https_files(settings)
+        self._server = HttpServer(create_app(context), settings.host, settings.port, https)
+        asks_for_certificates = https is not None and https.clients is not None
+        self._probes = (
+            ProbeServer(context, settings.host, security.probe_port)
+            if asks_for_certificates and security.probe_port is not None
+            else None
+        )
 
     @property
     def port(self) -> int:
@@ -85,7 +93,8 @@ class Gateway:
         """Serve until `stopping` is set and open requests have ended or drained for too long."""
         settings = self._settings
         rings = [each.ring.run() for each in self._services.values()]
-        background = (*rings, self._generations.watch_silence(settings.silence_timeout_s))
+        probes = [self._probes.run()] if self._probes else []
+        background = (*rings, *probes, self._generations.watch_silence(settings.silence_timeout_s))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]

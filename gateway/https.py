@@ -1,4 +1,4 @@
-"""The gateway's own certificate, which may be renewed while it serves."""
+"""The gateway's own certificate, which may be renewed while it serves, and whose certificates it asks clients for."""
 
 from __future__ import annotations
 
@@ -20,25 +20,31 @@ WATCH_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HttpsFiles:
-    """Where certificate and key are."""
+    """Where certificate and key are, and the authorities that sign clients' certificates, if those must have one."""
 
     certificate: Path
     key: Path
+    clients: Path | None = None
 
-    def stamps(self) -> tuple[int, int]:
+    def stamps(self) -> tuple[int, ...]:
         """Return what changes when a file does; links are followed.
 
         Raises:
             OSError: a file is away.
         """
-        return self.certificate.stat().st_mtime_ns, self.key.stat().st_mtime_ns
+        return tuple(path.stat().st_mtime_ns for path in (self.certificate, self.key, self.clients) if path)
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Have `context` show the certificate from the next handshake on.
+        """Have `context` show the certificate from the next handshake on, and ask for those of clients.
+
+        Authorities are added to those that it knows: one that is taken away is forgotten with the next start.
 
         Raises:
-            OSError: a file cannot be read, or the two do not fit (`ssl.SSLError`).
+            OSError: a file cannot be read, or certificate and key do not fit (`ssl.SSLError`).
         """
+        if self.clients is not None:
+            context.load_verify_locations(self.clients)
+            context.verify_mode = ssl.CERT_REQUIRED
         # A context that was given a certificate without its key can shake no hands any more: try another one first.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
         context.load_cert_chain(self.certificate, self.key)
@@ -51,10 +57,12 @@ def https_files(settings: GatewaySettings) -> HttpsFiles | None:
         ConfigurationError: only one is named, or they are no certificate and its key.
     """
     if settings.certificate is None and settings.key is None:
+        if settings.client_authority is not None:
+            raise ConfigurationError("gateway.client_authority needs gateway.certificate: over HTTP nobody shows one")
         return None
     if settings.certificate is None or settings.key is None:
         raise ConfigurationError("gateway.certificate and gateway.key belong together")
-    files = HttpsFiles(settings.certificate, settings.key)
+    files = HttpsFiles(settings.certificate, settings.key, settings.client_authority)
     try:
         files.load_into(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -39,14 +40,16 @@ class HttpServer:
         Raises:
             ConfigurationError: the address is in use or cannot be bound.
         """
-        self._socket = _listen(host, port)
+        self._socket = listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._https = https
-        self._server = _Server(
+        self._server = QuietServer(
             uvicorn.Config(
                 app,
                 ssl_certfile=https.certificate if https else None,
                 ssl_keyfile=https.key if https else None,
+                ssl_ca_certs=https.clients if https else None,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if https and https.clients else ssl.CERT_NONE,
                 http=ImpatientProtocol,
                 ws="none",
                 lifespan="off",
@@ -90,15 +93,21 @@ class HttpServer:
         await keep_renewing(self._https, config.ssl)
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """Leaves signals to `common.runtime`, which turns them into the `stopping` event."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that takes connections; 0 picks a free port.
+
+    Raises:
+        ConfigurationError: the address is in use or cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -33,6 +33,7 @@ class TlsRing:
         self.authority = Authority(directory)
         self.stranger = Authority(directory / "other", "somebody")
         self.ports = {name: free_port(HOST) for name in SERVICES}
+        self.probe_ports = {name: free_port(HOST) for name in SERVICES}
         self.identities = {name: self.authority.issue(name) for name in SERVICES}
         self._processes = Processes(directory)
 
@@ -51,8 +52,14 @@ class TlsRing:
         except httpx.HTTPError:
             return False
 
-    def https(self) -> httpx.Client:
+    def https(self, shown: Identity | None = None) -> httpx.Client:
+        """Return a client of the gateway that shows a certificate; its own, if none is given."""
+        return self.https_without(shown or self.identities["gateway"])
+
+    def https_without(self, shown: Identity | None = None) -> httpx.Client:
         context = ssl.create_default_context(cafile=str(self.authority.path))
+        if shown is not None:
+            context.load_cert_chain(shown.certificate, shown.key)
         return httpx.Client(verify=context, trust_env=False, timeout=30)
 
     def address(self, name: str) -> str:
@@ -69,10 +76,12 @@ class TlsRing:
             "rpc.key": identity.key,
             "rpc.authority": identity.authority,
             "rpc.token": TOKEN,
+            "rpc.probe_port": self.probe_ports[name],
             "gateway.host": HOST,
             "gateway.port": self.ports["gateway"],
             "gateway.certificate": self.identities["gateway"].certificate,
             "gateway.key": self.identities["gateway"].key,
+            "gateway.client_authority": identity.authority,
             "gateway.tokenizer": self.address("tokenizer"),
             "gateway.detokenizer": self.address("detokenizer"),
             "tokenizer.address": self.address("tokenizer"),
@@ -109,6 +118,34 @@ def test_a_completion_goes_through_the_encrypted_ring(ring: TlsRing) -> None:
 def test_the_gateway_speaks_no_plaintext(ring: TlsRing) -> None:
     with pytest.raises(httpx.HTTPError), httpx.Client(trust_env=False) as http:
         http.get(ring.url.replace("https", "http") + "/health")
+
+
+@pytest.mark.parametrize("who", ["stranger", "expired", "nobody"])
+def test_others_are_refused_by_the_gateway(ring: TlsRing, who: str) -> None:
+    shown = {
+        "stranger": lambda: ring.stranger.issue("guest", believes=ring.authority.path),
+        "expired": lambda: ring.authority.issue("late", expired=True),
+        "nobody": lambda: None,
+    }[who]()
+    with ring.https_without(shown) as http, pytest.raises((httpx.ReadError, httpx.ConnectError)):
+        http.get(f"{ring.url}/health")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_ports_for_probes_answer_nothing_but_health(ring: TlsRing, service: str) -> None:
+    address = f"{HOST}:{ring.probe_ports[service]}"
+    if service == "gateway":
+        with httpx.Client(trust_env=False, base_url=f"http://{address}") as http:
+            assert http.get("/ready").status_code == httpx.codes.OK
+            assert http.get("/v1/models").status_code == httpx.codes.NOT_FOUND
+            assert http.post("/flush_cache").status_code == httpx.codes.NOT_FOUND
+        return
+    assert check(address, None) is None
+    with grpc.insecure_channel(address) as channel:
+        call: Any = channel.unary_unary(f"/pando.v1.{service.capitalize()}/GetState")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=5)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])

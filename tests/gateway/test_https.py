@@ -8,12 +8,16 @@ import shutil
 import ssl
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings
 from gateway.https import HttpsFiles, https_files, keep_renewing
+from gateway.probes import ProbeServer
 from tests.fakes.certificates import Authority, Identity
+from tests.gateway.listening import listening
+from tests.gateway.support import gateway_saying
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -84,6 +88,45 @@ def test_a_certificate_and_the_key_of_another_are_refused(tmp_path: Path) -> Non
         https_files(GatewaySettings(certificate=first.certificate))
     with pytest.raises(ConfigurationError, match=r"missing\.pem"):
         https_files(GatewaySettings(certificate=tmp_path / "missing.pem", key=first.key))
+
+
+def test_clients_certificates_are_asked_for_only_over_tls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"gateway\.client_authority"):
+        https_files(GatewaySettings(client_authority=Authority(tmp_path).path))
+
+
+async def test_a_client_shows_a_certificate_of_the_authority_or_is_refused(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path / "other", "somebody")
+    own = authority.issue("gateway")
+    files = https_files(GatewaySettings(certificate=own.certificate, key=own.key, client_authority=authority.path))
+    gateway = gateway_saying("x")
+    async with listening(gateway, https=files) as port:
+        shown = authority.issue("client"), authority.issue("late", expired=True), stranger.issue("guest"), None
+        assert [await is_let_in(port, authority, each) for each in shown] == [True, False, False, False]
+
+
+async def is_let_in(port: int, authority: Authority, shown: Identity | None) -> bool:
+    context = ssl.create_default_context(cafile=str(authority.path))
+    if shown is not None:
+        context.load_cert_chain(shown.certificate, shown.key)
+    try:
+        async with httpx.AsyncClient(verify=context, trust_env=False) as http:
+            return (await http.get(f"https://127.0.0.1:{port}/health")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+async def test_who_cannot_show_one_still_learns_whether_the_gateway_is_well_but_nothing_else() -> None:
+    gateway = gateway_saying("x")
+    probes = ProbeServer(gateway.context, "127.0.0.1", 0)
+    running = asyncio.create_task(probes.run())
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{probes.port}", trust_env=False) as http:
+            answers = [await http.get(path) for path in ("/health", "/ready", "/metrics", "/v1/models", "/flush_cache")]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 404, 404]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def replace(old: Path, new: Path) -> None:

@@ -1,0 +1,40 @@
+"""Health, readiness and metrics in plaintext at a port of their own, for those who have no certificate to show."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.api import operations
+from gateway.server import QuietServer, listen
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+
+
+class ProbeServer:
+    """Answers what the gateway answers to anybody, and nothing else."""
+
+    def __init__(self, context: Context, host: str, port: int) -> None:
+        """Listen on `host` and `port`; 0 picks a free one.
+
+        Raises:
+            ConfigurationError: the address is in use or cannot be bound.
+        """
+        self._socket = listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        app = FastAPI(openapi_url=None)
+        app.include_router(operations.create_router(context))
+        self._server = QuietServer(uvicorn.Config(app, ws="none", lifespan="off", access_log=False, log_config=None))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            self._server.should_exit = True
+            await serving
