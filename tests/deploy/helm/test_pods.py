@@ -35,7 +35,8 @@ def test_the_services_accept_the_rendered_settings(name: str) -> None:
         ports = {port["containerPort"] for port in each.container["ports"]}
         section = getattr(each.settings, each.service)
         if each.service == "gateway":
-            assert ports == {section.port}
+            probe_port = {each.settings.rpc.probe_port} if section.client_authority else set()
+            assert ports == {section.port} | probe_port
             continue
         assert {int(section.address.rpartition(":")[2]), section.metrics_port} <= ports
 
@@ -146,6 +147,15 @@ def test_probes_ask_for_the_health_names_that_the_services_have() -> None:
         assert probes["readinessProbe"]["grpc"]["service"] == health_name
         assert probes["livenessProbe"]["grpc"]["service"] == ""
         assert probes["startupProbe"]["grpc"]["service"] in ("", health_name)
+
+
+def test_probes_need_no_certificate_where_clients_do() -> None:
+    [gateway] = [each for each in running(render(VALUE_SETS["clients-with-certificates"])) if each.service == "gateway"]
+    ports = {port["name"]: port["containerPort"] for port in gateway.container["ports"]}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = gateway.container[probe]["httpGet"]
+        assert (ports[asked["port"]], asked["scheme"]) == (gateway.settings.rpc.probe_port, "HTTP")
+    assert gateway.settings.gateway.client_authority is not None
 
 
 def test_the_gateways_probes_are_its_routes() -> None:

@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "port beyond the last": ({"gateway": {"service": {"port": 70_000}}}, "port"),
     "pull policy in another spelling": ({"image": {"pullPolicy": "always"}}, "pullPolicy"),
     "secret with a capital": ({"apiKeys": {"existingSecret": "Keys"}}, "existingSecret"),
+    "clients' certificates over HTTP": ({"gateway": {"clientAuthoritySecret": "partners"}}, "certificateSecret"),
     "peer without anything": ({"networkPolicy": {"gatewayFrom": [{}]}}, "gatewayFrom"),
     "number as text": ({"gateway": {"replicas": "2"}}, "replicas"),
 }

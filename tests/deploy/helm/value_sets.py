@@ -134,6 +134,10 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "gateway": {"certificateSecret": "llm-https"},
         "monitoring": {"serviceMonitor": {"enabled": True}},
     },
+    "clients-with-certificates": {
+        "gateway": {"certificateSecret": "llm-https", "clientAuthoritySecret": "partners"},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
     "given-certificate": {"tls": {"enabled": True, "existingSecret": "ring"}},
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},

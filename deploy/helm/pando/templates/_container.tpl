@@ -37,6 +37,8 @@
     {{- if and $isSidecar $root.Values.tls.enabled }}
     # The scheduler beside it has the other one.
     - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
+    {{- else if and (eq .name "gateway") (ne $facts.metrics $facts.port) }}
+    - {name: PANDO_RPC__PROBE_PORT, value: {{ $facts.metrics | quote }}}
     {{- end }}
     {{- with $values.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   ports:
@@ -44,7 +46,7 @@
     - name: {{ include "pando.portName" (merge (dict "purpose" "grpc" "rank" $rank) $) }}
       containerPort: {{ add $facts.port $rank }}
     {{- end }}
-    {{- if ne .name "gateway" }}
+    {{- if ne $facts.metrics $facts.port }}
     {{- range $rank := until $ranks }}
     - name: {{ include "pando.portName" (merge (dict "purpose" "metrics" "rank" $rank) $) }}
       containerPort: {{ add $facts.metrics $rank }}
@@ -71,6 +73,9 @@
     {{- end }}
     {{- if and (eq .name "gateway") $values.certificateSecret }}
     - {name: https, mountPath: /etc/pando/https, readOnly: true}
+    {{- end }}
+    {{- if and (eq .name "gateway") $values.clientAuthoritySecret }}
+    - {name: clients, mountPath: /etc/pando/clients, readOnly: true}
     {{- end }}
     {{- if and (has .name (list "gateway" "scheduler")) $root.Values.adminToken.existingSecret }}
     - {name: admin, mountPath: /etc/pando/admin, readOnly: true}
@@ -100,19 +105,21 @@
 {{- define "pando.probes" -}}
 {{- /* The kubelet's gRPC probes speak no TLS. */}}
 {{- $port := ternary (include "pando.probePort" .) (toString .facts.port) .root.Values.tls.enabled -}}
-{{- $scheme := ternary "HTTPS" "HTTP" (ne .root.Values.gateway.certificateSecret "") -}}
+{{- $isPlain := or (not .root.Values.gateway.certificateSecret) .root.Values.gateway.clientAuthoritySecret -}}
+{{- $scheme := ternary "HTTP" "HTTPS" (not (not $isPlain)) -}}
+{{- $http := ternary "metrics" "http" (ne .root.Values.gateway.clientAuthoritySecret "") -}}
 {{- if eq .name "gateway" -}}
 startupProbe:
-  httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /health, port: {{ $http }}, scheme: {{ $scheme }}}
   periodSeconds: 2
   failureThreshold: 60
 livenessProbe:
-  httpGet: {path: /health, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /health, port: {{ $http }}, scheme: {{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /ready, port: {{ $http }}, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 3
 {{- else -}}

@@ -91,6 +91,10 @@ volumes:
   - name: https
     secret: {secretName: {{ $values.certificateSecret | quote }}}
   {{- end }}
+  {{- if and (eq .name "gateway") $values.clientAuthoritySecret }}
+  - name: clients
+    secret: {secretName: {{ $values.clientAuthoritySecret | quote }}}
+  {{- end }}
   {{- if and $isAdmin $root.Values.adminToken.existingSecret }}
   - name: admin
     secret: {secretName: {{ $root.Values.adminToken.existingSecret | quote }}}

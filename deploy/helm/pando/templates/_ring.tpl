@@ -1,6 +1,7 @@
 {{/* Who the services of the ring are: their ports, modules and health names. One place, for pods, probes and policies. */}}
 {{- define "pando.ring" -}}
-gateway: {module: gateway, port: 8000, metrics: 8000}
+{{- /* Who asks clients for certificates tells health and metrics at a port of its own. */}}
+gateway: {module: gateway, port: 8000, metrics: {{ ternary 9200 8000 (ne .Values.gateway.clientAuthoritySecret "") }}}
 tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer}
 scheduler: {module: services.scheduler, port: 50052, metrics: 9092, health: pando.v1.Scheduler}
 worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.Worker}
@@ -52,6 +53,10 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := set $own.gateway "scheduler_admin_token_file" "/etc/pando/admin/token" -}}
 {{- end -}}
 {{- if .Values.gateway.certificateSecret }}{{ $_ := merge $own.gateway (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
+{{- if .Values.gateway.clientAuthoritySecret -}}
+{{- $_ := required "gateway.clientAuthoritySecret needs gateway.certificateSecret" .Values.gateway.certificateSecret -}}
+{{- $_ := set $own.gateway "client_authority" "/etc/pando/clients/ca.crt" -}}
+{{- end -}}
 {{- $rpc := dict "plaintext" true -}}
 {{- if .Values.tls.enabled -}}
 {{- $rpc = dict "certificate" "/etc/pando/tls/tls.crt" "key" "/etc/pando/tls/tls.key" "authority" "/etc/pando/tls/ca.crt" "probe_port" 9200 -}}
