@@ -14,6 +14,7 @@ from services.worker.engine import torch_engine
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.sampling import sampler
 from services.worker.engine.shortage import is_out_of_memory
 from services.worker.engine.torch_engine import TorchEngine
 from tests.fakes.model_runner import CheckingRunner, spec
@@ -107,7 +108,7 @@ def test_decoding_rows_that_do_not_fit_together_are_computed_in_parts() -> None:
 
 
 def test_a_pass_is_repeated_in_parts_where_its_sampling_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch_engine.sample
+    plain = sampler.sample
     refusals = []
 
     def sample(logits, *others):  # type: ignore[no-untyped-def]  # as `sampler.sample`
@@ -148,7 +149,7 @@ def test_a_chunk_that_follows_what_was_given_up_is_harmless() -> None:
     (first,) = run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 3),)))
     assert first.stops == (RowStop(RowSlot(0), FinishReason.ERROR),)
     # Sent before the scheduler heard of it; what it brings is nobody's. A real model reads what was never written.
-    engine._plans._stepper._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr,attr-defined]
+    engine._plans._stepper._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr]
     run(engine, StepPlan(StepId(2), prefills=(chunk(0, 3, 2),)))
     run(engine, StepPlan(StepId(3), closes=(RowSlot(0),)))
     assert engine.open_rows == 0
@@ -190,7 +191,7 @@ def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: s
     )
     engine.configure(asked, lambda _fraction, _stage: None)
     runner = engine._runner
-    assert runner is not None
+    assert isinstance(runner, ModelRunner)
     forward = runner.forward
 
     def short_of_memory(batch: ForwardBatch) -> torch.Tensor:

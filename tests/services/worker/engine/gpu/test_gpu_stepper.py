@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from tests.fakes.simulated_worker import VOCABULARY, expected_output
 from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker
 from tests.services.worker.engine.plans.test_lagged_plan_runner import lives
 from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -124,7 +128,7 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
     made = stepper(CheckingRunner(), 8)
     refusals: list[int] = []
 
-    def short(owner, name, size_of, most):  # type: ignore[no-untyped-def]
+    def short(owner: object, name: str, size_of: Callable[..., int], most: int) -> None:
         plain = getattr(owner, name)
 
         def wanting(*arguments, **options):  # type: ignore[no-untyped-def]
