@@ -1,0 +1,98 @@
+"""The GPU's mixture of experts against the loop over plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.kernels.interface import ExpertMatrices
+from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.model.config import Activation
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.kernels.gpu.experts import GpuExperts
+
+HAS_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+TOLERANCE = 2e-2 if HAS_GPU else 1e-4
+HIDDEN, COLUMNS, CHOSEN = 80, 48, 3
+
+
+def matrices(experts: int, hidden: int = HIDDEN, columns: int = COLUMNS) -> list[ExpertMatrices]:
+    generator = torch.Generator().manual_seed(experts)
+
+    def random(rows: int, width: int) -> torch.Tensor:
+        return (torch.randn(rows, width, generator=generator) / width**0.5).to(DTYPE)
+
+    return [
+        ExpertMatrices(random(columns, hidden), random(columns, hidden), random(hidden, columns))
+        for _ in range(experts)
+    ]
+
+
+def routed(tokens: int, experts: int, skew: float, hidden: int = HIDDEN) -> tuple[torch.Tensor, ...]:
+    """Return inputs, expert ids and shares; the larger `skew`, the more tokens go to the first experts."""
+    generator = torch.Generator().manual_seed(tokens)
+    inputs = torch.randn(tokens, hidden, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator) - skew * torch.arange(experts)
+    shares, ids = torch.topk(torch.softmax(logits, dim=-1), CHOSEN)
+    return inputs.to(DTYPE), ids, shares.to(DTYPE)
+
+
+def check(experts: int, tokens: int, skew: float, activation: Activation, device: torch.device) -> None:
+    cpu = torch.device("cpu")
+    inputs, ids, shares = routed(tokens, experts, skew)
+    expected = ExpertLoop(TorchKernels(torch.float32, cpu), experts, iter(matrices(experts)), activation)
+    mixture = GpuExperts(experts, iter(matrices(experts)), activation, DTYPE, device)
+    got = mixture(inputs.to(device), ids.to(device), shares.to(device))
+    wanted = expected(inputs.float(), ids, shares.float())
+    torch.testing.assert_close(got.cpu().float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@settings(max_examples=60 if HAS_GPU else 6, deadline=None)
+@given(
+    st.sampled_from([3, 5, 16]), st.integers(1, 300 if HAS_GPU else 40), st.sampled_from([0.0, 0.5, 10.0]),
+    st.sampled_from(Activation),
+)  # fmt: skip
+def test_any_routing_gives_what_the_loop_gives(
+    device: torch.device, experts: int, tokens: int, skew: float, activation: Activation
+) -> None:
+    check(experts, tokens, skew, activation, device)
+
+
+def test_many_tokens_take_larger_blocks(device: torch.device) -> None:
+    check(4, 130, 0.5, Activation.SILU, device)
+
+
+def test_no_tokens_give_nothing(device: torch.device) -> None:
+    mixture = GpuExperts(4, iter(matrices(4)), Activation.SILU, DTYPE, device)
+    inputs, ids, shares = (tensor[:0].to(device) for tensor in routed(1, 4, 0.0))
+    assert mixture(inputs, ids, shares).shape == (0, HIDDEN)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 8, 256, 4096])
+def test_a_captured_mixture_takes_any_routing(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    experts, hidden = 128, 2048
+    made = matrices(experts, hidden, 192)
+    mixture = GpuExperts(experts, iter(made), Activation.SILU, dtype, device)
+    reference = ExpertLoop(TorchKernels(torch.float32, device), experts, iter(made), Activation.SILU)
+    places = [tensor.to(device) for tensor in routed(tokens, experts, 0.0, hidden)]
+    places[0], places[2] = places[0].to(dtype), places[2].to(dtype)
+    mixture(*places)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = mixture(*places)
+    for skew in (0.0, 0.01, 1.0):
+        for place, new in zip(places, routed(tokens, experts, skew, hidden), strict=True):
+            place.copy_(new)
+        graph.replay()
+        expected = reference(places[0].float(), places[1], places[2].float())
+        error = (captured.float() - expected).norm() / expected.norm()
+        assert float(error) < 1e-2
