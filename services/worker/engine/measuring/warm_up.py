@@ -1,4 +1,7 @@
-"""A few passes of every kind before the first request, which then waits for no kernel to be compiled or loaded."""
+"""Passes of every kind before the first request, which then waits for no kernel to be compiled or loaded.
+
+Programs are compiled for ranges of batch sizes, and libraries load another kernel for another number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,90 @@ _SAMPLING = (
     SamplingParams(temperature=1.0, top_p=0.9, top_k=5),
     SamplingParams(temperature=0.0, frequency_penalty=0.5),
 )
+# Tokens that a row may get while others join it, doubling their number each time.
+_GROWTH = 16
+# The shortest prompt that is run alone; then twice as long, and so on.
+_SHORTEST_ALONE = 32
 
 
 def warm_up(stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) -> None:
-    """Run prompts, prompts beside decoding rows, and decoding rows, as far as the rows and pages there are allow.
+    """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows and pages allow.
 
     What this leaves in the first pages was never anybody's, and is written over before it is read.
     """
-    total = _PROMPT + 2 * len(_SAMPLING) + 2
-    pages = -(-total // capacity.page_size)
-    count = min(len(_SAMPLING), spec.max_rows, capacity.device_pages // pages)
-    if total > capacity.max_context or spec.max_step_tokens < _PROMPT + count:
+    if capacity.max_context < _PROMPT + _GROWTH or spec.max_step_tokens < _PROMPT + len(_SAMPLING):
         return
-    rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
-    limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
-    runner = LaggedPlanRunner(rows, limits, stepper)
-    for row, sampling in enumerate(_SAMPLING[:count]):
-        opened = RowOpen(
+    passes = _Passes(stepper, capacity, spec)
+    for sampling in _SAMPLING:
+        passes.add((_PROMPT,), sampling, steps=2)
+    while passes.add((_PROMPT,) * passes.open_rows, _SAMPLING[0]):
+        pass
+    passes.close()
+    length = _SHORTEST_ALONE
+    while passes.add((length,), _SAMPLING[0]):
+        passes.close()
+        length *= 2
+    passes.finish()
+
+
+class _Passes:
+    """Rows that are open meanwhile, on the first pages."""
+
+    def __init__(self, stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) -> None:
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
+        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        self._runner = LaggedPlanRunner(rows, limits, stepper)
+        self._capacity = capacity
+        self._spec = spec
+        self._next_step = 1
+        self._next_page = 0
+        self.open_rows = 0
+        self._closes: tuple[RowSlot, ...] = ()
+
+    def add(self, prompts: tuple[int, ...], sampling: SamplingParams, steps: int = 1) -> bool:
+        """Compute prompts of these lengths beside the rows there are, which decode; return whether there was room."""
+        size = self._capacity.page_size
+        pages = sum(-(-(length + _GROWTH) // size) for length in prompts)
+        fits = (
+            self.open_rows + len(prompts) <= self._spec.max_rows
+            and self._next_page + pages <= self._capacity.device_pages
+            and self.open_rows + sum(prompts) <= self._spec.max_step_tokens
+            and max(prompts) + _GROWTH <= self._capacity.max_context
+        )
+        if not fits:
+            return False
+        opens = tuple(self._open(length, sampling) for length in prompts)
+        chunks = tuple(PrefillChunk(opened.row, 0, opened.token_ids.size) for opened in opens)
+        plan = StepPlan(self._step(), closes=self._closes, opens=opens, prefills=chunks, steps=steps)
+        self._closes = ()
+        self._runner.run(plan, lambda _result: None)
+        return True
+
+    def close(self) -> None:
+        """Give all rows and pages back with the next plan."""
+        self._closes = tuple(RowSlot(row) for row in range(self.open_rows))
+        self.open_rows = self._next_page = 0
+
+    def finish(self) -> None:
+        """Wait for what runs."""
+        self._runner.settle(lambda: False)
+
+    def _open(self, length: int, sampling: SamplingParams) -> RowOpen:
+        row, total = self.open_rows, length + _GROWTH
+        pages = -(-total // self._capacity.page_size)
+        self.open_rows += 1
+        self._next_page += pages
+        return RowOpen(
             row=RowSlot(row),
             request_id=RequestId(f"warm-up-{row}"),
-            token_ids=np.arange(_PROMPT, dtype=np.int32),
-            prompt_tokens=_PROMPT,
+            token_ids=np.arange(length, dtype=np.int32) % self._capacity.vocabulary_size,
+            prompt_tokens=length,
             computed_tokens=0,
-            pages=np.arange(row * pages, (row + 1) * pages, dtype=np.int32),
+            pages=np.arange(self._next_page - pages, self._next_page, dtype=np.int32),
             sampling=sampling,
             max_total_tokens=total,
         )
-        chunk = PrefillChunk(RowSlot(row), 0, _PROMPT)
-        runner.run(StepPlan(StepId(row + 1), opens=(opened,), prefills=(chunk,), steps=2), lambda _result: None)
-    runner.settle(lambda: False)
+
+    def _step(self) -> StepId:
+        self._next_step += 1
+        return StepId(self._next_step)

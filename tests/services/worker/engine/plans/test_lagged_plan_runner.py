@@ -161,14 +161,15 @@ def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() ->
     assert steps([second]) == [{0: expected_output([21, 22], 3)[0]}]
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(8, 6), (2, 4), (1, 2)])
-def test_warming_up_runs_prompts_alone_and_beside_decoding_rows(rows: int, launches: int) -> None:
+@pytest.mark.parametrize(("rows", "beside"), [(8, [1, 2, 3]), (2, [1]), (1, [])])
+def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
     runner = CheckingRunner()
-    stepper = LateStepper(runner)
-    warm_up(stepper, runner.capacity, EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64))
-    assert stepper.launches == launches
+    spec = EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64)
+    warm_up(LateStepper(runner), runner.capacity, spec)
     mixed = [batch for batch in runner.batches if 0 < batch.decode_rows < batch.rows]
-    assert len(mixed) == min(rows, 3) - 1
+    assert [batch.decode_rows for batch in mixed] == beside
+    alone = [batch.max_query_length for batch in runner.batches if batch.rows == 1 and batch.max_query_length > 1]
+    assert alone == [8, 32]
 
 
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
