@@ -1,11 +1,15 @@
 """How long decode steps of an engine take on a GPU, without gRPC, and how much of that the device idles.
 
-`python -m tests.benchmarks.decode_steps tests/benchmarks/shapes/qwen3-0.6b --rows 256 --prompt 500`
+`python -m tests.benchmarks.decode_steps tests/benchmarks/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
+
+With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printed is rank 0's.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import socket
 import sys
 import time
 from collections import Counter
@@ -34,20 +38,19 @@ NAMES = 12
 class Driver:
     """Feeds one engine with plans."""
 
-    def __init__(self, model: str, rows: int) -> None:
-        """Load dummy weights."""
-        self._engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, RunnerOptions(device="cuda")))
-        spec = EngineSpec(
-            model, load_format="dummy", max_rows=rows, max_context=4096, max_step_tokens=PASS_TOKENS + rows
-        )
+    def __init__(self, spec: EngineSpec) -> None:
+        """Load what `spec` says on the GPU of its rank."""
+        options = RunnerOptions(device="cuda", device_index=spec.rank)
+        self._engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
         self._page_size = self._engine.configure(spec, lambda _share, _stage: None).page_size
         self._next_step = 1
+        self._opened = 0
 
     def fill(self, rows: int, prompt: int, tokens: int) -> None:
-        """Open `rows` rows of `prompt` random ids, with pages for `tokens` more."""
+        """Open rows of `prompt` random ids until there are `rows`, with pages for `tokens` more."""
         pages = -(-(prompt + tokens) // self._page_size)
         ids = np.random.default_rng(0).integers(0, 10_000, (rows, prompt)).astype(np.int32)
-        for first in range(0, rows, max(1, PASS_TOKENS // prompt)):
+        for first in range(self._opened, rows, max(1, PASS_TOKENS // prompt)):
             opens = tuple(
                 RowOpen(
                     row=RowSlot(row),
@@ -62,6 +65,7 @@ class Driver:
                 for row in range(first, min(rows, first + max(1, PASS_TOKENS // prompt)))
             )
             self.run(StepPlan(self._step(), opens=opens, prefills=tuple(PrefillChunk(o.row, 0, prompt) for o in opens)))
+        self._opened = max(rows, self._opened)
 
     def decode(self, plans: int) -> float:
         """Run plans of STEPS steps; return the seconds of one step."""
@@ -90,20 +94,28 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     return idle / (end - spans[0][0])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the time of a step, the idle share and the longest programs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory with config.json")
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
-    arguments = parser.parse_args(argv)
-    driver = Driver(arguments.model, arguments.rows)
-    driver.fill(arguments.rows, arguments.prompt, tokens=STEPS * (PLANS + 8))
-    driver.decode(2)
-    seconds = driver.decode(PLANS)
-    sys.stdout.write(f"{seconds * 1e6:.0f} us per step, {arguments.rows / seconds:.0f} tokens/s\n")
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
+    """Run the steps as one rank; rank 0 prints."""
+    most = max(arguments.rows)
+    spec = EngineSpec(
+        arguments.model, load_format="dummy", max_rows=most, max_context=4096, max_step_tokens=PASS_TOKENS + most,
+        rank=rank, world_size=arguments.tp, rendezvous=rendezvous,
+    )  # fmt: skip
+    driver = Driver(spec)
+    for rows in sorted(arguments.rows):
+        # Rows that are there already go on, and need pages for all that follows.
+        driver.fill(rows, arguments.prompt, tokens=STEPS * (PLANS + 8) * len(arguments.rows))
         driver.decode(2)
+        seconds = driver.decode(PLANS)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            driver.decode(2)
+        if rank == 0:
+            sys.stdout.write(f"{rows} rows: {seconds * 1e6:.0f} us per step, {rows / seconds:.0f} tokens/s\n")
+            show(profiled)
+
+
+def show(profiled: profile) -> None:
+    """Print the idle share and the longest programs."""
     events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     sys.stdout.write(f"idle between programs: {idle_share(spans):.2%}\n")
@@ -112,6 +124,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         times[event.name] += event.time_range.end - event.time_range.start
     for name, total in times.most_common(NAMES):
         sys.stdout.write(f"{total / (2 * STEPS):10.1f} us per step  {name[:80]}\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on as many GPUs as there are ranks; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory with config.json")
+    parser.add_argument("--rows", type=int, nargs="+", default=[256], help="how many decode at once, one after another")
+    parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    arguments = parser.parse_args(argv)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    others = [
+        multiprocessing.get_context("spawn").Process(target=measure, args=(arguments, rank, rendezvous))
+        for rank in range(1, arguments.tp)
+    ]
+    for other in others:
+        other.start()
+    measure(arguments, 0, rendezvous)
+    for other in others:
+        other.join()
     return 0
 
 

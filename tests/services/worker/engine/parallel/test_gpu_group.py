@@ -1,0 +1,103 @@
+"""Two ranks on GPUs of their own: what they exchange through shared memory, and a model cut in two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.steps import EngineSpec
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.parallel.group import DistributedGroup, join_group
+from services.worker.engine.parallel.shards import split_evenly
+from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShape, Method
+from tests.services.worker.engine.driving import Driver, random_ids
+from tests.services.worker.engine.tiny_llama import save_tiny_llama
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+WORLD = 2
+VOCABULARY, ROWS = 10, 4
+# Sums of every method, and some that only NCCL makes: too many, of odd size.
+ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
+
+
+def join(rank: int, rendezvous: str) -> DistributedGroup:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, ROWS, VOCABULARY))
+    assert isinstance(group, DistributedGroup)
+    return group
+
+
+def part(elements: int, rank: int) -> torch.Tensor:
+    return (torch.arange(elements, device=f"cuda:{rank}") % 60 + rank).bfloat16()
+
+
+def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
+    group = join(rank, rendezvous)
+    expected = {elements: 2 * part(elements, rank) + (1 - 2 * rank) for elements in ELEMENTS}
+    sums = [torch.equal(group.sum(part(elements, rank)), whole) for elements, whole in expected.items()]
+    shared = group._shared
+    methods = []
+    if shared is not None:
+        for method in (Method.ONE_STAGE, Method.TWO_STAGES):
+            for elements in ELEMENTS[:4]:
+                summed = shared._sum(method, part(elements, rank))
+                methods.append(summed is not None and torch.equal(summed, expected[elements]))
+    spans = split_evenly(VOCABULARY, world_size)
+    columns = torch.arange(VOCABULARY, device=f"cuda:{rank}").bfloat16()
+    gathered = []
+    for rows in (1, ROWS, ROWS + 3):
+        mine = columns[spans[rank].scaled(1)] + 10 * torch.arange(rows, device=f"cuda:{rank}")[:, None]
+        gathered.append(group.gather_columns(mine.bfloat16(), spans).cpu())
+        group.sum(torch.ones(8, device=f"cuda:{rank}").bfloat16())
+    given = part(5120, rank)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        summed = group.sum(given * 1)
+    for _ in range(3):
+        graph.replay()
+    captured = torch.equal(summed, expected[5120])
+    group.close()
+    return {"sums": sums, "methods": methods, "gathered": gathered, "captured": captured}
+
+
+def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor:
+    spec = EngineSpec(
+        model, dtype="bfloat16", max_rows=4, device_pages=64, rank=rank, world_size=world_size, rendezvous=rendezvous
+    )
+    runner = ModelRunner.load(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
+    driver = Driver(runner)
+    row, ids = driver.open(60), random_ids(40, runner.capacity.vocabulary_size)
+    parts = [ids[:23], ids[23:36], *([token] for token in ids[36:])]
+    logits = torch.cat([driver.run([(row, part)]).cpu() for part in parts])
+    runner.close()
+    return logits
+
+
+def test_ranks_on_gpus_exchange_what_they_hold(ranks: Ranks) -> None:
+    first, second = ranks.run(exchange, WORLD)
+    for result in (first, second):
+        assert all(result["sums"]), result["sums"]
+        assert all(result["methods"]), result["methods"]
+        assert result["captured"]
+    for rows, whole in zip((1, ROWS, ROWS + 3), first["gathered"], strict=True):
+        assert torch.equal(whole, (torch.arange(VOCABULARY) + 10 * torch.arange(rows)[:, None]).bfloat16())
+    assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
+
+
+def test_two_gpus_compute_what_one_computes(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    (alone,) = ranks.run(compute, 1, str(tmp_path))
+    both, nothing = ranks.run(compute, WORLD, str(tmp_path))
+    assert tuple(nothing.shape) == (0, alone.shape[1])
+    error = (both - alone).norm() / alone.norm()
+    assert float(error) < 2e-2
