@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
@@ -29,6 +28,7 @@ from gateway.resume import ResumePolicy
 from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
 from gateway.stored_responses import StoredResponses
+from gateway.version import version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,10 +109,7 @@ class Gateway:
 
 def fingerprint() -> str:
     """Return what tells a client that the server has changed."""
-    try:
-        return f"pando-{metadata.version('pando')}"
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "pando"
+    return f"pando-{version()}"
 
 
 def build_identity(settings: GatewaySettings) -> Identity:

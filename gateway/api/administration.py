@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib import metadata
 from typing import TYPE_CHECKING, TypeVar
 
 import orjson
@@ -15,6 +14,7 @@ from gateway.api.schema import documented
 from gateway.identity.caller import owns
 from gateway.schemas.native import AbortBody
 from gateway.schemas.parse import parse
+from gateway.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -98,7 +98,7 @@ def _server_info(context: Context) -> Endpoint:
         backend = await context.models.find(model)
         card = await backend.served.card()
         info = {
-            "version": metadata.version("pando"),
+            "version": version(),
             "served_model_name": card.name,
             "model_path": card.name,
             "max_model_len": card.max_context_tokens,
