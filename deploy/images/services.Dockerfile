@@ -35,7 +35,8 @@ COPY common /opt/pando/source/common
 COPY gateway /opt/pando/source/gateway
 COPY services /opt/pando/source/services
 COPY deploy/__init__.py deploy/health.py /opt/pando/source/deploy/
-ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp
+ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
+    PANDO_VERSION=${VERSION}
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 50051 50052 50054

@@ -47,6 +47,7 @@ LABEL org.opencontainers.image.title="Pando worker (CPU)" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pando /opt/pando
 ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
+    PANDO_VERSION=${VERSION} \
     PANDO_OPERATORS=/opt/pando/operators
 USER 10001:10001
 WORKDIR /tmp

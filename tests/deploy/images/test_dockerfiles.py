@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
+COMPILER = ROOT / "deploy" / "images" / "prebuilt_compiler.py"
 HADOLINT = Path(sys.executable).with_name("hadolint")
 every_image = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 
@@ -53,7 +55,7 @@ def test_bases_and_indexes_are_arguments(path: Path) -> None:
 @every_image
 def test_versions_are_the_locked_ones(path: Path) -> None:
     for command in re.findall(r"pip install ([^\n]*)", path.read_text()):
-        assert "-c deploy/locks/constraints.txt" in command or "-r deploy/locks/models.txt" in command
+        assert "-c deploy/locks/" in command or "-r deploy/locks/models.txt" in command
     assert "# syntax=" not in path.read_text()
 
 
@@ -66,7 +68,36 @@ def test_it_says_what_it_is_and_whether_it_works(path: Path) -> None:
     assert '["python", "-m", "deploy.health", ' in stage
 
 
-@pytest.mark.parametrize("name", ["services", "worker-cpu"])
-def test_nothing_is_installed_beside_what_was_built(name: str) -> None:
-    stage = final_stage(ROOT / "deploy" / "images" / f"{name}.Dockerfile")
-    assert not re.search(r"^RUN", stage, flags=re.MULTILINE)
+@every_image
+def test_nothing_is_installed_beside_what_was_built(path: Path) -> None:
+    commands = re.findall(r"^RUN (.*)$", final_stage(path), flags=re.MULTILINE)
+    assert commands == (["install -d -o 10001 -g 10001 /cache"] if path.stem == "worker-cuda" else [])
+
+
+def test_what_gpus_need_is_locked_once() -> None:
+    locks = ROOT / "deploy" / "locks"
+    gpu, rest = (
+        {line.partition("==")[0].lower().replace("_", "-") for line in (locks / name).read_text().splitlines()}
+        for name in ("gpu.txt", "constraints.txt")
+    )
+    assert {"triton", "apache-tvm-ffi", "nvidia-cuda-nvcc"} <= gpu
+    assert {name for name in gpu & rest if not name.startswith("#")} == set()
+
+
+def test_the_image_without_a_compiler_hands_out_what_was_compiled_and_nothing_else(tmp_path: Path) -> None:
+    prebuilt, source, target = tmp_path / "prebuilt", tmp_path / "cuda_utils.c", tmp_path / "cuda_utils.so"
+    source.write_text("int answer(void) { return 42; }\n")
+    prebuilt.mkdir()
+    (prebuilt / f"{hashlib.sha256(source.read_bytes()).hexdigest()}.so").write_bytes(b"compiled")
+
+    def compile_(path: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(COMPILER), str(path), "-O3", "-shared", "-o", str(target), "-l:libcuda.so.1"]
+        environment = {"PANDO_PREBUILT": str(prebuilt)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert compile_(source).returncode == 0
+    assert target.read_bytes() == b"compiled"
+    source.write_text("int answer(void) { return 43; }\n")
+    refused = compile_(source)
+    assert refused.returncode == 1
+    assert "no compiler" in refused.stderr

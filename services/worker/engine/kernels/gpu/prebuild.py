@@ -1,0 +1,92 @@
+"""Compiles what GPUs would have to wait for, where there is none: `python -m …kernels.gpu.prebuild DIRECTORY`.
+
+FlashInfer compiles its kernels with nvcc when they are first used, which takes minutes; Triton compiles one C file with
+the host's compiler. With both done ahead, an image needs neither compiler. FLASHINFER_CUDA_ARCH_LIST says for which
+GPUs, and nvcc is found by CUDA_HOME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from flashinfer.jit import JitSpec
+
+HOPPER = "9.0a"
+NO_POSITIONS = 0  # what FlashInfer calls PosEncodingMode.NONE: positions are in queries and keys already
+
+
+def main() -> None:
+    """Compile into FlashInfer's own package, and Triton's file into the directory that is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="for Triton's host code, by the digest of its source")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--windows", choices=("without", "with", "both"), default="both", help="sliding windows")
+    arguments = parser.parse_args()
+    windows = {"without": [False], "with": [True], "both": [False, True]}[arguments.windows]
+    compile_attention(
+        list(attention_specs(os.environ["FLASHINFER_CUDA_ARCH_LIST"], arguments.head_dims, arguments.dtypes, windows))
+    )
+    compile_launcher(arguments.directory)
+
+
+def attention_specs(
+    architectures: str, head_dims: Sequence[int], dtypes: Sequence[str], windows: Sequence[bool]
+) -> Iterable[JitSpec]:
+    """Yield the kernels that `FlashInferChunkAttention` asks for: FlashAttention-3 on Hopper, 2 elsewhere."""
+    from flashinfer.jit.attention import gen_batch_prefill_module
+
+    backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}
+    for backend, name, size, window in itertools.product(sorted(backends), dtypes, head_dims, windows):
+        dtype = getattr(torch, name)
+        # What `BatchPrefillWithPagedKVCacheWrapper.plan` derives from what it is given; neither caps nor fp16 products.
+        yield gen_batch_prefill_module(
+            backend, dtype, dtype, dtype, torch.int32, size, size, NO_POSITIONS, window, False, False
+        )
+
+
+def compile_attention(specs: Sequence[JitSpec]) -> None:
+    """Compile kernels and put them where FlashInfer looks before it compiles."""
+    from flashinfer.jit.core import build_jit_specs
+
+    build_jit_specs(list(specs), verbose=True)
+    for spec in specs:
+        spec.aot_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(spec.jit_library_path, spec.aot_path)
+
+
+def compile_launcher(directory: Path) -> None:
+    """Compile the one C file by which Triton talks to the driver, as `triton.runtime.build` would.
+
+    The driver's library is not here: what it has is found when the module is loaded.
+    """
+    import triton.backends.nvidia
+
+    package = Path(triton.backends.nvidia.__file__).parent
+    source = package / "driver.c"
+    target = directory / f"{hashlib.sha256(source.read_bytes()).hexdigest()}.so"
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        driver = ["gcc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
+        subprocess.run(driver, check=True)
+        includes = [f"-I{package / 'include'}", f"-I{sysconfig.get_paths()['include']}"]
+        options = ["-O3", "-shared", "-fPIC", "-Wno-psabi", f"-L{folder}", "-l:libcuda.so.1", *includes]
+        subprocess.run(["gcc", str(source), "-o", str(target), *options], check=True)
+
+
+if __name__ == "__main__":
+    main()
