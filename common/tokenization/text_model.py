@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
 from common.models import ModelFiles, ModelKind, resolve
 from common.tokenization.directory import read_directory
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
-from common.tokenization.parts import TextParts
+from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, TextParts
 from common.tokenization.placeholder import read_placeholder
+from common.types import Pooling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from common.settings import ModelSettings
+
+
+# As the format numbers them; decoders have these two.
+_GGUF_POOLINGS: Final = {1: Pooling.MEAN, 3: Pooling.LAST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class TextModel:
     max_context_tokens: int
     # Ids are in [0, vocabulary_size), the rows of the embedding; a few of them may stand for no text.
     vocabulary_size: int
+    embedding: EmbeddingTraits = NO_TRAITS
 
 
 def load_served_model(settings: ModelSettings) -> TextModel:
@@ -44,7 +50,13 @@ def load_served_model(settings: ModelSettings) -> TextModel:
         ConfigurationError: it cannot be found or read; the message says what would help.
     """
     placeholder = settings.load_format in ("dummy", "fake")
-    return load_text_model(resolve(settings.reference), max_context=settings.max_context, placeholder=placeholder)
+    model = load_text_model(resolve(settings.reference), max_context=settings.max_context, placeholder=placeholder)
+    if settings.pooling == "auto":
+        return model
+    pooling = Pooling(settings.pooling)
+    if pooling is Pooling.FIRST and not model.embedding.is_encoder:
+        raise ConfigurationError("model.pooling cls is for encoders: in other models the first token sees no other")
+    return replace(model, embedding=replace(model.embedding, pooling=pooling))
 
 
 def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:
@@ -77,6 +89,7 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
         special_tokens=parts.special_tokens,
         max_context_tokens=min(limit for limit in (own, max_context) if limit),
         vocabulary_size=parts.vocabulary_size or parts.tokenizer.get_vocab_size(),
+        embedding=parts.embedding,
     )
 
 
@@ -93,6 +106,10 @@ def _read_gguf(path: Path) -> TextParts:
         special_tokens=special_tokens(metadata),
         max_context_tokens=_architecture_number(metadata, "context_length"),
         vocabulary_size=_architecture_number(metadata, "vocab_size") or 0,
+        embedding=EmbeddingTraits(
+            pooling=_GGUF_POOLINGS.get(_architecture_number(metadata, "pooling_type") or 0, Pooling.LAST),
+            dimensions=_architecture_number(metadata, "embedding_length") or 0,
+        ),
     )
 
 

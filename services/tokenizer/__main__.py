@@ -81,7 +81,7 @@ def build(
     settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor
 ) -> tuple[Relay, TokenizerService]:
     """Make the objects of a service that sends requests to `scheduler`."""
-    limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size)
+    limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     pool = EncodingPool(Encoder(model, templates, style), executor)

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Final
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.patterns.program import compile_pattern
 from common.requests import ChatPrompt
+from common.tokenization.parts import NO_TRAITS
+from common.types import Pooling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.requests import GenerateRequest, Prompt
+    from common.tokenization.parts import EmbeddingTraits
     from common.types import Resume, SamplingParams, StopConditions, TokenIds
 
 MAX_CHOICES: Final = 128
@@ -32,6 +35,7 @@ class Limits:
     model: str
     max_context_tokens: int
     vocabulary_size: int
+    embedding: EmbeddingTraits = NO_TRAITS
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:
@@ -46,6 +50,15 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     _check_range(request.n, 1, MAX_CHOICES, "n")
     if request.timeout_ms is not None and request.timeout_ms < 1:
         raise InvalidRequestError("timeout must be at least 1 ms", param="timeout")
+    if request.pooling is not None:
+        _check_pooling(request, request.pooling, limits)
+        return
+    if limits.embedding.is_encoder:
+        message = (
+            f"The model `{limits.model}` is an encoder: it embeds texts (/v1/embeddings, /v1/score, /v1/rerank) and "
+            "generates none."
+        )
+        raise InvalidRequestError(message, param="model")
     _check_sampling(request.sampling, limits)
     _check_stop(request.stop, limits)
     if request.resume is not None:
@@ -72,10 +85,11 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
     what = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     whose = "This model's" if context == limits.max_context_tokens else "Your"
     maximum = f"{whose} maximum context length is {context} tokens."
-    if length >= context:
+    # Only what generates needs room for a token more.
+    if length + (request.pooling is None) > context:
         message = f"{maximum} However, your {what} resulted in {length} tokens. Please reduce the length of the {what}."
         raise ContextLengthError(message, param=param)
-    if asked is not None and length + asked > context:
+    if request.pooling is None and asked is not None and length + asked > context:
         message = (
             f"{maximum} However, you requested {length + asked} tokens ({length} in the {what}, {asked} in the "
             f"completion). Please reduce the length of the {what} or completion."
@@ -87,6 +101,14 @@ def allowed_context(request: GenerateRequest, limits: Limits) -> int:
     """Return how many tokens prompt and output may have together."""
     own = request.max_context_tokens
     return limits.max_context_tokens if own is None else min(own, limits.max_context_tokens)
+
+
+def _check_pooling(request: GenerateRequest, pooling: Pooling, limits: Limits) -> None:
+    if pooling is Pooling.FIRST and not limits.embedding.is_encoder:
+        message = "pooling 'cls' is for encoders: in this model the first token sees no other; use 'last' or 'mean'"
+        raise InvalidRequestError(message, param="pooling")
+    if request.n != 1 or request.resume is not None:
+        raise InvalidRequestError("a request to embed has one choice, and nothing to resume", param="n")
 
 
 def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from services.tokenizer.requests import Submission
 
 RETRY_AFTER_MS = 1000
+# What errors call the prompt.
+PROMPT_NAMES = ("prompt", "messages")
 
 
 class Scheduler(Protocol):
@@ -216,7 +218,15 @@ class Relay:
     def _answer(self, admission: Admission) -> None:
         pending = self._pending.pop(admission.request_id, None)
         if pending is not None:
-            pending.session.post(admission)
+            pending.session.post(_in_terms_of(pending.request, admission))
+
+
+def _in_terms_of(request: GenerateRequest, admission: Admission) -> Admission:
+    """Return an admission that calls the prompt what its client does."""
+    failure = admission.rejected
+    if failure is None or request.prompt_name is None or failure.param not in PROMPT_NAMES:
+        return admission
+    return replace(admission, rejected=replace(failure, param=request.prompt_name))
 
 
 def _aborted() -> RequestFailure:
@@ -226,7 +236,7 @@ def _aborted() -> RequestFailure:
 def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> ScheduleRequest:
     request = submission.request
     stop = request.stop
-    if stop.max_tokens is None and request.max_context_tokens is not None:
+    if request.pooling is None and stop.max_tokens is None and request.max_context_tokens is not None:
         # The scheduler knows the model's context, and not what of it this requester may use.
         stop = replace(stop, max_tokens=allowed_context(request, limits) - len(token_ids))
     return ScheduleRequest(
@@ -244,4 +254,5 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
         timeout_ms=request.timeout_ms,
         trace=request.trace,
         session=request.session,
+        pooling=request.pooling,
     )

@@ -15,6 +15,7 @@ import grpc
 
 from common.errors import PandoError, UnavailableError
 from common.types import RequestId
+from common.wire import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.relay import GatewaySession
@@ -137,7 +138,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.GetModelRequest, context: Context
     ) -> tokenizer_pb2.GetModelResponse:
         """Tell what is served."""
-        style = self._pool.encoder.style
+        style, embedding = self._pool.encoder.style, self._limits.embedding
         return tokenizer_pb2.GetModelResponse(
             model=self._limits.model,
             max_context_tokens=self._limits.max_context_tokens,
@@ -147,6 +148,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             tool_style=tool_style_to_wire(style.tools),
             has_reasoning=style.has_reasoning,
             begins_with_reasoning=style.begins_with_reasoning,
+            is_encoder=embedding.is_encoder,
+            pooling=pooling_to_wire(embedding.pooling),
+            embedding_dimensions=embedding.dimensions,
         )
 
 

@@ -11,6 +11,7 @@ from common.types import RequestId
 from common.wire import (
     admission_to_wire,
     cache_mode_from_wire,
+    pooling_from_wire,
     principal_from_wire,
     reply_to_from_wire,
     resume_from_wire,
@@ -54,6 +55,8 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
+        pooling=pooling_from_wire(message.pooling),
+        prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )
     return Submission(request, reply_to_from_wire(message.reply_to))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
+from common.types import RowSlot
 from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
@@ -36,7 +38,7 @@ class FakeOptions:
     """How the fake behaves.
 
     `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence;
-    `transfer_passes` after how many passes a transfer is done.
+    `transfer_passes` after how many passes a transfer is done; `embedding_dimensions` are those of the default model.
     """
 
     vocabulary_size: int = 49_152
@@ -44,6 +46,7 @@ class FakeOptions:
     eos_probability: float = 0.0
     step_s: float = 0.0
     transfer_passes: int = 2
+    embedding_dimensions: int = 576
 
 
 class FakeEngine:
@@ -132,7 +135,12 @@ class FakeStepper:
         if self._options.step_s > 0:
             self._sleep(self._options.step_s)
         slots = forward.sampled_rows
-        return Sampled(fake_tokens(self._seeds[slots], rows.lengths[slots], self._options))
+        tokens = fake_tokens(self._seeds[slots], rows.lengths[slots], self._options)
+        embeddings = tuple(
+            (RowSlot(row), fake_embedding(rows.token_ids[row, : rows.lengths[row]], self._options.embedding_dimensions))
+            for row in forward.pooled_rows.tolist()
+        )
+        return Sampled(tokens, embeddings=embeddings)
 
 
 class FakeTransfers:
@@ -217,6 +225,13 @@ def fake_tokens(seeds: NDArray[np.uint64], positions: NDArray[np.int64], options
         share = (hashed & np.uint64(0xFFFF_FFFF)).astype(np.float64) * 2.0**-32
         tokens[share < options.eos_probability] = options.eos_token_id
     return tokens
+
+
+def fake_embedding(token_ids: TokenIds, dimensions: int) -> bytes:
+    """Return a vector of length 1 that depends on all of `token_ids`, as `Finish.embedding` has it."""
+    vector = np.random.default_rng(zlib.crc32(token_ids.tobytes())).standard_normal(dimensions, np.float32)
+    embedding: bytes = (vector / np.linalg.norm(vector)).astype("<f4").tobytes()
+    return embedding
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,0 +1,119 @@
+"""What directories of sentence-transformers say, the bundled encoder's included."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.models import resolve
+from common.settings import ModelSettings
+from common.tokenization import load_served_model
+from common.tokenization.directory import read_directory
+from common.tokenization.sentence_files import read_pooling
+from common.types import Pooling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENCODER = "all-minilm-l6-v2"
+MODULES = "sentence_transformers.models"
+
+
+def write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def directory(path: Path, *modules: str, **pooling: bool) -> Path:
+    write(path / "modules.json", [{"type": f"{MODULES}.{name}", "path": name} for name in modules])
+    write(path / "Pooling" / "config.json", {"word_embedding_dimension": 8, **pooling})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "pooling"),
+    [
+        ("pooling_mode_cls_token", Pooling.FIRST),
+        ("pooling_mode_mean_tokens", Pooling.MEAN),
+        ("pooling_mode_lasttoken", Pooling.LAST),
+    ],
+)
+def test_the_pooling_module_says_how(tmp_path: Path, flag: str, pooling: Pooling) -> None:
+    flags = {"pooling_mode_max_tokens": False, flag: True}
+    assert read_pooling(directory(tmp_path, "Transformer", "Pooling", "Normalize", **flags)) is pooling
+
+
+def test_without_these_files_nothing_is_said(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) is None
+    assert read_pooling(directory(tmp_path, "Transformer")) is None
+
+
+@pytest.mark.parametrize(
+    ("modules", "flags", "complaint"),
+    [
+        (("Transformer", "Pooling", "Dense"), {"pooling_mode_mean_tokens": True}, "Dense"),
+        (("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "not supp"),
+        (("Transformer", "Pooling"), {}, "no pooling"),
+    ],
+)
+def test_what_would_give_other_embeddings_is_refused(
+    tmp_path: Path, modules: tuple[str, ...], flags: dict[str, bool], complaint: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        read_pooling(directory(tmp_path, *modules, **flags))
+
+
+def test_the_bundled_encoder_has_the_limits_and_the_pooling_of_its_files() -> None:
+    model = load_served_model(ModelSettings(reference=ENCODER))
+    # 512 positions, but it was made for 256 tokens.
+    assert model.max_context_tokens == 256
+    assert model.embedding.is_encoder
+    assert (model.embedding.pooling, model.embedding.dimensions) == (Pooling.MEAN, 384)
+    assert not model.chat_templates
+
+
+def test_its_tokenizer_neither_cuts_texts_nor_fills_them_up() -> None:
+    # Its tokenizer.json asks for both, at 128 tokens.
+    tokenizer = load_served_model(ModelSettings(reference=ENCODER)).tokenizer
+    assert tokenizer.encode("Hello, World!").tokens == ["[CLS]", "hello", ",", "world", "!", "[SEP]"]
+    assert len(tokenizer.encode("word " * 300).ids) == 302
+
+
+def test_its_texts_are_encoded_as_transformers_does() -> None:
+    import transformers
+
+    reference = transformers.AutoTokenizer.from_pretrained(resolve(ENCODER).path)
+    tokenizer = load_served_model(ModelSettings(reference=ENCODER)).tokenizer
+    for text in (
+        "",
+        " ",
+        "Ünïcode naïve CAFÉ",
+        "中文 and 한국어",
+        "don't-stop_now",
+        "a\u200bb\x00c",
+        "🙂🙃",
+        "x" * 150,
+    ):
+        assert tokenizer.encode(text).ids == reference(text)["input_ids"], text
+
+
+def test_the_setting_wins_over_the_files() -> None:
+    model = load_served_model(ModelSettings(reference=ENCODER, pooling="cls"))
+    assert model.embedding.pooling is Pooling.FIRST
+    decoder = load_served_model(ModelSettings())
+    assert (decoder.embedding.pooling, decoder.embedding.dimensions) == (Pooling.LAST, 576)
+    assert load_served_model(ModelSettings(pooling="mean")).embedding.pooling is Pooling.MEAN
+    with pytest.raises(ConfigurationError, match="cls is for encoders"):
+        load_served_model(ModelSettings(pooling="cls"))
+
+
+def test_roberta_counts_positions_from_behind_its_padding(tmp_path: Path) -> None:
+    load_served_model(ModelSettings(reference=ENCODER)).tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "config.json", {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1})
+    parts = read_directory(tmp_path)
+    assert parts.max_context_tokens == 512
+    assert parts.embedding.pooling is Pooling.MEAN

@@ -1,0 +1,77 @@
+"""Requests that embed their prompt: what the tokenizer lets through, and how it refuses the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.errors import ContextLengthError, InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt
+from common.tokenization.parts import EmbeddingTraits
+from common.types import Pooling, RequestId, Resume
+from services.tokenizer.limits import check_prompt, check_request
+from tests.services.tokenizer.generate_requests import LIMITS, request, submission
+from tests.services.tokenizer.test_relay import Bench, settle
+
+ENCODER = replace(LIMITS, embedding=EmbeddingTraits(is_encoder=True, pooling=Pooling.MEAN, dimensions=8))
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_every_model_embeds(pooling: Pooling) -> None:
+    for limits in (LIMITS, ENCODER):
+        check_request(request(pooling=pooling), limits)
+
+
+@pytest.mark.parametrize("prompt", ["a text", ChatPrompt((ChatMessage("user", "Hello"),))])
+def test_an_encoder_says_what_it_serves_instead_of_generating(prompt: str | ChatPrompt) -> None:
+    with pytest.raises(InvalidRequestError, match=r"`tiny` is an encoder.*/v1/embeddings") as caught:
+        check_request(request(prompt=prompt), ENCODER)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("pooling", {"pooling": Pooling.FIRST}),
+        ("n", {"pooling": Pooling.MEAN, "n": 2}),
+        ("n", {"pooling": Pooling.MEAN, "resume": Resume((1,), 1)}),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_its_field(param: str, changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_request(request(**changes), LIMITS)
+    assert caught.value.param == param
+
+
+def test_a_text_may_fill_the_context() -> None:
+    check_prompt(np.full(100, 3, np.int32), request(pooling=Pooling.MEAN), LIMITS)
+    with pytest.raises(ContextLengthError, match=r"maximum context length is 100 tokens.*101 tokens"):
+        check_prompt(np.full(101, 3, np.int32), request(pooling=Pooling.MEAN), LIMITS)
+    with pytest.raises(ContextLengthError, match="Your maximum context length is 10"):
+        check_prompt(np.full(11, 3, np.int32), request(pooling=Pooling.MEAN, max_context_tokens=10), LIMITS)
+
+
+async def test_pooling_travels_on_and_leaves_the_stop_conditions_alone() -> None:
+    bench = Bench()
+    bench.relay.submit(bench.session, [submission("r1", pooling=Pooling.LAST, max_context_tokens=50)])
+    await settle()
+    ((sent,),) = bench.scheduler.batches
+    assert sent.pooling is Pooling.LAST
+    assert sent.stop.max_tokens is None
+
+
+async def test_errors_call_the_prompt_what_its_client_does() -> None:
+    bench = Bench()
+    names = {"unnamed": None, "named": "text_2"}
+    bench.relay.submit(
+        bench.session,
+        [submission(name, "x" * 101, pooling=Pooling.MEAN, prompt_name=said) for name, said in names.items()],
+    )
+    await settle()
+    answers = {answer.request_id: answer.rejected for answer in await bench.session.take()}
+    assert {name: failure and failure.param for name, failure in answers.items()} == {
+        RequestId("unnamed"): "prompt",
+        RequestId("named"): "text_2",
+    }
