@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Device memory between the pool, whose pages are scattered by layers, and the bus, which wants long runs.
+# Device memory between the pool, whose pages are scattered by layers, and the bus, which wants long runs. There are two
+# such buffers for each direction: while the bus works on one, pages are collected in the other or distributed from it.
 STAGING_BYTES = 32 * 1024**2
+BUFFERS = 2
 # How long an engine without work stays with its copies before it looks for the next plan, and how often it looks.
 IDLE_BUDGET_S = 0.005
 IDLE_INTERVAL_S = 0.0002
@@ -38,11 +41,21 @@ class _Running:
     ended: torch.cuda.Event
 
 
-class StreamTransfers:
-    """Gathers and scatters pages layer by layer on two side streams; see `Transfers`.
+class PageMover(Protocol):
+    """Moves pages between a pool and staging memory [pages, layers, 2, elements], of which the first ones are used."""
 
-    A side stream waits for the passes that were launched before the plan; nothing ever waits for a side stream, as the
-    scheduler lets nobody touch the pages until they are acknowledged. Loads and backups have a stream each, since the
+    def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Collect scattered pages of all layers, [pages] int64."""
+
+    def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Do the opposite."""
+
+
+class StreamTransfers:
+    """Moves pages on side streams; see `Transfers`.
+
+    Side streams wait for the passes that were launched before the plan; nothing ever waits for a side stream, as the
+    scheduler lets nobody touch the pages until they are acknowledged. Loads and backups have streams of their own: the
     bus carries both ways at once. Pages that are not page-locked yet make their transfer wait here.
     """
 
@@ -51,8 +64,9 @@ class StreamTransfers:
         self._host = host
         self._device = device
         self._pinned = PinnedRange(host, device)
+        mover = make_mover(pool)
         self._lanes = {
-            direction: _Lane(pool, host, device, self._pinned.pages_at_once)
+            direction: _Lane(mover, host, device, self._pinned.pages_at_once)
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()
@@ -103,19 +117,22 @@ class StreamTransfers:
 
 
 class _Lane:
-    """One direction: a stream, its staging memory, and what runs on it, in order."""
+    """One direction, in order: a stream for the bus, one for collecting and distributing, and staging memory."""
 
-    def __init__(self, pool: KvPool, host: HostPool, device: torch.device, border: int) -> None:
-        self._pool = pool
+    def __init__(self, mover: PageMover, host: HostPool, device: torch.device, border: int) -> None:
+        self._mover = mover
         self._border = border
         self._host = host
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+        # torch has no types for it
+        self._bus, self._moves = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         _, layers, halves, elements = host.memory.shape
         pages = max(1, min(host.pages, STAGING_BYTES // host.page_bytes))
-        self._staging = torch.empty(
-            (pages, layers, halves, elements), dtype=host.memory.dtype, device=device
-        )  # [pages, layers, 2, elements]
+        self._buffers = [
+            _Buffer(torch.empty((pages, layers, halves, elements), dtype=host.memory.dtype, device=device))
+            for _ in range(BUFFERS)
+        ]
+        self._turn = 0
         self._running: deque[_Running] = deque()
 
     @property
@@ -126,13 +143,19 @@ class _Lane:
     def launch(self, transfer: Transfer) -> None:
         started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            started.record()
-            for first in range(0, transfer.pages, self._staging.shape[0]):
-                part = slice(first, first + self._staging.shape[0])
-                self._copy(transfer.direction, transfer.device_pages[part], transfer.host_pages[part])
-            ended.record()
+        is_backup = transfer.direction is TransferDirection.DEVICE_TO_HOST
+        first, last = (self._moves, self._bus) if is_backup else (self._bus, self._moves)
+        self._moves.wait_stream(torch.cuda.current_stream(self._device))
+        indices = torch.from_numpy(transfer.device_pages.astype(np.int64)).pin_memory()
+        with torch.cuda.stream(self._moves):
+            device_pages = indices.to(self._device, non_blocking=True)
+        # A load reads what the host has, whatever the passes do, but is timed from its own begin.
+        started.record(first)
+        step = self._buffers[0].memory.shape[0]
+        for start in range(0, transfer.pages, step):
+            part = slice(start, start + step)
+            self._copy(device_pages[part], transfer.host_pages[part], is_backup=is_backup)
+        ended.record(last)
         self._running.append(_Running(transfer, started, ended))
 
     def take_done(self) -> Iterator[TransferAck]:
@@ -142,36 +165,77 @@ class _Lane:
             yield TransferAck(done.transfer.transfer_id, done.transfer.pages, duration_us)
 
     def drain(self) -> None:
-        self._stream.synchronize()
+        self._bus.synchronize()
+        self._moves.synchronize()
         self._running.clear()
 
-    def _copy(self, direction: TransferDirection, device_pages: PageIds, host_pages: PageIds) -> None:
-        indices = torch.from_numpy(device_pages.astype(np.int64)).pin_memory().to(self._device, non_blocking=True)
-        host_runs = runs(host_pages, self._border)
-        if direction is TransferDirection.DEVICE_TO_HOST:
-            gather(self._pool, indices, self._staging)
-            for first, page, length in host_runs:
-                part = self._staging[first : first + length]
-                self._host.memory[page : page + length].copy_(part, non_blocking=True)
-        else:
-            for first, page, length in host_runs:
-                part = self._host.memory[page : page + length]
-                self._staging[first : first + length].copy_(part, non_blocking=True)
-            scatter(self._pool, indices, self._staging)
+    def _copy(self, device_pages: torch.Tensor, host_pages: PageIds, *, is_backup: bool) -> None:
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % BUFFERS
+        first, last = (self._moves, self._bus) if is_backup else (self._bus, self._moves)
+        first.wait_event(buffer.is_free)
+        with torch.cuda.stream(first):
+            if is_backup:
+                self._mover.gather(device_pages, buffer.memory)
+            else:
+                self._cross_bus(buffer.memory, host_pages, is_backup=False)
+        buffer.is_full.record(first)
+        last.wait_event(buffer.is_full)
+        with torch.cuda.stream(last):
+            if is_backup:
+                self._cross_bus(buffer.memory, host_pages, is_backup=True)
+            else:
+                self._mover.scatter(device_pages, buffer.memory)
+        buffer.is_free.record(last)
+
+    def _cross_bus(self, staging: torch.Tensor, host_pages: PageIds, *, is_backup: bool) -> None:
+        for first, page, length in runs(host_pages, self._border):
+            on_device = staging[first : first + length]
+            on_host = self._host.memory[page : page + length]
+            if is_backup:
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
 
 
-def gather(pool: KvPool, pages: torch.Tensor, staging: torch.Tensor) -> None:
-    """Collect scattered pages of all layers, [pages] int64, in the first of `staging` [pages, layers, 2, elements]."""
-    for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate((layer.keys, layer.values)):
-            staging[: len(pages), index, half] = tensor.view(pool.pages, -1).index_select(0, pages)
+class _Buffer:
+    """Staging memory, and events that say when it may be filled and when it is."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory  # [pages, layers, 2, elements]
+        self.is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.is_full = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def scatter(pool: KvPool, pages: torch.Tensor, staging: torch.Tensor) -> None:
-    """Do the opposite of `gather`."""
-    for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate((layer.keys, layer.values)):
-            tensor.view(pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])
+class TorchPageMover:
+    """Moves layer by layer: right everywhere, a launch for each layer's keys and one for its values."""
+
+    def __init__(self, pool: KvPool) -> None:
+        """Move pages of `pool`."""
+        self._pool = pool
+
+    def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Collect pages."""
+        for index, layer in enumerate(self._pool.layers):
+            for half, tensor in enumerate((layer.keys, layer.values)):
+                staging[: len(pages), index, half] = tensor.view(self._pool.pages, -1).index_select(0, pages)
+
+    def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Distribute pages."""
+        for index, layer in enumerate(self._pool.layers):
+            for half, tensor in enumerate((layer.keys, layer.values)):
+                tensor.view(self._pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])
+
+
+def make_mover(pool: KvPool) -> PageMover:
+    """Return one program for all layers where Triton is installed and pages consist of whole words."""
+    if importlib.util.find_spec("triton") is not None:
+        # Only here: the CPU does without.
+        from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+
+        if ProgramPageMover.fits(pool):
+            return ProgramPageMover(pool)
+    return TorchPageMover(pool)
 
 
 def runs(pages: PageIds, border: int) -> list[tuple[int, int, int]]:

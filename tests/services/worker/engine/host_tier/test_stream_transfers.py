@@ -9,13 +9,15 @@ import torch
 
 from common.transfers import Transfer, TransferDirection, TransferId
 from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool
-from services.worker.engine.host_tier.stream_transfers import StreamTransfers, gather, runs, scatter
+from services.worker.engine.host_tier.stream_transfers import StreamTransfers, TorchPageMover, make_mover, runs
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
 from tests.services.worker.engine.scenario import ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from services.worker.engine.host_tier.stream_transfers import PageMover
 
 BACKUP, LOAD = TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE
 PAGES, HOST_PAGES = 96, 128
@@ -37,27 +39,37 @@ def test_consecutive_pages_are_copied_together(pages: list[int], expected: list[
     assert runs(ids(pages), border=8) == expected
 
 
+@pytest.mark.parametrize("make", [TorchPageMover, make_mover])
 @pytest.mark.parametrize("layout", KvLayout)
-def test_scattered_pages_pass_through_staging_unchanged(layout: KvLayout) -> None:
+def test_scattered_pages_pass_through_staging_unchanged(
+    layout: KvLayout, make: Callable[[KvPool], PageMover], device: torch.device
+) -> None:
     shape = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
-    pool = allocate_pool(shape, layers=3, pages=10, layout=layout, dtype=torch.bfloat16, device=torch.device("cpu"))
+    pool = allocate_pool(shape, layers=3, pages=10, layout=layout, dtype=torch.bfloat16, device=device)
     for layer in pool.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    host = allocate_host_pool(pool, 4)
-    pages = torch.tensor([7, 2, 9])
+    staging = torch.zeros_like(allocate_host_pool(pool, 4).memory, device=device)
+    pages = torch.tensor([7, 2, 9], device=device)
     before = [tensor[pages].clone() for layer in pool.layers for tensor in (layer.keys, layer.values)]
-    gather(pool, pages, host.memory)
+    mover = make(pool)
+    mover.gather(pages, staging)
     # A page in staging is what the host tier takes it for.
-    assert torch.equal(host.memory[1, 2, 1], pool.layers[2].values[2].flatten())
-    assert not host.memory[3].any()
+    assert torch.equal(staging[1, 2, 1], pool.layers[2].values[2].flatten())
+    assert not staging[3].any()
     for layer in pool.layers:
         layer.keys.zero_()
         layer.values.zero_()
-    scatter(pool, pages, host.memory)
+    mover.scatter(pages, staging)
     after = [tensor[pages] for layer in pool.layers for tensor in (layer.keys, layer.values)]
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
     assert not pool.layers[0].keys[[0, 1, 3, 4, 5, 6, 8]].any()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU, or without one the CPU, where Triton's interpreter runs the programs if it is installed."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Rig:

@@ -1,0 +1,59 @@
+"""Collecting scattered pages of all layers in one run of memory, and the way back, as one program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.kv_pool import KvPool
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _move(bases, pages, staging, words, GATHERS: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1).to(tl.int64)
+    of_page = tl.load(bases + half).to(tl.pointer_type(tl.int64)) + tl.load(pages + index) * words
+    of_staging = staging + (index * tl.num_programs(1) + half) * words
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < words
+        if GATHERS:
+            tl.store(of_staging + at, tl.load(of_page + at, mask=inside), mask=inside)
+        else:
+            tl.store(of_page + at, tl.load(of_staging + at, mask=inside), mask=inside)
+
+
+class ProgramPageMover:
+    """See `PageMover`; a page of a layer is moved in words of 8 bytes."""
+
+    def __init__(self, pool: KvPool) -> None:
+        """Move pages of `pool`."""
+        tensors = [tensor for layer in pool.layers for tensor in (layer.keys, layer.values)]
+        assert all(tensor.is_contiguous() for tensor in tensors), "a page of a layer is one run"
+        self._bases = torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
+        self._words = tensors[0][0].nbytes // 8
+
+    @staticmethod
+    def fits(pool: KvPool) -> bool:
+        """Whether pages of `pool` consist of whole words, as many in every layer."""
+        sizes = {tensor[0].nbytes for layer in pool.layers for tensor in (layer.keys, layer.values)}
+        return len(sizes) == 1 and sizes.pop() % 8 == 0
+
+    def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Collect pages."""
+        self._launch(pages, staging, gathers=True)
+
+    def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
+        """Distribute pages."""
+        self._launch(pages, staging, gathers=False)
+
+    def _launch(self, pages: torch.Tensor, staging: torch.Tensor, *, gathers: bool) -> None:
+        grid = (pages.shape[0], self._bases.shape[0])
+        words = staging.view(torch.int64)
+        _move[grid](self._bases, pages, words, self._words, GATHERS=gathers, BLOCK=_BLOCK, num_warps=4)
