@@ -10,9 +10,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -21,6 +21,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from common.backend_settings import BackendSettings  # noqa: TC001  (pydantic reads it at run time)
 from common.errors import ConfigurationError
 from common.identity_settings import IdentitySettings
 from common.queue_settings import QueueSettings
@@ -64,6 +65,31 @@ class ModelSettings(Section):
         return self.served_name or Path(self.reference).name
 
 
+class ServedModelSettings(ModelSettings):
+    """One of several models: what differs from the sections that all of them share."""
+
+    aliases: tuple[str, ...] = ()
+    """What else clients may call it."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel worker processes."""
+    # Any: each section checks its own values once they are put on top of the shared ones.
+    tokenizer: dict[str, Any] = Field(default_factory=dict)
+    scheduler: dict[str, Any] = Field(default_factory=dict)
+    worker: dict[str, Any] = Field(default_factory=dict)
+    detokenizer: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_reference(cls, value: object) -> object:
+        return {"reference": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _is_called_by_its_key(self) -> Self:
+        if self.served_name is not None:
+            raise ValueError("a model is called by its name in `models`; give others in aliases")
+        return self
+
+
 class LogSettings(Section):
     """How services log."""
 
@@ -71,17 +97,6 @@ class LogSettings(Section):
     """Least severe level that is written."""
     format: Literal["auto", "console", "json"] = "auto"
     """auto: console on a terminal, JSON lines otherwise."""
-
-
-class BackendSettings(Section):
-    """Where one of several models is served; the fields mean what they mean in the gateway's own section."""
-
-    tokenizer: str
-    detokenizer: str
-    scheduler: str | None = None
-    schedulers: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    """What else clients may call the model."""
 
 
 class GatewaySettings(IdentitySettings):
@@ -228,6 +243,8 @@ class WorkerSettings(Section):
     """CPU threads of the engine; 0: as many as this process has cores."""
     backend: Literal["auto", "torch", "compiled", "gpu"] = "auto"
     """Operators: compiled ones on CPUs where they can be built, Triton and FlashInfer on GPUs, or plain torch."""
+    grammar_timeout_s: float = Field(default=10.0, gt=0)
+    """A grammar (JSON schema, regular expression, …) that takes longer to compile is refused."""
     storage: SecretStr | None = None
     """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as
     redis://, rediss:// or unix:// URL; absent: nowhere. All who can read it are trusted with what users have said."""
@@ -266,6 +283,9 @@ class Settings(BaseSettings):
     )
 
     model: ModelSettings = ModelSettings()
+    models: dict[str, ServedModelSettings] = Field(default_factory=dict)
+    """Several models for `pando up`, by the names that clients use: each a reference alone, or with settings of its own
+    beside those that all share. Absent: `model` alone."""
     log: LogSettings = LogSettings()
     rpc: RpcSettings = RpcSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -302,7 +322,10 @@ def parse_settings(
     arguments = parser.parse_args(list(argv))
     file = arguments.config or environ.get(CONFIG_VARIABLE)
     check_environment(environ)
-    flags = flags(parsed_args=arguments)
+    try:
+        flags = flags(parsed_args=arguments)
+    except ValueError as error:  # a flag of a table that is no table
+        raise ConfigurationError(str(error)) from error
     return _build(flags, Path(file) if file else None), arguments
 
 

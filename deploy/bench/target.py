@@ -42,15 +42,16 @@ def open_client(url: str, api_key: str | None) -> HttpClient:
 
 
 async def find_model(http: HttpClient) -> str:
-    """Return the first name that /v1/models lists.
+    """Return the first name that /v1/models lists, of what generates.
 
     Raises:
         TargetError: the server is away, refuses, or lists none.
     """
     body = await _ask(http, "GET", "/v1/models")
     try:
-        return str(body["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
+        listed = body["data"]
+        return str(next((model for model in listed if model.get("kind") != "embed"), listed[0])["id"])
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise TargetError("the server lists no model; name one with --model") from None
 
 

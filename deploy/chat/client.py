@@ -95,7 +95,7 @@ class ChatClient:
             )
 
     def find_model(self) -> str:
-        """Return the first model the server lists.
+        """Return the first model the server lists that can chat.
 
         Raises:
             UnreachableError: nothing listens there.
@@ -106,8 +106,10 @@ class ChatClient:
             if response.status_code != httpx.codes.OK:
                 raise ChatError(_refusal(response))
             try:
-                return str(response.json()["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
+                listed = response.json()["data"]
+                # Other servers do not say what kind of model one is.
+                return str(next((model for model in listed if model.get("kind") != "embed"), listed[0])["id"])
+            except (ValueError, LookupError, TypeError, AttributeError):
                 raise ChatError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
     def ask(self, messages: list[Message], options: ChatOptions, on_text: Callable[[str], None]) -> Answer:

@@ -41,6 +41,7 @@ class Connection:
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a scheduler."""
     parser.add_argument("--scheduler", metavar="ADDRESS", help="gRPC address; default: the deployment running here")
+    parser.add_argument("--model", metavar="NAME", help="whose scheduler is meant, if several models are served")
     parser.add_argument("--port", type=int, help="HTTP port of the deployment meant, if several run here")
     parser.add_argument(
         "--config",
@@ -66,7 +67,29 @@ def with_scheduler(arguments: argparse.Namespace, ask: Callable[[Connection], No
     Raises:
         ConfigurationError: no scheduler is named, and not exactly one deployment runs here.
     """
-    address = arguments.scheduler or find_state(port=arguments.port).address_of("scheduler")
+    address = arguments.scheduler or find_state(port=arguments.port).address_of("scheduler", arguments.model)
+    return _ask(arguments, address, ask)
+
+
+def with_schedulers(arguments: argparse.Namespace, ask: Callable[[Connection], None]) -> int:
+    """Call `ask` with the scheduler that `arguments` name, or with those of all models; return the exit status.
+
+    Raises:
+        ConfigurationError: no scheduler is named, and not exactly one deployment runs here.
+    """
+    if arguments.scheduler or arguments.model:
+        return with_scheduler(arguments, ask)
+    state = find_state(port=arguments.port)
+    if len(state.models) < 2:
+        return with_scheduler(arguments, ask)
+    statuses = []
+    for model in state.models:
+        Console(highlight=False).print(f"{model}:", style="bold")
+        statuses.append(_ask(arguments, state.address_of("scheduler", model), ask))
+    return max(statuses)
+
+
+def _ask(arguments: argparse.Namespace, address: str, ask: Callable[[Connection], None]) -> int:
     token = arguments.admin_token or read_admin_token(arguments)
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with open_channel(address, arguments) as channel:

@@ -43,7 +43,7 @@ class Prompt:
         is_system = arguments.system is not None or arguments.system_file is not None
         given = arguments.system if is_system else arguments.text
         text = given if given is not None else _read(arguments.system_file if is_system else arguments.text_file)
-        address = arguments.tokenizer or find_state(port=arguments.port).address_of("tokenizer")
+        address = arguments.tokenizer or find_state(port=arguments.port).address_of("tokenizer", arguments.model)
         return Prompt(text, is_system, address, lambda address: open_channel(address, arguments))
 
     def token_ids(self) -> Sequence[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from deploy.inspection.connection import TIMEOUT_S, add_connection_arguments, with_scheduler
+from deploy.inspection.connection import TIMEOUT_S, add_connection_arguments, with_schedulers
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the scheduler and print its answer."""
-    return with_scheduler(arguments, partial(_show, include_requests=arguments.requests))
+    """Ask the scheduler, or those of all models, and print the answers."""
+    return with_schedulers(arguments, partial(_show, include_requests=arguments.requests))
 
 
 def _show(connection: Connection, *, include_requests: bool) -> None:

@@ -14,6 +14,7 @@ from common.errors import ConfigurationError
 from common.settings import parse_settings
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import lay_out
+from deploy.supervisor.models import deploy_models
 from deploy.supervisor.probes import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
@@ -41,8 +42,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings, arguments = read_arguments(argv)
         # Found here in words, rather than in the log of the first service that looks for it.
-        if settings.model.load_format != "fake":
-            models.resolve(settings.model.reference)
+        for model in deploy_models(settings, arguments.tp):
+            if model.settings.model.load_format != "fake":
+                models.resolve(model.settings.model.reference)
         layout, directory = lay_out(settings, arguments.tp, arguments.run_directory)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")

@@ -142,7 +142,7 @@ class JsonReporter:
 
     def ready(self, layout: Layout) -> None:
         """Write where the deployment serves."""
-        self.note("deployment.ready", url=layout.url, model=layout.model)
+        self.note("deployment.ready", url=layout.url, model=layout.model, models=list(layout.models))
 
     def failed(self, error: ServiceFailedError) -> None:
         """Write why the deployment ends; the service's lines have been written before."""
@@ -158,7 +158,7 @@ def banner(layout: Layout) -> str:
     """Return what a first user needs next."""
     body = json.dumps({"model": layout.model, "messages": [{"role": "user", "content": "Name three primary colors."}]})
     return (
-        f"Pando serves {layout.model} at {layout.url}/v1\n\n"
+        f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"    -d {shlex.quote(body)}\n\n"
         f"  pando chat --url {layout.url}\n\n"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from common.backend_settings import BackendSettings
 from common.errors import ConfigurationError
+from deploy.supervisor.models import check_metrics_ports, deploy_models
 from deploy.supervisor.state import run_root
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from common.settings import Settings
+    from deploy.supervisor.models import DeployedModel
 
 # A unix socket's path must fit `sockaddr_un.sun_path`: 108 bytes on Linux, 104 on macOS, with the final zero.
 MAX_SOCKET_PATH = 103
@@ -44,6 +47,8 @@ class ServiceSpec:
     group: str
     # Seconds between the request to end and the kill.
     stop_s: float = STOP_MARGIN_S
+    # Which model it belongs to; None: all.
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,10 @@ class Layout:
 
     services: tuple[ServiceSpec, ...]
     url: str
+    # The one that is shown to newcomers.
     model: str
+    # How the names of each model's services begin.
+    models: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> ServiceSpec:
         """Return the service called `name`; a single worker may be called `worker`."""
@@ -80,37 +88,93 @@ def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[L
 
 
 def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layout:
-    """Place the five services, with `ranks` workers, on unix sockets in `run_directory`.
+    """Place the services of all models on unix sockets in `run_directory`, the gateway in front of them.
 
-    Everything but addresses, rank-specific values and an "auto" that depends on `ranks` stays as configured.
+    A single model has `ranks` workers. Everything but addresses, rank-specific values and an "auto" that depends on the
+    ranks stays as configured.
 
     Raises:
-        ConfigurationError: the directory's path is too long for sockets, or there are fewer than 1 ranks.
+        ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, or models
+            contradict each other.
     """
     if ranks < 1:
         raise ConfigurationError(f"tensor parallelism needs at least 1 rank, not {ranks}")
-    names = [f"worker-{rank}" for rank in range(ranks)] if ranks > 1 else ["worker"]
-    sockets = {name: _socket(run_directory, name) for name in ("detokenizer", "scheduler", "tokenizer", *names)}
+    deployed = deploy_models(settings, ranks)
+    check_metrics_ports([model.settings for model in deployed])
+    total = sum(model.ranks for model in deployed)
+    placed = [_place(model, run_directory, total) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
-    shared = settings.model_copy(
+    url = f"http://{_reachable(settings.gateway.host)}:{port}"
+    gateway = settings.gateway.model_copy(
         update={
-            "gateway": settings.gateway.model_copy(
-                update={
-                    "port": port,
-                    "tokenizer": sockets["tokenizer"],
-                    "detokenizer": sockets["detokenizer"],
-                    "scheduler": sockets["scheduler"],
-                    "scheduler_admin_token": settings.scheduler.admin_token,
-                    "scheduler_admin_token_file": settings.scheduler.admin_token_file,
-                }
-            ),
+            "port": port,
+            "scheduler_admin_token": settings.scheduler.admin_token,
+            "scheduler_admin_token_file": settings.scheduler.admin_token_file,
+            **_backends(placed),
+        }
+    )
+    edge = settings.model_copy(update={"gateway": gateway, "models": {}})
+    services = (
+        *(spec for stage in (Stage.COMPUTE, Stage.CONTROL) for each in placed for spec in each.of(stage)),
+        ServiceSpec("gateway", "gateway", url, Stage.EDGE, edge, "gateway", settings.gateway.drain_s + STOP_MARGIN_S),
+    )
+    models = {each.model.name: each.model.prefix for each in placed}
+    return Layout(services, url, settings.gateway.default_model or next(iter(models)), models)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The services of one model."""
+
+    model: DeployedModel
+    services: tuple[ServiceSpec, ...]
+
+    def of(self, stage: Stage) -> Iterator[ServiceSpec]:
+        return (spec for spec in self.services if spec.stage is stage)
+
+    def address_of(self, service: str) -> str:
+        return next(spec.address for spec in self.services if spec.name == self.model.prefix + service)
+
+
+def _place(model: DeployedModel, run_directory: Path, total_ranks: int) -> _Placed:
+    ranks = [f"worker-{rank}" for rank in range(model.ranks)] if model.ranks > 1 else ["worker"]
+    names = ("detokenizer", "scheduler", "tokenizer", *ranks)
+    sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
+    settings = _connected(model.settings, sockets, ranks)
+
+    def spec(name: str, module: str, stage: Stage, its: Settings = settings, drain_s: float = 0.0) -> ServiceSpec:
+        group = model.prefix + module
+        full = f"services.{module}"
+        return ServiceSpec(
+            model.prefix + name, full, sockets[name], stage, its, group, drain_s + STOP_MARGIN_S, model.name
+        )
+
+    workers = [
+        spec(name, "worker", Stage.COMPUTE, _for_rank(settings, sockets[name], rank, total_ranks))
+        for rank, name in enumerate(ranks)
+    ]
+    return _Placed(
+        model,
+        (
+            *workers,
+            spec("detokenizer", "detokenizer", Stage.COMPUTE),
+            spec("scheduler", "scheduler", Stage.CONTROL, drain_s=settings.scheduler.drain_s),
+            spec("tokenizer", "tokenizer", Stage.CONTROL),
+        ),
+    )
+
+
+def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[str]) -> Settings:
+    """Return the settings of a model's services with the addresses of all of them."""
+    return settings.model_copy(
+        update={
             "tokenizer": settings.tokenizer.model_copy(
                 update={"address": sockets["tokenizer"], "scheduler": sockets["scheduler"]}
             ),
             "scheduler": settings.scheduler.model_copy(
                 update={
                     "address": sockets["scheduler"],
-                    "workers": tuple(sockets[name] for name in names),
+                    "workers": tuple(sockets[name] for name in ranks),
                     "detokenizer": sockets["detokenizer"],
                     "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
                 }
@@ -118,32 +182,22 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
             "detokenizer": settings.detokenizer.model_copy(update={"address": sockets["detokenizer"]}),
         }
     )
-    url = f"http://{_reachable(settings.gateway.host)}:{port}"
-    workers = [
-        ServiceSpec(
-            name,
-            "services.worker",
-            sockets[name],
-            Stage.COMPUTE,
-            _for_rank(shared, sockets[name], rank, ranks),
-            "worker",
+
+
+def _backends(placed: Sequence[_Placed]) -> dict[str, object]:
+    """Return where the gateway finds the models."""
+    if not placed[0].model.prefix:
+        return {name: placed[0].address_of(name) for name in ("tokenizer", "detokenizer", "scheduler")}
+    models = {
+        each.model.name: BackendSettings(
+            tokenizer=each.address_of("tokenizer"),
+            detokenizer=each.address_of("detokenizer"),
+            scheduler=each.address_of("scheduler"),
+            aliases=each.model.aliases,
         )
-        for rank, name in enumerate(names)
-    ]
-    services = (
-        *workers,
-        _service("detokenizer", Stage.COMPUTE, sockets, shared),
-        _service("scheduler", Stage.CONTROL, sockets, shared, settings.scheduler.drain_s),
-        _service("tokenizer", Stage.CONTROL, sockets, shared),
-        ServiceSpec("gateway", "gateway", url, Stage.EDGE, shared, "gateway", settings.gateway.drain_s + STOP_MARGIN_S),
-    )
-    return Layout(services, url, settings.model.name)
-
-
-def _service(
-    name: str, stage: Stage, sockets: Mapping[str, str], settings: Settings, drain_s: float = 0.0
-) -> ServiceSpec:
-    return ServiceSpec(name, f"services.{name}", sockets[name], stage, settings, name, drain_s + STOP_MARGIN_S)
+        for each in placed
+    }
+    return {"models": models}
 
 
 def _for_rank(settings: Settings, address: str, rank: int, ranks: int) -> Settings:

@@ -30,16 +30,24 @@ class Probes:
         return await asyncio.to_thread(self._check, address)
 
     async def is_ready(self, url: str) -> bool:
-        """Return whether the gateway at `url` says that a request would be served now."""
-        return await self._answers(f"{url}/ready")
+        """Return whether the gateway at `url` says that requests for all its models would be served now."""
+        answer = await self._ask(f"{url}/ready")
+        try:
+            return answer is not None and answer.json().get("status") == "ready"
+        except (ValueError, AttributeError):
+            return False
 
     async def _answers(self, url: str) -> bool:
+        answer = await self._ask(url)
+        return answer is not None and answer.status_code == httpx.codes.OK
+
+    async def _ask(self, url: str) -> httpx.Response | None:
         try:
             # A new connection each time: what is asked is whether one can be made. Proxies have no part in it.
             async with httpx.AsyncClient(timeout=self._timeout_s, trust_env=False) as client:
-                return (await client.get(url)).status_code == httpx.codes.OK
+                return await client.get(url)
         except httpx.HTTPError:
-            return False
+            return None
 
     def _check(self, address: str) -> bool:
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:

@@ -33,7 +33,7 @@ class ServiceProcess:
         self.spec = spec
         self.restarts = 0
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._config = run_directory / f"{spec.name}.toml"
+        self._config = run_directory / f"{spec.name.replace('/', '.')}.toml"
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None

@@ -34,16 +34,41 @@ class DeploymentState:
     url: str
     model: str
     services: Mapping[str, ServiceState] = field(default_factory=dict)
+    # How the names of each model's services begin.
+    models: Mapping[str, str] = field(default_factory=dict)
 
-    def address_of(self, name: str) -> str:
-        """Return the gRPC address of a service.
+    def address_of(self, name: str, model: str | None = None) -> str:
+        """Return the gRPC address of a service; where there are several models, that of `model`.
 
         Raises:
-            ConfigurationError: this deployment has no such service.
+            ConfigurationError: this deployment has no such service, or no such model, or several of them.
         """
+        if model is not None or len(self.models) > 1:
+            name = self._prefix_of(model) + name
         if name not in self.services:
             raise ConfigurationError(f"the deployment at {self.url} runs no {name}")
         return self.services[name].address
+
+    def workers(self, model: str | None = None) -> tuple[str, ...]:
+        """Return the gRPC addresses of the ranks, rank 0 first; where there are several models, of those of `model`.
+
+        Raises:
+            ConfigurationError: this deployment has no worker, or no such model, or several of them.
+        """
+        prefix = self._prefix_of(model) if model is not None or len(self.models) > 1 else ""
+        if f"{prefix}worker" in self.services:
+            return (self.services[f"{prefix}worker"].address,)
+        first = self.address_of("worker-0", model)
+        others = (f"{prefix}worker-{rank}" for rank in range(1, len(self.services)))
+        return (first, *(self.services[name].address for name in others if name in self.services))
+
+    def _prefix_of(self, model: str | None) -> str:
+        served = ", ".join(self.models)
+        if model is None:
+            raise ConfigurationError(f"the deployment at {self.url} serves {served}: choose one with --model")
+        if model not in self.models:
+            raise ConfigurationError(f"the deployment at {self.url} serves {served or self.model}, and no {model}")
+        return self.models[model]
 
 
 def run_root(environ: Mapping[str, str] | None = None) -> Path:

@@ -96,6 +96,7 @@ class Supervisor:
         self._alive = {spec.name: asyncio.Event() for spec in layout.services}
         self._killed_with_group: set[str] = set()
         self._disturbed = asyncio.Event()
+        self._given_up: set[str] = set()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Run the deployment until `stopping` is set.
@@ -146,7 +147,13 @@ class Supervisor:
             self._disturbed.set()
             self._alive[name].clear()
             self._publish()
-            delay = self._delay_after(process, status, history)
+            try:
+                delay = self._delay_after(process, status, history)
+            except ServiceFailedError as error:
+                if not self._can_do_without(process.spec.model):
+                    raise
+                self._reporter.note(f"{error}; {process.spec.model} is not served any more, other models are")
+                await asyncio.Event().wait()
             await asyncio.sleep(delay)
             process.restarts += 1
 
@@ -166,6 +173,13 @@ class Supervisor:
         self._reporter.note(f"{name} died ({how}) after {lived:.1f} s; starting it again in {delay:g} s")
         self._kill_group_of(process.spec)
         return delay
+
+    def _can_do_without(self, model: str | None) -> bool:
+        """Whether others are served without `model`, which then counts as given up."""
+        if model is None or not self.ready.is_set():
+            return False
+        self._given_up.add(model)
+        return bool({spec.model for spec in self.layout.services if spec.model} - self._given_up)
 
     def _kill_group_of(self, spec: ServiceSpec) -> None:
         for peer in self._processes.values():
@@ -236,7 +250,9 @@ class Supervisor:
             name: ServiceState(process.spec.address, process.pid, process.restarts)
             for name, process in self._processes.items()
         }
-        write_state(self._directory, DeploymentState(os.getpid(), self.layout.url, self.layout.model, services))
+        layout = self.layout
+        state = DeploymentState(os.getpid(), layout.url, layout.model, services, dict(layout.models))
+        write_state(self._directory, state)
 
 
 def describe_exit(status: int) -> str:

@@ -74,6 +74,24 @@ def test_an_unknown_service_is_an_error() -> None:
         state_at(8000).address_of("router")
 
 
+def test_of_several_models_one_is_to_be_chosen(tmp_path: Path) -> None:
+    services = {f"{model}/scheduler": ServiceState(f"unix:/run/{model}.s.sock") for model in ("small", "large")}
+    models = {"small": "small/", "org/large": "large/"}
+    put(tmp_path, DeploymentState(os.getpid(), "http://127.0.0.1:8000", "small", services, models))
+    state = find_state(tmp_path)
+    assert state.address_of("scheduler", "org/large") == "unix:/run/large.s.sock"
+    with pytest.raises(ConfigurationError, match="small, org/large: choose one with --model"):
+        state.address_of("scheduler")
+    with pytest.raises(ConfigurationError, match="no huge"):
+        state.address_of("scheduler", "huge")
+
+
+def test_the_only_model_may_be_named() -> None:
+    services = {"scheduler": ServiceState("unix:/run/s.sock")}
+    state = DeploymentState(1, "http://127.0.0.1:8000", "small", services, {"small": ""})
+    assert state.address_of("scheduler") == state.address_of("scheduler", "small") == "unix:/run/s.sock"
+
+
 def test_the_run_root_is_below_the_session_directory_where_there_is_one(tmp_path: Path) -> None:
     assert run_root({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "pando"
     assert run_root({"XDG_RUNTIME_DIR": "/does/not/exist"}).name == f"pando-{os.getuid()}"

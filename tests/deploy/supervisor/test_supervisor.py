@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -176,3 +177,34 @@ async def test_the_state_file_follows_the_processes_and_goes_with_the_deployment
         supervisor.kill("worker", signal.SIGKILL)
         await until(lambda: (read_state(running.directory) or state).services["worker"].restarts == 1)
     assert not running.directory.exists()
+
+
+async def test_a_model_that_cannot_be_kept_running_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    good = replace(service(tmp_path, "good/worker", "obedient"), model="good")
+    bad = replace(service(tmp_path, "bad/worker", "obedient"), model="bad")
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    running = Running(tmp_path, good, bad)
+    async with running.deployed() as supervisor:
+        kept = supervisor.pid_of("good/worker")
+        for restarts in range(POLICY.give_up_after):
+            await until(lambda: supervisor.pid_of("bad/worker") is not None)
+            assert supervisor.restarts_of("bad/worker") == restarts
+            pid = supervisor.pid_of("bad/worker")
+            supervisor.kill("bad/worker")
+            await until(lambda pid=pid: supervisor.pid_of("bad/worker") != pid)  # type: ignore[misc]
+        await until(lambda: any("not served any more" in note for note in running.reporter.notes))
+        assert supervisor.pid_of("good/worker") == kept
+
+
+async def test_the_last_model_that_is_lost_ends_the_deployment(tmp_path: Path) -> None:
+    (tmp_path / "only").mkdir()
+    running = Running(tmp_path, replace(service(tmp_path, "only/worker", "obedient"), model="only"))
+    task = asyncio.create_task(running.supervisor.run(running.stopping))
+    await asyncio.wait_for(running.supervisor.ready.wait(), 20)
+    while not task.done():
+        if running.supervisor.pid_of("only/worker") is not None:
+            running.supervisor.kill("only/worker")
+        await asyncio.sleep(0.01)
+    with pytest.raises(ServiceFailedError, match="only/worker died 3 times"):
+        await task

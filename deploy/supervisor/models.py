@@ -1,0 +1,106 @@
+"""Which models one deployment serves, each with the settings of its own services."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from common.errors import ConfigurationError, InvalidRequestError
+from common.names import check_name
+from common.section import Section
+from common.settings import ModelSettings, ServedModelSettings, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from common.settings import Settings
+
+SECTIONS = ("tokenizer", "scheduler", "worker", "detokenizer")
+MAX_PREFIX_CHARACTERS = 24
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployedModel:
+    """One model: what clients call it, how its services' names begin, and what they are told."""
+
+    name: str
+    prefix: str
+    settings: Settings
+    ranks: int
+    aliases: tuple[str, ...] = ()
+
+
+def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
+    """Return the models of `settings.models`, or the only one, with `ranks` workers.
+
+    Several models take GPUs one after the other, unless they say which.
+
+    Raises:
+        ConfigurationError: a name cannot be one, or a model's own settings are wrong.
+    """
+    if not settings.models:
+        return [DeployedModel(settings.model.name, "", settings, ranks)]
+    if ranks != 1:
+        raise ConfigurationError("with several models, each says itself how many ranks it has: tp")
+    deployed: list[DeployedModel] = []
+    device = settings.worker.device_index
+    for name, entry in settings.models.items():
+        _check_name(name)
+        prefix = _prefix(name, {model.prefix for model in deployed})
+        deployed.append(
+            DeployedModel(name, prefix, _settings_of(settings, name, entry, device), entry.tp, entry.aliases)
+        )
+        device += entry.tp
+    return deployed
+
+
+def check_metrics_ports(settings: Iterable[Settings]) -> None:
+    """Raise ConfigurationError if two services were to listen on one port."""
+    taken: set[int] = set()
+    for each in settings:
+        for section in SECTIONS:
+            port = getattr(each, section).metrics_port
+            if port and port in taken:
+                raise ConfigurationError(
+                    f"two services would listen on port {port}: give each model its own {section}.metrics_port, or 0"
+                )
+            taken.add(port)
+
+
+def _settings_of(settings: Settings, name: str, entry: ServedModelSettings, device_index: int) -> Settings:
+    own = {field: getattr(entry, field) for field in entry.model_fields_set if field in ModelSettings.model_fields}
+    update: dict[str, Section | dict[str, ServedModelSettings]] = {
+        "models": {},
+        "model": settings.model.model_copy(update={**own, "served_name": name}),
+    }
+    for section in SECTIONS:
+        shared = getattr(settings, section)
+        if section == "worker":
+            shared = shared.model_copy(update={"device_index": device_index})
+        update[section] = _with(shared, getattr(entry, section), f"models.{name}.{section}")
+    return settings.model_copy(update=update)
+
+
+def _with(section: S, own: Mapping[str, Any], where: str) -> S:  # Any: checked here
+    try:
+        return type(section).model_validate({**section.model_dump(), **own})
+    except ValidationError as error:
+        raise ConfigurationError(f"{where}: {explain(error)}") from error
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_name("models", name)
+    except InvalidRequestError as error:
+        raise ConfigurationError(error.message) from error
+
+
+def _prefix(name: str, taken: set[str]) -> str:
+    """Return what may begin the names of sockets and services, and differs from `taken`."""
+    short = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:MAX_PREFIX_CHARACTERS].strip("-.") or "model"
+    candidates = (f"{short}/", *(f"{short}-{number}/" for number in range(2, len(taken) + 3)))
+    return next(candidate for candidate in candidates if candidate not in taken)

@@ -1,0 +1,113 @@
+"""Several models in one deployment: their services, what each is told, and what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.settings import Settings
+from deploy.supervisor.command import read_arguments
+from deploy.supervisor.layout import Layout, plan_layout
+
+RUN = Path("/run/pando/8000")
+
+
+def layout_of(models: dict[str, Any], **sections: Any) -> Layout:
+    return plan_layout(Settings.model_validate({"models": models, **sections}), RUN)
+
+
+def test_each_model_has_services_of_its_own_and_all_share_the_gateway() -> None:
+    layout = layout_of({"small": "smollm2-135m-instruct", "org/large": {"reference": "/m", "tp": 2}})
+    assert [spec.name for spec in layout.services] == [
+        "small/worker",
+        "small/detokenizer",
+        "org-large/worker-0",
+        "org-large/worker-1",
+        "org-large/detokenizer",
+        "small/scheduler",
+        "small/tokenizer",
+        "org-large/scheduler",
+        "org-large/tokenizer",
+        "gateway",
+    ]
+    assert layout.models == {"small": "small/", "org/large": "org-large/"}
+    for model, prefix in layout.models.items():
+        its = {name: layout.find(f"{prefix}{name}") for name in ("tokenizer", "scheduler", "detokenizer")}
+        backend = layout.find("gateway").settings.gateway.models[model]
+        assert backend.tokenizer == its["tokenizer"].address
+        assert backend.detokenizer == its["scheduler"].settings.scheduler.detokenizer == its["detokenizer"].address
+        assert backend.scheduler == its["tokenizer"].settings.tokenizer.scheduler == its["scheduler"].address
+        assert {spec.settings.model.name for spec in its.values()} == {model}
+    assert len({spec.address for spec in layout.services}) == len(layout.services)
+    workers = [layout.find(f"org-large/worker-{rank}") for rank in range(2)]
+    scheduler = layout.find("org-large/scheduler").settings.scheduler
+    assert scheduler.workers == tuple(worker.address for worker in workers)
+    assert {worker.group for worker in workers} == {"org-large/worker"}
+
+
+def test_what_a_model_says_of_itself_goes_before_what_all_share() -> None:
+    layout = layout_of(
+        {
+            "small": {"aliases": ["gpt"], "scheduler": {"max_rows": 3}, "max_context": 128},
+            "large": {"dtype": "float16"},
+        },
+        model={"load_format": "fake"},
+        scheduler={"max_rows": 7, "max_step_tokens": 64},
+        gateway={"default_model": "large"},
+    )
+    small, large = layout.find("small/scheduler").settings, layout.find("large/scheduler").settings
+    assert (small.scheduler.max_rows, small.scheduler.max_step_tokens) == (3, 64)
+    assert (large.scheduler.max_rows, large.scheduler.max_step_tokens) == (7, 64)
+    assert (small.model.load_format, small.model.max_context, small.model.dtype) == ("fake", 128, "auto")
+    assert (large.model.load_format, large.model.max_context, large.model.dtype) == ("fake", 0, "float16")
+    assert layout.find("gateway").settings.gateway.models["small"].aliases == ("gpt",)
+    assert layout.model == "large"
+
+
+def test_models_take_devices_one_after_the_other_unless_they_say_which() -> None:
+    layout = layout_of(
+        {"a": {"tp": 2}, "b": "x", "c": {"worker": {"device_index": 0}}}, worker={"device_index": 1, "threads": 1}
+    )
+    devices = {spec.name: spec.settings.worker.device_index for spec in layout.services if "worker" in spec.name}
+    assert devices == {"a/worker-0": 1, "a/worker-1": 2, "b/worker": 3, "c/worker": 0}
+
+
+def test_names_that_look_alike_as_files_are_told_apart() -> None:
+    layout = layout_of({"a/b": "x", "a-b": "x", "///": "x"})
+    assert list(layout.models.values()) == ["a-b/", "a-b-2/", "model/"]
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"a": {"scheduler": {"max_rwos": 3}}}, "models.a.scheduler: unknown setting: max_rwos"),
+        ({"a": {"worker": {"threads": -1}}}, "models.a.worker: threads"),
+        ({"a\nb": "x"}, "control"),
+        ({"a": {"scheduler": {"metrics_port": 9000}}, "b": {"scheduler": {"metrics_port": 9000}}}, "port 9000"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_told(models: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        layout_of(models)
+
+
+def test_ranks_are_each_model_s_own() -> None:
+    with pytest.raises(ConfigurationError, match="tp"):
+        plan_layout(Settings.model_validate({"models": {"a": "x"}}), RUN, ranks=2)
+
+
+def test_the_command_line_takes_several_models() -> None:
+    settings, _ = read_arguments(["--models", "small=one", "--models", "large=/models/two"])
+    assert {name: model.reference for name, model in settings.models.items()} == {
+        "small": "one",
+        "large": "/models/two",
+    }
+    settings, _ = read_arguments(["--models", '{"large": {"reference": "two", "tp": 2}}'])
+    assert settings.models["large"].tp == 2
+    with pytest.raises(ConfigurationError):
+        read_arguments(["--models", "nameless"])
+    with pytest.raises(ConfigurationError, match="called by its name"):
+        read_arguments(["--models", '{"a": {"served_name": "b"}}'])

@@ -1,0 +1,93 @@
+"""Two models behind one gateway, each with services of its own; one of them dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import openai
+import pytest
+
+from common.settings import Settings
+from tests.e2e.conftest import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+# Both make tokens up; each takes 20 ms for a step, so that answers last while things happen.
+SETTINGS = {
+    "model": {"load_format": "fake"},
+    "models": {"small": {"max_context": 512, "aliases": ["gpt-4o-mini"]}, "large": {"scheduler": {"max_rows": 4}}},
+    "gateway": {"port": 0, "default_model": "large"},
+    "worker": {"fake_step_ms": 20.0, "threads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def both(run_root: Path) -> Iterator[Served]:
+    yield from serve(Settings.model_validate(SETTINGS), run_root)
+
+
+def tokens_of(client: openai.OpenAI, model: str, max_tokens: int) -> list[str]:
+    stream = client.completions.create(model=model, prompt="x", max_tokens=max_tokens, seed=1, stream=True)
+    return [chunk.choices[0].text for chunk in stream]
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    give_up_at = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "it does not happen"
+        time.sleep(0.02)
+
+
+def test_both_are_listed_and_answer_by_their_names(both: Served) -> None:
+    client = both.client()
+    listed = {model.id: model.model_dump() for model in client.models.list()}
+    assert {name: model["max_model_len"] for name, model in listed.items()} == {"small": 512, "large": 8192}
+    assert listed["small"]["aliases"] == ["gpt-4o-mini"]
+    assert client.completions.create(model="gpt-4o-mini", prompt="x", max_tokens=2).model == "small"
+    with pytest.raises(openai.NotFoundError, match="'small', 'large'"):
+        client.completions.create(model="huge", prompt="x")
+    answer = httpx.post(f"{both.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert answer.json()["model"] == "large"
+
+
+def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
+    client = both.client()
+    undisturbed = tokens_of(client, "large", 60)
+    answers: dict[str, list[str]] = {}
+
+    def ask(model: str) -> None:
+        answers[model] = tokens_of(client, model, 60)
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in ("small", "large")]
+    for thread in threads:
+        thread.start()
+    both.deployment.kill("small/scheduler")
+    # While it is away, the gateway says so of this model, and of no other.
+    wait_for(lambda: httpx.get(f"{both.url}/ready?model=small").status_code == 503)
+    assert httpx.get(f"{both.url}/ready").json()["status"] == "partial"
+    assert httpx.get(f"{both.url}/ready?model=large").status_code == 200
+    for thread in threads:
+        thread.join()
+    assert answers["large"] == undisturbed
+    # What was interrupted went on where it was, once the scheduler was back; the other was never interrupted.
+    assert len(answers["small"]) == len(undisturbed)
+    metrics = httpx.get(f"{both.url}/metrics").text
+    assert 'pando_gateway_resumptions_total{model="small"}' in metrics
+    assert 'pando_gateway_resumptions_total{model="large"}' not in metrics
+
+
+def test_each_scheduler_is_asked_by_its_model_s_name(both: Served) -> None:
+    with httpx.Client(base_url=both.url) as http:
+        states = http.get("/get_server_info", params={"model": "large"}).json()["internal_states"]
+        assert [state["max_rows"] for state in states] == [4]
+        assert "pages" in http.post("/flush_cache").text
+        metrics = http.get("/metrics").text
+    assert 'pando_gateway_link_connected{link="tokenizer",model="small"} 1.0' in metrics
+    assert 'pando_gateway_completion_tokens_total{model="large"}' in metrics
