@@ -254,6 +254,18 @@ class WorkerSettings(Section):
     """A call to the storage that takes longer counts as failed."""
     storage_threads: int = Field(default=4, ge=1, le=64)
     """Calls to the storage at the same time; half of them may write."""
+    keep_warm_ms: float = Field(default=0.0, ge=0)
+    """An idle GPU gets a little work of no use after so long, again and again, so that its clocks stay up and the next
+    request finds it fast; costs power. 0: never. On a CPU nothing is done."""
+    profile_directory: Path | None = None
+    """Where `pando profile` leaves traces of what this rank computes; absent: it records none. Anyone who reaches the
+    worker may start a recording, which slows it down while it lasts."""
+    profile_max_seconds: float = Field(default=60.0, gt=0, le=3600)
+    """A recording ends by itself after so long,"""
+    profile_max_passes: int = Field(default=1000, ge=1)
+    """or after so many forward passes: each takes some hundred kilobytes of memory until it is written."""
+    profile_max_megabytes: int = Field(default=1024, ge=1)
+    """No recording begins while the traces in the directory take so much."""
     fake_vocabulary_size: int = Field(default=49_152, ge=16)
     """Vocabulary of a model loaded with load_format=fake."""
     fake_step_ms: float = Field(default=0.0, ge=0)

@@ -40,6 +40,7 @@ COMMANDS = (
     Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or this one's parts"),
     Command("attack", "deploy.attack.command", "try the published attacks on shared caches against a server"),
     Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),
+    Command("profile", "deploy.inspection.profile", "record what the workers compute, as traces"),
     Command("keys", "deploy.keys.command", "make, list and revoke API keys"),
     Command("cache", "deploy.inspection.cache", "look into the prefix cache; pin, forget, flush"),
 )

@@ -16,6 +16,9 @@ from services.worker.engine.fake_engine import FakeEngine, FakeOptions
 from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
+from services.worker.grammars.checker import GrammarChecker
+from services.worker.grammars.desk import GrammarDesk
+from services.worker.profiles import ProfileRules
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
 from services.worker.storage.factory import make_storage
@@ -40,10 +43,15 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, or until the engine hangs."""
     security = read_security(settings.rpc)
     tier = make_tier(settings.worker)
-    engine = make_engine(settings.worker)
-    executor = Executor(engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop()))
+    library = GrammarLibrary()
+    grammars = GrammarDesk(library, GrammarChecker(settings.worker.grammar_timeout_s))
+    engine = make_engine(settings.worker, library)
+    engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
+    executor = Executor(
+        engine, profile_rules=profile_rules(settings.worker), keep_warm_s=settings.worker.keep_warm_ms / 1000
+    )
     server = RpcServer(NAME, settings.worker.address, security)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, grammars))
     await server.start()
     await server.set_serving(True)
     get_logger("worker").info("worker.listening", address=settings.worker.address)
@@ -64,6 +72,16 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if not has_ended:
             # Nor can it end while operators or a storage that hangs run in another thread; nobody waits for them.
             os._exit(0)
+
+
+def profile_rules(settings: WorkerSettings) -> ProfileRules:
+    """Return what may be recorded of this rank."""
+    return ProfileRules(
+        directory=settings.profile_directory,
+        max_seconds=settings.profile_max_seconds,
+        max_passes=settings.profile_max_passes,
+        max_bytes=settings.profile_max_megabytes * 2**20,
+    )
 
 
 def make_tier(settings: WorkerSettings) -> StorageTier | None:

@@ -17,10 +17,13 @@ HEARTBEAT_S = 0.25
 class EngineThread:
     """All work on the engine happens here: device contexts and thread counts belong to one thread."""
 
-    def __init__(self) -> None:
-        """Prepare; `start` starts."""
+    def __init__(self, idle: Command | None = None, idle_s: float = HEARTBEAT_S) -> None:
+        """Prepare; `start` starts. `idle` is called whenever there has been no command for `idle_s` seconds."""
+        self._idle = idle
+        self._idle_s = idle_s
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._last_beat = time.monotonic()
+        self._last_command = time.monotonic()
         self._log = get_logger("engine")
         # A daemon, so that a collective that never returns cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -60,12 +63,27 @@ class EngineThread:
         while True:
             self.beat()
             try:
-                command = self._commands.get(timeout=HEARTBEAT_S)
+                command = self._commands.get(timeout=min(HEARTBEAT_S, self._idle_s))
             except queue.Empty:
+                command = self._when_idle()
+                if command is not None:
+                    self._carry_out(command)
                 continue
             if command is None:
                 return
-            try:
-                command()
-            except Exception:  # noqa: BLE001  (the thread must outlive it)
-                self._log.exception("engine.command_failed")
+            self._carry_out(command)
+            self._last_command = time.monotonic()
+
+    def _when_idle(self) -> Command | None:
+        """Return what is to be done if there has been nothing else to do for long enough."""
+        now = time.monotonic()
+        if self._idle is None or now - self._last_command < self._idle_s:
+            return None
+        self._last_command = now
+        return self._idle
+
+    def _carry_out(self, command: Command) -> None:
+        try:
+            command()
+        except Exception:  # noqa: BLE001  (the thread must outlive it)
+            self._log.exception("engine.command_failed")

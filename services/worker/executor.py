@@ -14,6 +14,7 @@ from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.engine import InvalidPlanError, OutOfMemoryError
 from services.worker.engine_thread import EngineThread
+from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import Session, SessionEndedError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
     from services.worker.engine.engine import Engine, ProgressReport
+    from services.worker.profiles import Recorder
 
 # A plan lasts far less, so a thread that is not free by then never will be.
 STUCK_AFTER_S = 30.0
@@ -69,13 +71,22 @@ class _Loading:
 class Executor:
     """Owns the engine and its thread. Methods belong to the event loop unless they say otherwise."""
 
-    def __init__(self, engine: Engine, stuck_after_s: float = STUCK_AFTER_S) -> None:
-        """Take over `engine`, which nobody else may touch from now on."""
+    def __init__(
+        self,
+        engine: Engine,
+        stuck_after_s: float = STUCK_AFTER_S,
+        profile_rules: ProfileRules | None = None,
+        keep_warm_s: float = 0.0,
+    ) -> None:
+        """Take over `engine`, which nobody else may touch from now on.
+
+        Idle, it is kept warm every `keep_warm_s` seconds; 0: it is not.
+        """
         # Set when the thread hangs for good: only a new process can help.
         self.is_stuck = asyncio.Event()
         self._engine = engine
         self._stuck_after_s = stuck_after_s
-        self._thread = EngineThread()
+        self._thread = EngineThread(self._keep_warm, keep_warm_s) if keep_warm_s else EngineThread()
         self._loop = asyncio.get_running_loop()
         self._state = WorkerState.IDLE
         self._spec: EngineSpec | None = None
@@ -84,6 +95,7 @@ class Executor:
         self._session: Session | None = None
         self._finished_passes = 0
         self._log = get_logger("executor")
+        self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
 
     def snapshot(self) -> WorkerSnapshot:
@@ -223,7 +235,8 @@ class Executor:
         if session.is_ended:
             return
         try:
-            self._engine.execute(plan, emit)
+            with self.profiles.span(f"plan {plan.step_id}"):
+                self._engine.execute(plan, emit)
             self._engine.settle(lambda: self._thread.has_commands)
         except SessionEndedError:
             pass  # whoever ended it has the rows freed
@@ -262,10 +275,39 @@ class Executor:
 
     def _count(self, result: StepResult) -> None:
         self._finished_passes += 1
+        self.profiles.note_pass()
         metrics.PASS_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
         metrics.PASS_HOST_SECONDS.observe(result.host_us / 1e6)
         metrics.TOKENS_TOTAL.inc(len(result.token_ids))
         metrics.OPEN_ROWS.set(self._engine.open_rows)
+
+    def _keep_warm(self) -> None:
+        """Give an idle engine something to do, on its thread."""
+        if self._state is WorkerState.READY:
+            self._engine.keep_warm()
+
+    async def _run_on_thread(self, command: Callable[[], None]) -> None:
+        """Run something between plans, on the engine's thread, and wait for it."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            try:
+                command()
+            except Exception as error:  # noqa: BLE001  (raised again in whoever waits)
+                self._call_loop(settle, error)
+            else:
+                self._call_loop(settle, None)
+
+        self._thread.submit(run)
+        await done
 
     def _call_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
@@ -273,3 +315,10 @@ class Executor:
     def _set_state(self, state: WorkerState) -> None:
         self._state = state
         metrics.READY.set(state is WorkerState.READY)
+
+
+def _make_recorder() -> Recorder:
+    # Only when asked for: an engine without a model does without torch.
+    from services.worker.engine.measuring.torch_recorder import TorchRecorder
+
+    return TorchRecorder()

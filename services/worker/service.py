@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from common.grammars_wire import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.convert import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 from services.worker.executor import NotReadyError, SupersededError
+from services.worker.profiles import ProfileRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.steps import EngineCapacity
     from services.worker.executor import Executor
+    from services.worker.grammars.desk import GrammarDesk
     from services.worker.session import Session
 
     Context = grpc.aio.ServicerContext[object, object]
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves `pando.v1.Worker`; see the comments in the contract."""
 
-    def __init__(self, executor: Executor) -> None:
-        """Serve `executor`."""
+    def __init__(self, executor: Executor, grammars: GrammarDesk) -> None:
+        """Serve `executor`, and `grammars` ahead of the rows that need them."""
         self._executor = executor
+        self._grammars = grammars
 
     async def Configure(  # noqa: N802  (the contract's name)
         self, request: worker_pb2.ConfigureRequest, context: Context
@@ -77,6 +81,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             reading.cancel()
             self._executor.close_session(session)
 
+    async def PrepareGrammar(  # noqa: N802
+        self, request: worker_pb2.PrepareGrammarRequest, context: Context
+    ) -> worker_pb2.PrepareGrammarResponse:
+        """Compile a grammar, unless that is done."""
+        return worker_pb2.PrepareGrammarResponse(
+            compile_us=await self._grammars.prepare(grammar_from_wire(request.grammar))
+        )
+
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
@@ -93,6 +105,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             finished_steps=snapshot.finished_passes,
             heartbeat_age_ms=int(snapshot.heartbeat_age_s * 1000),
         )
+
+    async def StartProfile(  # noqa: N802
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        """Begin to record what this rank computes."""
+        if request.max_seconds < 0:
+            raise InvalidRequestError("max_seconds must not be negative", param="max_seconds")
+        spec = self._executor.snapshot().spec
+        try:
+            profile = await self._executor.profiles.start(f"rank{spec.rank if spec else 0}", request.max_seconds)
+        except ProfileRefusedError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.StartProfileResponse(path=str(profile.path), max_seconds=profile.max_seconds)
+
+    async def StopProfile(  # noqa: N802
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        """End the recording and write it."""
+        try:
+            profile = await self._executor.profiles.stop()
+        except ProfileRefusedError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.StopProfileResponse(path=str(profile.path), passes=profile.passes, bytes=profile.bytes)
 
 
 async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: Session) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from common.settings import DetokenizerSettings, GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings import DetokenizerSettings, GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
 from deploy.supervisor.layout import free_port
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
@@ -94,6 +94,7 @@ def ring(run_root: Path) -> Iterator[Served]:
         gateway=GatewaySettings(port=0),
         detokenizer=DetokenizerSettings(metrics_port=free_port("127.0.0.1")),
         scheduler=SchedulerSettings.model_validate({"cache": "user_aware", "admin_token": "open-sesame-please"}),
+        worker=WorkerSettings(profile_directory=run_root / "profiles"),
     )
     yield from serve(settings, run_root)
 

@@ -51,6 +51,9 @@ class ScriptedEngine:
         self.plans.append(plan)
         self.inner.execute(plan, emit)
 
+    def keep_warm(self) -> None:
+        self.calls.append("keep_warm")
+
     def reset(self) -> None:
         self.calls.append("reset")
         self.inner.reset()

@@ -71,6 +71,9 @@ class Engine(Protocol):
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the results that are still owed, by and by; return early once `is_wanted`, for the next `execute`."""
 
+    def keep_warm(self) -> None:
+        """Let an idle device do a little, so that it does not slow down; delays no plan and touches no page."""
+
     def reset(self) -> None:
         """Free all rows: a new stream of plans begins. The weights stay."""
 

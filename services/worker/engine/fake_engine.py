@@ -90,6 +90,9 @@ class FakeEngine:
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Do nothing: every result was emitted at once."""
 
+    def keep_warm(self) -> None:
+        """Do nothing: there is no device."""
+
     def reset(self) -> None:
         """Free all rows."""
         if self._plans is not None:

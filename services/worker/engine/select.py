@@ -52,6 +52,11 @@ class SelectedEngine:
         if self._engine is not None:
             self._engine.settle(is_wanted)
 
+    def keep_warm(self) -> None:
+        """Let an idle device do a little."""
+        if self._engine is not None:
+            self._engine.keep_warm()
+
     def reset(self) -> None:
         """Free all rows."""
         if self._engine is not None:

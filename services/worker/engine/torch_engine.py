@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.worker.engine.gpu.gpu_stepper import GpuStepper
+    from services.worker.engine.gpu.keep_warm import DeviceWarmer
+    from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.host_tier.transfers import Transfers
 
@@ -59,6 +62,8 @@ class Runner(Protocol):
         """Give everything back."""
 
 
+log = logging.getLogger(__name__)
+
 LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
 
 
@@ -71,6 +76,8 @@ class TorchEngine:
         self._spec: EngineSpec | None = None
         self._runner: Runner | EncoderRunner | None = None
         self._stepper: GpuStepper | None = None
+        self._warmer: DeviceWarmer | None = None
+        self._has_told_of_cpu = False
         self._plans: PlanRunner | LaggedPlanRunner | None = None
 
     @property
@@ -140,6 +147,22 @@ class TorchEngine:
         if self._plans is not None:
             self._plans.settle(is_wanted)
 
+    def keep_warm(self) -> None:
+        """Let an idle GPU do a little; see `Engine.keep_warm`."""
+        if self._runner is None:
+            return
+        device = self._runner.device
+        if device.type == "cpu":
+            if not self._has_told_of_cpu:
+                log.warning("worker.keep_warm_ms changes nothing here: a CPU needs no work to stay fast")
+            self._has_told_of_cpu = True
+            return
+        if self._warmer is None:
+            from services.worker.engine.gpu.keep_warm import DeviceWarmer
+
+            self._warmer = DeviceWarmer(device)
+        self._warmer.run()
+
     def reset(self) -> None:
         """Free all rows."""
         if self._plans is not None:
@@ -148,7 +171,7 @@ class TorchEngine:
     def close(self) -> None:
         """Give back the model's memory and its group."""
         runner, self._runner, self._plans, self._spec = self._runner, None, None, None
-        self._stepper = None
+        self._stepper = self._warmer = None
         if runner is not None:
             runner.close()
 

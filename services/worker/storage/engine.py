@@ -85,6 +85,10 @@ class StoringEngine:
         """Emit what the inner engine still owes."""
         self._inner.settle(is_wanted)
 
+    def keep_warm(self) -> None:
+        """Let an idle device do a little."""
+        self._engine.keep_warm()
+
     def reset(self) -> None:
         """Free all rows; open transfers are void."""
         self._end_stream()

@@ -10,13 +10,17 @@ from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.__main__ import NAME
+from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.executor import Executor
+from services.worker.grammars.checker import GrammarChecker
+from services.worker.grammars.desk import GrammarDesk
 from services.worker.service import WorkerService
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from services.worker.engine.engine import Engine
+    from services.worker.profiles import ProfileRules
 
 Serve = Callable[..., Awaitable["worker_pb2_grpc.WorkerAsyncStub"]]
 
@@ -26,13 +30,20 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
     """Serve an engine over real gRPC on a unix socket; call it with the engine (and a patience in seconds)."""
     async with AsyncExitStack() as stack:
 
-        async def start(engine: Engine, stuck_after_s: float = 10.0) -> worker_pb2_grpc.WorkerAsyncStub:
-            executor = Executor(engine, stuck_after_s)
+        async def start(
+            engine: Engine,
+            stuck_after_s: float = 10.0,
+            profile_rules: ProfileRules | None = None,
+            keep_warm_s: float = 0.0,
+        ) -> worker_pb2_grpc.WorkerAsyncStub:
+            executor = Executor(engine, stuck_after_s, profile_rules, keep_warm_s)
+            desk = GrammarDesk(GrammarLibrary(), GrammarChecker(deadline_s=10.0))
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
-            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor))
+            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, desk))
             await server.start()
             channel = open_channel(server.address)
             stack.push_async_callback(executor.stop)
+            stack.push_async_callback(desk.close)
             stack.push_async_callback(server.stop, 0.1)
             stack.push_async_callback(channel.close)
             return worker_pb2_grpc.WorkerStub(channel)

@@ -324,3 +324,23 @@ async def test_a_want_of_memory_is_told_apart_and_a_rank_alone_keeps_its_weights
     assert result.error == "no room for 4096 tokens"
     assert (await get_state(stub)).state == "FAILED"
     assert engine.calls == ["configure", tidied]
+
+
+async def test_an_idle_rank_is_kept_warm_and_a_busy_one_is_not(serve: Serve) -> None:
+    done = threading.Event()
+    engine = ScriptedEngine(before_execute=wait_for(done))
+    stub = await serve(engine, keep_warm_s=0.01)
+    await asyncio.sleep(0.1)
+    assert "keep_warm" not in engine.calls, "it is not configured"
+    await configure(stub)
+    async with asyncio.timeout(5):
+        while engine.calls.count("keep_warm") < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    call = stub.Execute()
+    await call.write(plan_to_wire(OPEN))
+    await asyncio.sleep(0.1)
+    busy = engine.calls.count("keep_warm")
+    await asyncio.sleep(0.1)
+    assert engine.calls.count("keep_warm") == busy
+    done.set()
+    await read_plan(call)

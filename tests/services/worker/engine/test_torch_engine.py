@@ -208,3 +208,25 @@ def test_an_invalid_plan_computes_nothing() -> None:
     with pytest.raises(InvalidPlanError):
         run(engine, StepPlan(StepId(1), opens=(open_row(0, PROMPT),), prefills=(chunk(0, 0, 5),)))
     assert not runner.batches
+
+
+def test_keeping_a_cpu_warm_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    runner = CheckingRunner()
+    engine = configured(runner)
+    for _ in range(3):
+        engine.keep_warm()
+    assert [record.message for record in caplog.records if "keep_warm_ms" in record.message] == [
+        "worker.keep_warm_ms changes nothing here: a CPU needs no work to stay fast"
+    ]
+    assert not runner.batches
+
+
+@pytest.mark.gpu
+def test_keeping_a_gpu_warm_computes_nothing_of_the_model() -> None:
+    runner = CheckingRunner(device=torch.device("cuda"))
+    engine = configured(runner)
+    for _ in range(3):
+        engine.keep_warm()
+    torch.cuda.synchronize()
+    assert not runner.batches
+    engine.close()

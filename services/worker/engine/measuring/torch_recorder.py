@@ -1,0 +1,40 @@
+"""Records operators and, on a GPU, kernels with torch's profiler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+
+class TorchRecorder:
+    """See `services.worker.profiles.Recorder`."""
+
+    def __init__(self) -> None:
+        """Prepare."""
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        # Neither shapes nor stacks: they cost more than most of what is to be seen.
+        self._profile = profile(activities=activities)
+
+    def start(self) -> None:
+        """Begin."""
+        self._profile.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._profile.stop()
+
+    def write(self, path: Path) -> None:
+        """Write a trace in Chrome's format, compressed."""
+        self._profile.export_chrome_trace(str(path))
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return what marks a stretch of time."""
+        return record_function(name)
