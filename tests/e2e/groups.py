@@ -35,8 +35,6 @@ class Tier:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
 
     def start(self) -> None:
-        for group in GROUPS:
-            self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
         self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
         for group in GROUPS:
             self.start_group(group)
@@ -51,6 +49,7 @@ class Tier:
         wait_until(lambda: self.is_ready() and self.serving() == {0, 1}, timeout_s=60, what=self._processes.logs)
 
     def start_group(self, group: int) -> None:
+        self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
         settings = {
             "scheduler.address": self._socket(f"scheduler-{group}"),
             "scheduler.workers": f'["{self._socket(f"worker-{group}")}"]',
@@ -60,7 +59,9 @@ class Tier:
         self._start(f"scheduler-{group}", "services.scheduler", settings)
 
     def end_group(self, group: int, number: signal.Signals) -> None:
+        """End a scheduler, which may drain first, and then its worker."""
         self._processes.end(f"scheduler-{group}", number)
+        self._processes.end(f"worker-{group}", number)
 
     def is_ready(self) -> bool:
         try:
