@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 # A schema of a large API takes some tens of kilobytes.
@@ -20,8 +20,8 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Equal grammars are compiled once. `param` is the request field that it came from, for errors about it."""
+    """Equal ones are compiled once, whatever the request field `param` that they came from, which errors name."""
 
     kind: GrammarKind
     text: str
-    param: str
+    param: str = field(compare=False)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 
-from common.errors import ConfigurationError
+from common.errors import ConfigurationError, UnavailableError
+from common.grammars_wire import grammar_to_wire
 from common.logs import get_logger
+from common.rpc.status import to_error
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
@@ -19,6 +21,7 @@ from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
+    from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import TransferAck
 
@@ -27,6 +30,8 @@ CONFIGURE_TIMEOUT_S = 3600.0
 WATCH_INTERVAL_S = 1.0
 # How long the other ranks' reasons are waited for when one has failed.
 REASON_GRACE_S = 0.5
+# The worker's own limit on a grammar, and others' grammars before this one.
+PREPARE_TIMEOUT_S = 60.0
 
 
 class GroupState(Enum):
@@ -100,6 +105,20 @@ class WorkerGroup:
         for queue in self._queues:
             queue.put_nowait(message)
 
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have a grammar compiled before rows need it.
+
+        Raises:
+            PandoError: it is refused, or the workers are away.
+        """
+        if self._first is None:
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        request = worker_pb2.PrepareGrammarRequest(grammar=grammar_to_wire(grammar))
+        try:
+            await self._first.PrepareGrammar(request, timeout=PREPARE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from error
+
     async def run(self) -> NoReturn:
         """Configure and serve the group for ever.
 
@@ -143,10 +162,12 @@ class WorkerGroup:
         try:
             await asyncio.gather(*(call.wait_for_connection() for call in calls))
             self.state = GroupState.READY
+            self._first = ranks[0]
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             self._listener.on_ready(capacity)
             await self._serve(calls)
         finally:
+            self._first = None
             for call in calls:
                 call.cancel()
 

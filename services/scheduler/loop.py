@@ -30,6 +30,7 @@ from services.scheduler.tier_meter import TierMeter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.grammars import Grammar
     from common.rpc.stream import StreamLink
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
@@ -108,6 +109,16 @@ class SchedulerLoop:
         metrics.ADMISSIONS_TOTAL.labels(admission.rejected.code.value if admission.rejected else "accepted").inc()
         self._wake.set()
         return admission
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have the workers compile a grammar.
+
+        Raises:
+            PandoError: it is refused, or the workers are away.
+        """
+        if self._group is None:
+            raise UnavailableError(self._why_unavailable(), retry_after_ms=1000)
+        await self._group.prepare(grammar)
 
     def refuse_new(self) -> None:
         """Take no more requests; those that are open go on."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from common.errors import InvalidRequestError, PandoError, UnavailableError
-from common.types import Admission, RequestId
-from common.wire import admission_to_wire, principal_from_wire, principal_to_wire, schedule_request_from_wire
+from common.errors import InvalidRequestError, UnavailableError
+from common.wire import admission_to_wire, principal_from_wire, principal_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.convert_cache import (
@@ -23,6 +23,7 @@ from services.scheduler.convert_cache import (
     storage_to_wire,
     tier_to_wire,
 )
+from services.scheduler.submissions import Submissions
 from services.scheduler.tier_meter import traffic_to_wire
 from services.scheduler.watching import EventBacklog
 
@@ -62,20 +63,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         """Take in batches of requests and aborts; answer each batch's admissions in one message."""
-        async for message in request_iterator:
-            admissions = [self._submit(schedule) for schedule in message.schedules]
-            for abort in message.aborts:
-                self._loop.abort(RequestId(abort.request_id))
-            if admissions:
-                encoded = [admission_to_wire(admission) for admission in admissions]
-                yield scheduler_pb2.SchedulerSubmitResponse(admissions=encoded)
-
-    def _submit(self, message: scheduler_pb2.ScheduleRequest) -> Admission:
+        submissions = Submissions(self._loop)
+        reading = asyncio.create_task(submissions.read(request_iterator))
         try:
-            request = schedule_request_from_wire(message)
-        except PandoError as error:
-            return Admission(RequestId(message.request_id), len(message.token_ids), error.to_failure())
-        return self._loop.submit(request)
+            async for admissions in submissions.answers():
+                yield scheduler_pb2.SchedulerSubmitResponse(
+                    admissions=[admission_to_wire(admission) for admission in admissions]
+                )
+        finally:
+            reading.cancel()
+            submissions.close()
 
     async def GetState(  # noqa: N802
         self, request: scheduler_pb2.GetStateRequest, context: Context

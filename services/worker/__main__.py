@@ -13,6 +13,7 @@ from common.runtime import run_service
 from common.settings import Settings, WorkerSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
@@ -63,6 +64,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             end.cancel()
         # Short, because Execute streams never end by themselves.
         await server.stop(grace_s=0.5)
+        await grammars.close()
         if executor.is_stuck.is_set():
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
             os._exit(STUCK_STATUS)
@@ -90,7 +92,7 @@ def make_tier(settings: WorkerSettings) -> StorageTier | None:
     return None if storage is None else StorageTier(storage, settings.storage_timeout_s, settings.storage_threads)
 
 
-def make_engine(settings: WorkerSettings) -> Engine:
+def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is asked for."""
     options = FakeOptions(
         vocabulary_size=settings.fake_vocabulary_size,

@@ -17,6 +17,12 @@ TOKENS_TOTAL = Counter("pando_worker_sampled_tokens_total", "Tokens sampled by t
 OPEN_ROWS = Gauge("pando_worker_open_rows", "Row slots in use.")
 PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ended with an error.")
 READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")
+GRAMMARS_TOTAL = Counter("pando_worker_grammars_total", "Grammars that were tried, by outcome.", ["outcome"])
+GRAMMAR_COMPILE_SECONDS = Histogram(
+    "pando_worker_grammar_compile_seconds",
+    "Time to compile and try a grammar that was not there yet.",
+    buckets=(1e-3, 4e-3, 16e-3, 64e-3, 0.25, 1.0, 4.0, 16.0),
+)
 STORAGE_PAGES_TOTAL = Counter(
     "pando_worker_storage_pages_total",
     "Pages of transfers with storage by direction and outcome: done, or why not.",

@@ -239,7 +239,9 @@ class Planner:
             self._billing.start(sequence, lease.matched_tokens)
         request = sequence.request
         stop_ids = request.stop.stop_token_ids
-        if not request.stop.ignore_eos:
+        grammar = sequence.sampling.grammar
+        # Behind a complete grammar nothing but the end can follow.
+        if not request.stop.ignore_eos or grammar is not None:
             stop_ids = (*stop_ids, *self._config.eos_token_ids)
         return RowOpen(
             row=row,
@@ -251,7 +253,7 @@ class Planner:
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,
-            min_new_tokens=request.stop.min_tokens,
+            min_new_tokens=0 if grammar is not None else request.stop.min_tokens,
             prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
             pooling=request.pooling,
         )

@@ -13,6 +13,8 @@ import torch
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from services.worker.engine.encoder.runner import EncoderRunner, EncoderStepper
 from services.worker.engine.engine import Emit, OutOfMemoryError, ProgressReport
+from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.engine.measuring.warm_up import warm_up
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model_runner import ModelRunner
@@ -70,9 +72,10 @@ LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
 class TorchEngine:
     """Runs plans with a model runner; see `Engine`."""
 
-    def __init__(self, load_runner: LoadRunner) -> None:
-        """Prepare; `load_runner` loads what is configured, in the calling thread."""
+    def __init__(self, load_runner: LoadRunner, library: GrammarLibrary | None = None) -> None:
+        """Prepare; `load_runner` loads what is configured, in the calling thread. `library` has rows' grammars."""
         self._load_runner = load_runner
+        self._library = library
         self._spec: EngineSpec | None = None
         self._runner: Runner | EncoderRunner | None = None
         self._stepper: GpuStepper | None = None
@@ -109,14 +112,25 @@ class TorchEngine:
             self._plans = PlanRunner(rows, limits, EncoderStepper(self._runner))
             return capacity
         transfers, is_first = self._runner.transfers, spec.rank == 0
+        grammars = self._row_masks(spec, capacity)
         if isinstance(self._runner, ModelRunner) and self._runner.is_resident:
             stepper = self._stepper or self._make_gpu_stepper(self._runner, spec, report)
+            stepper.heed(grammars)
             self._plans = LaggedPlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=is_first)
             return capacity
-        table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
+        table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         plain = TorchStepper(self._runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
         self._plans = PlanRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
         return capacity
+
+    def _row_masks(self, spec: EngineSpec, capacity: EngineCapacity) -> RowMasks | None:
+        """Return what follows rows' grammars, on the rank that samples."""
+        if self._library is None or spec.rank != 0:
+            return None
+        self._library.serve(
+            VocabularySource(spec.model, spec.load_format, capacity.vocabulary_size, capacity.eos_token_ids)
+        )
+        return RowMasks(self._library, capacity.vocabulary_size)
 
     def _make_gpu_stepper(self, runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> GpuStepper:
         # Only here: it imports Triton.

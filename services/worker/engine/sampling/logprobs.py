@@ -10,6 +10,8 @@ from common.types import RowSlot, TokenLogprob
 from services.worker.engine.sampling.order import pad_to_blocks, top_entries
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, slots: RowIndices, top: NDArray[np.int64]
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: RowIndices,
+    top: NDArray[np.int64],
+    asked: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[RowSlot, TokenLogprob], ...]:
     """Return natural-log probabilities at temperature 1, one entry for each row.
 
@@ -26,14 +32,22 @@ def token_logprobs(
         token_ids: [rows] int64, what was sampled.
         slots: [rows], the rows' slots.
         top: [rows], how many of the most likely tokens each wants.
+        asked: the ids whose log probabilities each wants, too; none of any row if it is left out.
     """
     distribution = torch.log_softmax(logits, dim=-1)
     sampled = distribution.gather(1, token_ids[:, None])[:, 0].tolist()
     wanted = min(int(top.max()), logits.shape[1])
+    if any(asked):
+        named = [tuple(distribution[i, list(ids)].tolist()) for i, ids in enumerate(asked)]
+    else:
+        named = [()] * slots.size
     if wanted == 0:
-        return tuple((RowSlot(int(slots[i])), TokenLogprob(sampled[i])) for i in range(slots.size))
+        return tuple((RowSlot(int(slots[i])), TokenLogprob(sampled[i], asked=named[i])) for i in range(slots.size))
     values, ids = (best.tolist() for best in top_entries(pad_to_blocks(distribution, -torch.inf), wanted))
     return tuple(
-        (RowSlot(int(slots[i])), TokenLogprob(sampled[i], tuple(ids[i][: top[i]]), tuple(values[i][: top[i]])))
+        (
+            RowSlot(int(slots[i])),
+            TokenLogprob(sampled[i], tuple(ids[i][: top[i]]), tuple(values[i][: top[i]]), named[i]),
+        )
         for i in range(slots.size)
     )

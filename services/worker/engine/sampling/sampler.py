@@ -12,6 +12,7 @@ from services.worker.engine.sampling.adjust import add_bias, mask_stops, penalis
 from services.worker.engine.sampling.draw import draw
 from services.worker.engine.sampling.filters import order_thresholds
 from services.worker.engine.sampling.logprobs import token_logprobs
+from services.worker.engine.sampling.masks import mask_grammars
 from services.worker.engine.sampling.order import pad_to_blocks
 from services.worker.engine.sampling.philox import uniforms
 from services.worker.engine.sampling.table import Needs, SamplingTable
@@ -51,7 +52,8 @@ def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sampl
         return Samples(token_ids)
     wanted = slots[reporting]
     chosen = token_ids[_index(reporting, logits)]
-    return Samples(token_ids, token_logprobs(unmodified, chosen, wanted, table.top_logprobs[wanted]))
+    asked = [table.logprob_ids[slot] for slot in wanted]
+    return Samples(token_ids, token_logprobs(unmodified, chosen, wanted, table.top_logprobs[wanted], asked))
 
 
 def _adjust(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, needs: Needs) -> None:
@@ -61,10 +63,16 @@ def _adjust(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Samp
     if needs & Needs.BIAS:
         samples = table.rows_that_need(Needs.BIAS, slots)
         add_bias(logits, samples, slots[samples], table)
+    if needs & Needs.WORDS:
+        samples = table.rows_that_need(Needs.WORDS, slots)
+        table.words.rule_out(logits, samples, slots[samples], rows)
     if needs & Needs.MIN_TOKENS:
         samples = table.rows_that_need(Needs.MIN_TOKENS, slots)
         samples = samples[rows.lengths[slots[samples]] < rows.stops_from[slots[samples]]]
         mask_stops(logits, samples, slots[samples], table)
+    if needs & Needs.GRAMMAR and table.grammars is not None:
+        samples = table.rows_that_need(Needs.GRAMMAR, slots)
+        mask_grammars(logits, samples, slots[samples], rows, table.grammars)
 
 
 def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:

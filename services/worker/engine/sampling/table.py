@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.worker.engine.plans.padded import PaddedTable
+from services.worker.engine.sampling.words import WordTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import RowOpen
+    from services.worker.engine.grammars.row_masks import RowMasks
 
 # Below this a temperature would only overflow: the most likely token is certain.
 LEAST_TEMPERATURE = 1e-5
@@ -33,15 +35,19 @@ class Needs(IntFlag):
     # Stop ids are masked while the row is shorter than its minimum.
     MIN_TOKENS = 32
     LOGPROBS = 64
+    GRAMMAR = 128
+    # Some tokens are ruled out.
+    WORDS = 256
 
 
 class SamplingTable:
     """One entry per slot in each array; those of free slots mean nothing."""
 
-    def __init__(self, max_rows: int, vocabulary_size: int) -> None:
-        """Make room for `max_rows` rows."""
+    def __init__(self, max_rows: int, vocabulary_size: int, grammars: RowMasks | None = None) -> None:
+        """Make room for `max_rows` rows. Without `grammars` those of rows are not heeded."""
         self.vocabulary_size = vocabulary_size
-        self.needs = np.zeros(max_rows, np.uint8)
+        self.grammars = grammars
+        self.needs = np.zeros(max_rows, np.uint16)
         self.seeds = np.zeros(max_rows, np.uint64)
         self.temperature = np.ones(max_rows, np.float32)
         self.top_k = np.full(max_rows, KEEP_ALL, np.int64)
@@ -56,6 +62,9 @@ class SamplingTable:
         # Padded by the row's first stop id, since masking twice changes nothing.
         self.masked_ids = PaddedTable(max_rows, np.int64, fill=0)
         self.top_logprobs = np.zeros(max_rows, np.int64)
+        # Ids whose log probabilities are reported, too.
+        self.logprob_ids: list[tuple[int, ...]] = [()] * max_rows
+        self.words = WordTable()
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row's parameters."""
@@ -70,7 +79,11 @@ class SamplingTable:
         self.presence_penalty[row] = sampling.presence_penalty
         self.frequency_penalty[row] = sampling.frequency_penalty
         self.top_logprobs[row] = sampling.top_logprobs or 0
+        self.logprob_ids[row] = sampling.logprob_token_ids
+        self.words.open(opened)
         self._set_bias(opened)
+        if self.grammars is not None:
+            self.grammars.open(opened)
         masked = self._in_vocabulary(opened.stop_token_ids) if opened.min_new_tokens else np.empty(0, np.int64)
         self.masked_ids.set(row, masked, padding=masked[0] if masked.size else 0)
         self.needs[row] = self._needs_of(opened, has_masked_ids=masked.size > 0)
@@ -108,4 +121,8 @@ class SamplingTable:
             needs |= Needs.MIN_TOKENS
         if sampling.top_logprobs is not None:
             needs |= Needs.LOGPROBS
+        if sampling.grammar is not None:
+            needs |= Needs.GRAMMAR
+        if sampling.allowed_token_ids or sampling.banned_sequences:
+            needs |= Needs.WORDS
         return needs

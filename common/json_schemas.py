@@ -1,0 +1,181 @@
+"""Which JSON schemas outputs can be held to: what a grammar cannot enforce is refused by name, not ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from common.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MAX_DEPTH = 64
+MAX_VALUES = 20_000
+
+Json: TypeAlias = Any  # Any: free JSON
+Node: TypeAlias = "Mapping[str, Json]"
+
+# Constraints between parts of a value, or on what must not be.
+UNSUPPORTED = (
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
+    "maxContains", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor",
+)  # fmt: skip
+# Formats that JSON Schema defines and no grammar here enforces; unknown ones are annotations, as it says.
+UNSUPPORTED_FORMATS = frozenset({"regex", "idn-email", "idn-hostname", "iri", "iri-reference"})
+SUPPORTED_FORMATS = frozenset({
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer",
+})  # fmt: skip
+# What says nothing about a value.
+ANNOTATIONS = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable",
+    "$comment", "$schema", "$id", "$defs", "definitions", "discriminator",
+})  # fmt: skip
+# Values that are no schemas themselves.
+_DATA = frozenset({"const", "enum", "default", "examples", "example", "required", "discriminator"})
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")
+
+
+def check_json_schema(schema: Json, param: str) -> None:
+    """Check that outputs can be held to a schema.
+
+    Raises:
+        InvalidRequestError: it is too large, too deep, or asks for what cannot be enforced; named `param`.
+    """
+    if schema is True:
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"'{param}' should be a JSON schema, an object.", param=param)
+    check_size(schema, param)
+    for place, node in _nodes(schema, "$"):
+        problem = _problem(node)
+        if problem is not None:
+            raise InvalidRequestError(f"'{param}' cannot be followed: at {place}, {problem}.", param=param)
+
+
+def check_size(value: Json, param: str) -> None:
+    """Check that a JSON value is neither too deep nor too large to be worked on.
+
+    Raises:
+        InvalidRequestError: it is; named `param`.
+    """
+    count, level = 0, [value]
+    for _ in range(MAX_DEPTH + 1):
+        count += len(level)
+        if count > MAX_VALUES:
+            raise InvalidRequestError(f"'{param}' has more than {MAX_VALUES} values.", param=param)
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+        ]
+        if not level:
+            return
+    raise InvalidRequestError(f"'{param}' is nested more than {MAX_DEPTH} levels deep.", param=param)
+
+
+def _nodes(schema: Json, place: str) -> Iterator[tuple[str, Node]]:
+    """Yield the schemas within a schema, with where they are."""
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for name, value in schema.items():
+        if name in _DATA:
+            continue
+        if name in _MAPS and isinstance(value, dict):
+            for key, inner in value.items():
+                yield from _nodes(inner, f"{place}.{name}.{key}"[:200])
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from _nodes(inner, f"{place}.{name}[{index}]")
+        else:
+            yield from _nodes(value, f"{place}.{name}")
+
+
+def _problem(node: Node) -> str | None:
+    """Return what of a schema, not of those within it, cannot be enforced."""
+    for name in UNSUPPORTED:
+        if name in node:
+            return f"'{name}' cannot be enforced"
+    if node.get("uniqueItems") is True:
+        return "'uniqueItems' cannot be enforced"
+    return _problem_of_text(node) or _problem_of_alternatives(node) or _problem_of_properties(node)
+
+
+def _problem_of_text(node: Node) -> str | None:
+    format_ = node.get("format")
+    if isinstance(format_, str) and format_ in UNSUPPORTED_FORMATS:
+        return f"the format '{format_}' cannot be enforced"
+    has_form = "pattern" in node or (isinstance(format_, str) and format_ in SUPPORTED_FORMATS)
+    if has_form and ("minLength" in node or "maxLength" in node):
+        return "a length cannot be enforced beside a pattern or format"
+    if "pattern" in node and isinstance(format_, str) and format_ in SUPPORTED_FORMATS:
+        return "a pattern cannot be enforced beside a format"
+    return None
+
+
+def _problem_of_alternatives(node: Node) -> str | None:
+    stated = [name for name in _ALTERNATIVES if name in node]
+    if not stated:
+        return None
+    beside = [name for name in node if name not in ANNOTATIONS and name not in stated]
+    if len(stated) > 1 or beside:
+        return f"'{stated[0]}' cannot be enforced together with {', '.join(repr(n) for n in [*stated[1:], *beside])}"
+    value = node[stated[0]]
+    if stated[0] == "$ref":
+        is_local = isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        return None if is_local else "'$ref' has to begin with '#/'"
+    if stated[0] == "allOf" and isinstance(value, list) and len(value) > 1:
+        return "'allOf' of several schemas cannot be enforced"
+    if stated[0] == "oneOf" and isinstance(value, list) and not _are_disjoint(value):
+        return "'oneOf' cannot be enforced where a value may be valid against two of its schemas; 'anyOf' can"
+    return None
+
+
+def _problem_of_properties(node: Node) -> str | None:
+    required, properties = node.get("required"), node.get("properties", {})
+    if isinstance(required, list) and isinstance(properties, dict):
+        for name in required:
+            if name not in properties:
+                return f"'required' names {json.dumps(name)[:64]}, which is not among 'properties'"
+    return None
+
+
+def _are_disjoint(schemas: list[Json]) -> bool:
+    """Whether no value is valid against two of `schemas`, as far as types and required constants tell."""
+    return all(_exclude_each_other(one, other) for index, one in enumerate(schemas) for other in schemas[index + 1 :])
+
+
+def _exclude_each_other(one: Json, other: Json) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    types, other_types = _types(one), _types(other)
+    if types and other_types and not types & other_types:
+        return True
+    constants, other_constants = _constants(one), _constants(other)
+    return any(not constants[name] & other_constants[name] for name in constants.keys() & other_constants.keys())
+
+
+def _types(schema: Node) -> frozenset[str]:
+    """Return the types that a schema allows, empty if it does not say; an integer is a number, too."""
+    stated = schema.get("type")
+    names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
+    return frozenset("number" if name == "integer" else str(name) for name in names)
+
+
+def _constants(schema: Node) -> dict[str, frozenset[str]]:
+    """Return the values that are possible for required properties (and, as "", the value itself), as JSON."""
+    found = {"": schema} | {
+        f".{name}": inner
+        for name, inner in (schema.get("properties") or {}).items()
+        if name in (schema.get("required") or ()) and isinstance(inner, dict)
+    }
+    constants = {}
+    for name, inner in found.items():
+        if "const" in inner:
+            constants[name] = frozenset({json.dumps(inner["const"], sort_keys=True)})
+        elif isinstance(inner.get("enum"), list):
+            constants[name] = frozenset(json.dumps(value, sort_keys=True) for value in inner["enum"])
+    return constants

@@ -1,0 +1,123 @@
+"""One stream of requests: those with a grammar come to the loop when that is compiled, the others at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import PandoError, QueueFullError
+from common.types import Admission, ErrorCode, RequestFailure, RequestId
+from common.wire import schedule_request_from_wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.grammars import Grammar
+    from common.types import ScheduleRequest
+    from protos.gen.pando.v1 import scheduler_pb2
+
+# Requests of one stream that wait for their grammars.
+MAX_WAITING = 1024
+RETRY_AFTER_MS = 1000
+ABORTED = RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted")
+
+
+class TakesRequests(Protocol):
+    """What a stream needs of the scheduler's loop."""
+
+    def submit(self, request: ScheduleRequest) -> Admission:
+        """Take a request in, or say why not."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request; unknown ids are ignored."""
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Have a grammar compiled; raises PandoError if it is refused."""
+
+
+class Submissions:
+    """Belongs to one stream, on the event loop."""
+
+    def __init__(self, loop: TakesRequests) -> None:
+        """Hand requests to `loop`."""
+        self._loop = loop
+        self._waiting: dict[RequestId, asyncio.Task[None]] = {}
+        self._has_all = False
+        # None: there are no more.
+        self._answers: asyncio.Queue[list[Admission] | Exception | None] = asyncio.Queue()
+
+    async def read(self, messages: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]) -> None:
+        """Take in what the peer sends, until it has sent everything."""
+        try:
+            async for message in messages:
+                self._take(message)
+        except Exception as error:  # noqa: BLE001  (raised again by the task that answers)
+            self._answers.put_nowait(error)
+        else:
+            self._has_all = True
+            self._end_if_done()
+
+    async def answers(self) -> AsyncIterator[list[Admission]]:
+        """Yield admissions, those of requests that came together and need nothing together.
+
+        Raises:
+            Exception: what reading raised.
+        """
+        while (answer := await self._answers.get()) is not None:
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
+
+    def close(self) -> None:
+        """Give up what still waits."""
+        for task in self._waiting.values():
+            task.cancel()
+
+    def _take(self, message: scheduler_pb2.SchedulerSubmitRequest) -> None:
+        admissions = [self._submit(schedule) for schedule in message.schedules]
+        for abort in message.aborts:
+            self._abort(RequestId(abort.request_id))
+        known = [admission for admission in admissions if admission is not None]
+        if known:
+            self._answers.put_nowait(known)
+
+    def _submit(self, message: scheduler_pb2.ScheduleRequest) -> Admission | None:
+        """Return the answer, None if it comes later."""
+        try:
+            request = schedule_request_from_wire(message)
+            grammar = request.sampling.grammar
+            if grammar is None or request.request_id in self._waiting:
+                return self._loop.submit(request)
+            if len(self._waiting) >= MAX_WAITING:
+                raise QueueFullError(f"{MAX_WAITING} requests wait for grammars", retry_after_ms=RETRY_AFTER_MS)
+        except PandoError as error:
+            return Admission(RequestId(message.request_id), len(message.token_ids), error.to_failure())
+        self._waiting[request.request_id] = asyncio.create_task(self._submit_later(request, grammar))
+        return None
+
+    async def _submit_later(self, request: ScheduleRequest, grammar: Grammar) -> None:
+        try:
+            await self._loop.prepare(grammar)
+            admission = self._loop.submit(request)
+        except PandoError as error:
+            admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
+        except asyncio.CancelledError:
+            # Aborted, or its stream is closed: then nobody hears this answer.
+            self._answer_later(Admission(request.request_id, len(request.token_ids), ABORTED))
+            raise
+        self._answer_later(admission)
+
+    def _answer_later(self, admission: Admission) -> None:
+        del self._waiting[admission.request_id]
+        self._answers.put_nowait([admission])
+        self._end_if_done()
+
+    def _abort(self, request_id: RequestId) -> None:
+        task = self._waiting.get(request_id)
+        if task is not None:
+            task.cancel()
+        self._loop.abort(request_id)
+
+    def _end_if_done(self) -> None:
+        if self._has_all and not self._waiting:
+            self._answers.put_nowait(None)

@@ -1,0 +1,125 @@
+"""Grammars compiled for one vocabulary by XGrammar.
+
+That takes seconds to import, so nothing does before a grammar is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from common.grammars import Grammar, GrammarKind
+from common.models import resolve
+from common.tokenization import load_text_model
+from common.tokenization.vocabulary import read_vocabulary
+from services.worker.engine.grammars.formats import with_patterns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import xgrammar
+    from tokenizers import Tokenizer
+
+    from common.tokenization.vocabulary import Vocabulary
+    from services.worker.engine.grammars.vocabulary_source import VocabularySource
+
+# With other threads of a pass beside it, more would only be in the way.
+MAX_THREADS = 4
+# More than any model has: no limit of its own is wanted here.
+ANY_CONTEXT = 2**31 - 1
+# Fields of structural tags that name tokens by id or by text.
+TOKEN_FIELDS = ("token", "exclude_tokens", "trigger_tokens")
+# When and where in the library's source an error was raised.
+_TRACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled; the message is for whoever wrote it."""
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary, in any thread. The interpreter's lock is free meanwhile."""
+
+    def __init__(self, source: VocabularySource) -> None:
+        """Read the vocabulary.
+
+        Raises:
+            ConfigurationError: the model's files cannot be read.
+        """
+        import xgrammar
+
+        text = load_text_model(
+            resolve(source.model), max_context=ANY_CONTEXT, placeholder=source.load_format in ("dummy", "fake")
+        )
+        self._tokenizer: Tokenizer = text.tokenizer
+        self._grammar_compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo(
+                _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size),
+                vocab_size=source.vocabulary_size,
+                stop_token_ids=list(source.eos_token_ids),
+            ),
+            max_threads=min(MAX_THREADS, os.cpu_count() or 1),
+            cache_enabled=False,
+        )
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Return what matchers are made of; takes from a millisecond to many seconds.
+
+        Raises:
+            GrammarError: it is wrong, or needs something that is not supported.
+        """
+        make: dict[GrammarKind, Callable[[str], xgrammar.CompiledGrammar]] = {
+            GrammarKind.JSON_SCHEMA: self._json_schema,
+            GrammarKind.REGEX: self._grammar_compiler.compile_regex,
+            GrammarKind.EBNF: self._grammar_compiler.compile_grammar,
+            GrammarKind.STRUCTURAL_TAG: self._structural_tag,
+        }
+        try:
+            return make[grammar.kind](grammar.text)
+        except (RuntimeError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise GrammarError(_reason(error)) from error
+
+    def _json_schema(self, text: str) -> xgrammar.CompiledGrammar:
+        # One way to write white space: a model cannot go on with it for ever, and most of it need not be chosen.
+        schema = json.dumps(with_patterns(json.loads(text)))
+        return self._grammar_compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=True)
+
+    def _structural_tag(self, text: str) -> xgrammar.CompiledGrammar:
+        tag = json.loads(text)
+        return self._grammar_compiler.compile_structural_tag(json.dumps(self._with_ids(tag)))
+
+    def _with_ids(self, value: Any) -> Any:  # Any: JSON
+        """Return a structural tag with ids in place of tokens' texts, as special tokens stand for no text here."""
+        if isinstance(value, list):
+            return [self._with_ids(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: item if name == "json_schema" else self._ids(item) if name in TOKEN_FIELDS else self._with_ids(item)
+            for name, item in value.items()
+        }
+
+    def _ids(self, tokens: Any) -> Any:  # Any: JSON
+        if isinstance(tokens, list):
+            return [self._ids(token) for token in tokens]
+        if not isinstance(tokens, str):
+            return tokens
+        id_ = self._tokenizer.token_to_id(tokens)
+        if id_ is None:
+            raise GrammarError(f"the model has no token {tokens[:64]!r}")
+        return id_
+
+
+def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
+    """Return the bytes of each token; special ones get bytes that occur in no text, so only their ids allow them."""
+    pairs = zip(vocabulary.plain_pieces.data[:size], vocabulary.all_pieces.data[:size], strict=True)
+    return [b"\xff%d" % id_ if whole and not plain else plain for id_, (plain, whole) in enumerate(pairs)]
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, in one line and without the library's own whereabouts."""
+    text = _TRACE.sub("", str(error.args[0] if error.args else error)).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    return line[:300]
