@@ -84,8 +84,8 @@ class NativeBackend:
         if fits(self._library, shape):
             return NativeAttention(self._library, shape, rotary, self._threads)
         log.warning(
-            "Compiled attention needs page_size and head_dim in multiples of %d; %d and %d run in plain torch, slower",
-            self._library.lanes, shape.page_size, shape.head_dim,
+            "Compiled attention needs page_size and head_dim in multiples of %d and scores without a cap; %d, %d and %s "
+            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.score_cap,
         )  # fmt: skip
         return TorchAttention(shape, rotary)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import ConfigurationError
 from common.steps import EngineCapacity
 from services.worker.engine.backends import (
     Backend,
@@ -32,21 +33,24 @@ from services.worker.engine.measuring.calibration import calibrate
 from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
 from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
 from services.worker.engine.model.assembly import Assembler
+from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token
 from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
+from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
+from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineSpec
-    from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.kernels.interface import AttentionBackend
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Transformer, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device,
+        self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device,
         *, is_resident: bool = False,
     ) -> None:  # fmt: skip
         """Put together what `load` made."""
@@ -135,6 +139,7 @@ class ModelRunner:
             self.transfers.close()
         self.transfers = self.host_pool = None
         self._group.close()
+        self._model.close()
         del self._model, self._pool
 
 
@@ -146,7 +151,7 @@ class _Loader:
         self._report = report
         self._device = select_device(options)
         report(0.0, "reading the model's configuration")
-        self._checkpoint: Checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
+        self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
         self._config = self._checkpoint.config
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
         threads = count_threads(options, spec)
@@ -158,17 +163,19 @@ class _Loader:
             torch.cuda.set_device(self._device)
         report(0.0, "preparing kernels")
         library = find_library(options, self._device)
-        self._dtype = select_dtype(spec.dtype, self._config, self._device, library)
+        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        if spec.world_size > 1 and not is_own:
+            raise ConfigurationError(
+                f"model family {self._config.family!r} runs through transformers, on one rank: tensor parallelism is "
+                f"for {', '.join(FAMILIES)}"
+            )
+        self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
         self._backend: Backend = (
             select_backend(library, self._dtype, self._device, threads)
             if self._device.type == "cpu"
             else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
         )
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
-        self._shape = AttentionShape(
-            len(self._shard.query_heads), len(self._shard.kv_heads), self._config.head_dim, spec.page_size,
-            score_scale=self._config.attention_scale,
-        )  # fmt: skip
 
     @torch.inference_mode()
     def load(self) -> ModelRunner:
@@ -180,25 +187,14 @@ class _Loader:
             spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._is_resident else None
         )
         free_before = self._free_memory()
-        weights = Assembler(self._checkpoint, self._shard, self._backend.kernels, self._dtype, self._device).weights(
-            lambda share: self._report(0.98 * share, "loading weights")
-        )
         context = longest_context(spec, config)
-        attention = self._attention(context)
-        model = Transformer(
-            weights,
-            config,
-            tuple(shard_model(config, rank, spec.world_size).vocabulary for rank in range(spec.world_size)),
-            kernels=self._backend.kernels,
-            attention=attention,
-            group=group,
-        )
+        model = self._decoder(group, context)
         self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
-        reserve = self._reserve(model, context, attention[0].layout)
+        reserve = self._reserve(model, context)
         pages = group.minimum(self._count_pages(context, free_before, reserve))
         # Rows that fill a captured batch up write to a page behind the last one.
-        pool = self._pool(pages + self._is_resident, attention[0].layout)
-        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), attention[0].layout.value)
+        pool = self._pool(pages + self._is_resident, model.kv_layout)
+        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
             spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
@@ -211,6 +207,29 @@ class _Loader:
             runner.add_host_tier(allocate_host_pool(pool, host_pages), spec.max_step_tokens)
         self._report(1.0, "ready")
         return runner
+
+    def _decoder(self, group: RankGroup, context: int) -> Decoder:
+        """Load the weights and put the model together."""
+        if isinstance(self._checkpoint, TransformersCheckpoint):
+            return self._transformers_decoder(self._checkpoint, context)
+        kernels, ranks = self._backend.kernels, self._spec.world_size
+        weights = Assembler(self._checkpoint, self._shard, kernels, self._dtype, self._device).weights(
+            lambda share: self._report(0.98 * share, "loading weights")
+        )
+        vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
+        attention = self._attention(context)
+        return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
+
+    def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:
+        self._report(0.0, "loading weights")
+        model = TransformersDecoder(checkpoint, self._dtype, self._device)
+        # Heads, scales and windows are known only now.
+        self._config = model.config
+        self._shard = shard_model(self._config, 0, 1)
+        model.use(self._attention(context), self._backend.kernels.activation_dtype)
+        self._report(0.97, "comparing attention")
+        model.check(self._pool(pages_to_check(self._spec.page_size), model.kv_layout))
+        return model
 
     def _attention(self, context: int) -> list[AttentionBackend]:
         """Return the attention of each layer; layers of one kind share it."""
@@ -231,12 +250,21 @@ class _Loader:
 
     @property
     def _is_resident(self) -> bool:
-        return self._backend.name == "gpu"
+        # Others' code may wait for the device wherever it likes.
+        return self._backend.name == "gpu" and not isinstance(self._checkpoint, TransformersCheckpoint)
+
+    @property
+    def _shape(self) -> AttentionShape:
+        shard, config = self._shard, self._config
+        return AttentionShape(
+            len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
+            score_scale=config.attention_scale, score_cap=config.score_cap,
+        )  # fmt: skip
 
     def _pool(self, pages: int, layout: KvLayout) -> KvPool:
         return allocate_pool(self._shape, self._config.layers, pages, layout, dtype=self._kv_dtype, device=self._device)
 
-    def _reserve(self, model: Transformer, context: int, layout: KvLayout) -> int:
+    def _reserve(self, model: Decoder, context: int) -> int:
         """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
         spec = self._spec
         element_bytes = self._backend.kernels.activation_dtype.itemsize
@@ -244,7 +272,7 @@ class _Loader:
         if not self._is_resident or spec.device_pages is not None:
             return estimate
         lengths = prompts_of(spec.max_step_tokens, context)
-        pool = self._pool(pages_of(lengths, spec.page_size), layout)
+        pool = self._pool(pages_of(lengths, spec.page_size), model.kv_layout)
         batch = made_up_batch(
             lengths,
             spec.page_size,

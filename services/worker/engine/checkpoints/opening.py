@@ -8,7 +8,15 @@ from common.errors import ConfigurationError
 from common.models import ModelKind, resolve
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
-from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint, read_config
+from services.worker.engine.checkpoints.safetensors_directory import (
+    SafetensorsCheckpoint,
+    read_config,
+    read_generation,
+    read_json,
+    weights_identity,
+)
+from services.worker.engine.model.config_json import is_own
+from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint, open_transformers_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +26,9 @@ if TYPE_CHECKING:
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
-def open_checkpoint(reference: str, load_format: str, device: torch.device | None = None) -> Checkpoint:
+def open_checkpoint(
+    reference: str, load_format: str, device: torch.device | None = None
+) -> Checkpoint | TransformersCheckpoint:
     """Open the model that `reference` names; weights that are made up are made on `device`.
 
     Raises:
@@ -27,6 +37,11 @@ def open_checkpoint(reference: str, load_format: str, device: torch.device | Non
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     files = resolve(reference)
+    if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
+        raw = read_json(files.path / "config.json")
+        if not is_own(raw):
+            identity = None if load_format == "dummy" else weights_identity(files.path)
+            return open_transformers_checkpoint(files.path, raw, read_generation(files.path), identity)
     if load_format == "dummy":
         is_gguf = files.kind is ModelKind.GGUF
         config = GgufCheckpoint(files.path).config if is_gguf else read_config(files.path)

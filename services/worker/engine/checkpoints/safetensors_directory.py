@@ -76,10 +76,18 @@ class SafetensorsTensors:
 
 def read_config(directory: Path) -> ModelConfig:
     """Read config.json and, where there is one, generation_config.json."""
-    generation = directory / "generation_config.json"
-    return config_from_json(
-        read_json(directory / "config.json"), read_json(generation) if generation.is_file() else None
-    )
+    return config_from_json(read_json(directory / "config.json"), read_generation(directory))
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """Read generation_config.json; empty where there is none."""
+    path = directory / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def weights_identity(directory: Path) -> str:
+    """Return what changes when the weights in `directory` do, without reading them all."""
+    return _identity(directory, _files_by_tensor(directory))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from common.errors import ConfigurationError
 
-# As `model_type` of config.json spells them; files in other formats are translated into these.
+# Those with an implementation here, as `model_type` of config.json spells them; other formats are translated.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 
 
@@ -60,7 +60,8 @@ class ModelConfig:
     head_dim: int
     max_context: int
     norm_epsilon: float
-    rotary: RotaryConfig
+    rotary: RotaryConfig | None
+    """None: queries and keys come to attention with their positions in them."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
@@ -74,6 +75,8 @@ class ModelConfig:
     """Rotary embedding of layers with a window, where it differs from that of the others."""
     attention_scale: float | None = None
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
+    score_cap: float | None = None
+    """Scores are bent into (-cap, cap) by a hyperbolic tangent."""
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
@@ -86,8 +89,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Reject shapes that no code here could run."""
-        if self.family not in FAMILIES:
-            raise ConfigurationError(f"model family {self.family!r} is not supported; supported: {', '.join(FAMILIES)}")
         if self.query_heads % self.kv_heads:
             raise ConfigurationError(f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
@@ -104,7 +105,7 @@ class ModelConfig:
         """Return how many tokens a query of `layer` sees, itself included; None: all of them."""
         return self.windows[layer] if self.windows else None
 
-    def rotary_of(self, layer: int) -> RotaryConfig:
+    def rotary_of(self, layer: int) -> RotaryConfig | None:
         """Return the rotary embedding of `layer`."""
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
 

@@ -44,6 +44,11 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
 
 
+def is_own(config: Mapping[str, Any]) -> bool:
+    """Return whether there is an implementation of a config.json's family here."""
+    return _text_part(config).get("model_type") in FAMILIES
+
+
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     family = config.get("model_type")
     if family not in _TEXT_PARTS:

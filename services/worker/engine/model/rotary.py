@@ -17,11 +17,16 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 _NO_SCALING = "default"
 
 
-def rotary_table(rotary: RotaryConfig, head_dim: int, positions: int, device: torch.device) -> torch.Tensor:
+def rotary_table(rotary: RotaryConfig | None, head_dim: int, positions: int, device: torch.device) -> torch.Tensor:
     """Return [positions, head_dim] float32: cosines of each position's angles, then their sines, times the amplitude.
 
-    Computed as `transformers` does, in float32 throughout: the last bits decide near ties between tokens.
+    Without `rotary` nothing turns. Else computed as `transformers` does, in float32 throughout: the last bits decide
+    near ties between tokens.
     """
+    if rotary is None:
+        return torch.cat((torch.ones(positions, head_dim // 2), torch.zeros(positions, head_dim // 2)), dim=1).to(
+            device
+        )
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rotary.theta**exponents)
     if rotary.frequency_divisors:

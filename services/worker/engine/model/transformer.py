@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, Linear
+    from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, KvLayout, Linear
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward
@@ -47,7 +47,7 @@ class TransformerWeights:
 
 
 class Transformer:
-    """Computes logits and, on the way, fills the KV pool."""
+    """The families that have an implementation here; see `Decoder`."""
 
     def __init__(
         self,
@@ -72,6 +72,14 @@ class Transformer:
         self._kernels = kernels
         self._attention = attention
         self._group = group
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How pages have to lie in memory."""
+        return self._attention[0].layout
+
+    def close(self) -> None:
+        """Do nothing: all that there is goes with the object."""
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""

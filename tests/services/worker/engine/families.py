@@ -76,14 +76,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_family(directory: Path, family: str, *, seed: int = 0, **changes: object) -> Path:
     """Write a tiny model of `family` to `directory`, which is returned."""
+    return save_model(directory, *FAMILIES[family], seed=seed, **changes)
+
+
+def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int = 0, **changes: object) -> Path:
+    """Write a tiny model of what `transformers` calls `name`, its config changed by `options`."""
     import transformers
 
-    name, options = FAMILIES[family]
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
         **{**_SHAPE, **options}
     )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norm weights, which start out as zeros and ones

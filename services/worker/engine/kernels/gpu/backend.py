@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+from services.worker.engine.kernels.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,10 @@ class GpuBackend:
         self._max_rows = max_rows
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        """Return the attention for one model shape."""
+        """Return the attention for one model shape; plain torch where scores are capped."""
+        if shape.score_cap is not None:
+            log.warning("Capped attention scores are computed by plain torch, many times slower")
+            return TorchAttention(shape, rotary)
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)
 
     def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:

@@ -1,0 +1,37 @@
+"""What the engine asks of a model that generates, whoever implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.kernels.interface import KvLayout
+    from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model.kv_pool import KvPool
+
+
+class Decoder(Protocol):
+    """Computes logits and, on the way, fills the KV pool."""
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How pages have to lie in memory."""
+        ...
+
+    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
+        ...
+
+    def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` does, for some of the hidden states [samples, hidden]; ranks compute it together."""
+        ...
+
+    def close(self) -> None:
+        """Give back what lies outside of this object."""
+        ...

@@ -1,0 +1,155 @@
+"""Any decoder of `transformers`, with its attention replaced by ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.transformers_models.library import import_transformers
+from services.worker.engine.transformers_models.tracing import Tracer, trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.worker.engine.kernels.interface import AttentionBackend, KvLayout
+    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
+
+_CHECKED_TOKENS = 8
+# Relative errors of logits that roundings explain, by bytes of a number.
+_TOLERANCE = {2: 0.1, 4: 1e-3}
+
+
+class TransformersDecoder:
+    """Computes logits and fills the KV pool; see `Decoder`.
+
+    A batch of rows goes through the model as one long sequence without a mask: attention alone looks at other tokens,
+    and ours knows which of them are whose. Queries and keys arrive there with their positions in them.
+    """
+
+    def __init__(self, checkpoint: TransformersCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the model and find out what it asks of attention.
+
+        Raises:
+            ConfigurationError: `transformers` cannot load it, or it cannot be run here.
+        """
+        library = import_transformers(checkpoint.config.family)
+        # The registry is one for the whole process, a name in it is this model's own.
+        self._name = f"pando-{id(self)}"
+        self._registry: Any = library.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        tracer = Tracer()
+        self._registry[self._name] = tracer.attend
+        self._model: Any = checkpoint.load(dtype, self._name).to(device)
+        self._decoder: Any = self._model.get_decoder()
+        self.config: ModelConfig = trace(self._decoder, tracer, checkpoint.config, device)
+        self._registry[self._name] = self._attend
+        self._layer_of = {module: i for i, module in enumerate(tracer.modules)}
+        self._output_type: type | None = None
+        self._attention: Sequence[AttentionBackend] = ()
+        self._activation_dtype = dtype
+        self._pass: tuple[ForwardBatch, KvPool] | None = None
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How pages have to lie in memory."""
+        return self._attention[0].layout
+
+    def use(self, attention: Sequence[AttentionBackend], activation_dtype: torch.dtype) -> None:
+        """Attend with the `attention` of each layer, which computes in `activation_dtype`."""
+        self._attention = attention
+        self._activation_dtype = activation_dtype
+
+    def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Return logits [samples, vocabulary] in the type of the activations."""
+        return self.logits(self.hidden_states(batch, pool))
+
+    def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Return what the head makes logits of, [samples, hidden]."""
+        self._pass = batch, pool
+        try:
+            output = self._decoder(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        finally:
+            self._pass = None
+        self._output_type = type(output)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden[batch.sample_indices]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of some of the hidden states [samples, hidden]."""
+        if hidden.shape[0] == 0:
+            return hidden.new_empty(0, self.config.vocabulary_size)
+        assert self._output_type is not None, "hidden states come from a pass"
+        given = self._output_type(last_hidden_state=hidden[None])
+        # Families scale and cap logits behind the head in code of their own, so that runs, over what is known already.
+        self._decoder.forward = lambda *_arguments, **_options: given
+        try:
+            places = torch.arange(hidden.shape[0], device=hidden.device)[None]
+            logits: torch.Tensor = self._model(input_ids=places, position_ids=places, use_cache=False).logits[0]
+        finally:
+            del self._decoder.forward
+        return logits[:, : self.config.vocabulary_size]
+
+    def check(self, pool: KvPool) -> None:
+        """Compare a prompt and a decoded token with the model's own attention; the first pages of `pool` are used.
+
+        Raises:
+            ConfigurationError: logits differ by more than rounding: something there is unknown here.
+        """
+        device = self._model.device
+        token_ids = torch.arange(1, _CHECKED_TOKENS + 1, device=device) * 7 % self.config.vocabulary_size
+        self._model.set_attn_implementation("eager")
+        expected = self._model(input_ids=token_ids[None], use_cache=False).logits[0, -1].float()
+        self._model.set_attn_implementation(self._name)
+        last = _CHECKED_TOKENS - 1
+        self.forward(_one_row(token_ids, 0, last, pool.page_size), pool)
+        got = self.forward(_one_row(token_ids, last, _CHECKED_TOKENS, pool.page_size), pool)[0].float()
+        error = float((got - expected[: got.shape[0]]).norm() / expected.norm())
+        if not error < _TOLERANCE[self._model.dtype.itemsize]:
+            raise ConfigurationError(
+                f"model family {self.config.family!r} cannot be served through transformers: with paged attention its "
+                f"logits are off by {error:.1%}"
+            )
+
+    def close(self) -> None:
+        """Take back what the library knows of this model."""
+        self._registry.pop(self._name, None)
+
+    def _attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        _attention_mask: torch.Tensor | None, **_options: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Attend as models ask for it: heads [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
+        assert self._pass is not None, "only passes attend"
+        batch, pool = self._pass
+        i = self._layer_of[module]
+        # [tokens, (query_heads + 2 kv_heads) * head_dim]
+        qkv = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value)], dim=1)
+        attended = self._attention[i].store_and_attend(qkv.to(self._activation_dtype), pool.layers[i], None, batch)
+        return attended.view(1, query.shape[2], query.shape[1], -1).to(query.dtype), None
+
+
+def _one_row(token_ids: torch.Tensor, start: int, end: int, page_size: int) -> ForwardBatch:
+    """Return tokens [start, end) of one row on the first pages, the last of them sampled."""
+    device, count = token_ids.device, end - start
+    positions = torch.arange(start, end, device=device)
+    return ForwardBatch(
+        token_ids=token_ids[start:end],
+        positions=positions,
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        key_lengths=torch.tensor([end], dtype=torch.int32, device=device),
+        page_table=torch.arange(-(-end // page_size), dtype=torch.int32, device=device)[None],
+        write_slots=positions.clone(),
+        sample_indices=torch.tensor([count - 1], device=device),
+        decode_rows=int(count == 1),
+        max_query_length=count,
+        max_key_length=end,
+    )
+
+
+def pages_to_check(page_size: int) -> int:
+    """Return how many pages `TransformersDecoder.check` uses."""
+    return -(-_CHECKED_TOKENS // page_size)
