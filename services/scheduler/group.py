@@ -93,6 +93,8 @@ class WorkerGroup:
         # One rank has failed, and others are only asked why.
         self._is_losing = False
         self._last_sign = time.monotonic()
+        # Rank 0, which samples, while the group is ready.
+        self._first: worker_pb2_grpc.WorkerAsyncStub | None = None
         self._log = get_logger("group")
 
     def send(self, plan: StepPlan) -> None:
