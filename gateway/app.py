@@ -9,7 +9,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from common.errors import PandoError
-from gateway.api import administration, chat, completions, messages, models, native, operations, responses, tokenization
+from gateway.api import (
+    administration,
+    chat,
+    completions,
+    embeddings,
+    messages,
+    models,
+    native,
+    operations,
+    responses,
+    tokenization,
+)
 from gateway.api.schema import describe
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
@@ -18,6 +29,7 @@ from gateway.quotas.quotas import LimitedError
 from gateway.schemas.anthropic import MessagesBody
 from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.completions import CompletionBody
+from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from gateway.schemas.native import AbortBody, GenerateBody
 from gateway.schemas.responses import ResponseBody
 from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -30,6 +42,9 @@ BODIES = (
     CompletionBody,
     ResponseBody,
     MessagesBody,
+    EmbeddingBody,
+    ScoreBody,
+    RerankBody,
     TokenizeTextBody,
     TokenizeChatBody,
     DetokenizeBody,
@@ -41,7 +56,8 @@ BODIES = (
 def create_app(context: Context) -> FastAPI:
     """Return the application over `context`."""
     app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
-    for endpoint in (chat, completions, responses, messages, models, tokenization, native, administration, operations):
+    generating = (chat, completions, responses, messages, native)
+    for endpoint in (*generating, embeddings, models, tokenization, administration, operations):
         app.include_router(endpoint.create_router(context))
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)

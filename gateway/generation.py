@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,9 +68,15 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         buffer_bytes: int | None = None,
+        window: int | None = None,
     ) -> None:
-        """Prepare the generation of `entries`; at most about `buffer_bytes` of updates wait for the reader."""
+        """Prepare the generation of `entries`; at most about `buffer_bytes` of updates wait for the reader.
+
+        At most `window` prompts are in the ring at the same time; None: all may be.
+        """
         self.entries = entries
+        self._window = len(entries) if window is None else window
+        self._unsent = deque(entries)
         # Called once if the reader has fallen too far behind; the generation has failed then.
         self.on_overflow: Callable[[], None] = lambda: None
         self._ring = ring
@@ -99,11 +106,9 @@ class Generation:
         )
 
     def start(self) -> None:
-        """Submit all prompts."""
-        for entry in self.entries:
-            choices = {choice.number: choice for choice in entry.choices}
-            self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
-            self._ring.submit(entry.request, self)
+        """Submit all prompts, or as many as may be in the ring; the others follow as these end."""
+        for _ in range(self._window):
+            self._submit_next()
 
     async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
         """Wait for news and return all there is; empty once every choice has ended, None after a nudge.
@@ -198,12 +203,20 @@ class Generation:
         self._outbox.put(update)
         if update.finish is not None:
             self._unfinished -= 1
+            self._submit_next()
         if not self._unfinished:
             self._outbox.end()
         elif self._outbox.is_over_limit:
             self._outbox.clear()
             self.fail(STUCK, "slow_client")
             self.on_overflow()
+
+    def _submit_next(self) -> None:
+        if self._unsent:
+            entry = self._unsent.popleft()
+            choices = {choice.number: choice for choice in entry.choices}
+            self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
+            self._ring.submit(entry.request, self)
 
     def _give_up(self, request_id: RequestId, failure: RequestFailure) -> None:
         self._ring.abort(request_id)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000
+# Thousands of texts may come in one request: they shall not fill the scheduler's queue at once.
+EMBEDDING_WINDOW = 256
 ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
 SHUTDOWN = RequestFailure(
     ErrorCode.UNAVAILABLE, "this server is shutting down", retryable=True, retry_after_ms=RETRY_AFTER_MS
@@ -59,7 +61,10 @@ class Generations:
         if len(self._journal) + len(requests) > self._max_open_requests:
             raise QueueFullError("too many requests are open at this server", retry_after_ms=RETRY_AFTER_MS)
         entries = list(_numbered(requests))
-        generation = Generation(self._ring, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes)
+        window = EMBEDDING_WINDOW if requests[0].pooling is not None else None
+        generation = Generation(
+            self._ring, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
+        )
         for entry in entries:
             self._journal.open(entry)
         self._open.add(generation)

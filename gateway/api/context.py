@@ -12,6 +12,7 @@ from common.requests import GenerateRequest
 from common.types import RequestId
 from gateway.body import read_object
 from gateway.estimates import announced_tokens
+from gateway.piecewise import PiecewiseDelivery
 from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
 from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.quotas import Quotas
-    from gateway.render.shapes import StreamRenderer, WholeRenderer
+    from gateway.render.shapes import PiecewiseRenderer, StreamRenderer, WholeRenderer
     from gateway.responses import Delivery
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
@@ -126,6 +127,12 @@ class Context:
     def whole(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
         """Submit `requests` and answer in one piece."""
         return self._respond(asker, requests, WholeDelivery(renderer))
+
+    def in_pieces(
+        self, asker: Asker, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
+    ) -> GenerationResponse:
+        """Submit `requests` and answer at their end, in a body that takes its time to be written."""
+        return self._respond(asker, requests, PiecewiseDelivery(renderer))
 
     def _respond(self, asker: Asker, requests: Sequence[GenerateRequest], delivery: Delivery) -> GenerationResponse:
         charge = Charge(asker.subject, len(requests), sum(map(announced_tokens, requests)))

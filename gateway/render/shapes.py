@@ -9,7 +9,7 @@ from common.types import FinishReason
 from gateway.errors import error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from common.deltas import LogprobText, TokenText
     from common.errors import PandoError
@@ -43,6 +43,8 @@ class WholeChoice:
     logprobs: list[LogprobText] = field(default_factory=list)
     finish_reason: str = "stop"
     matched_stop: int | str | None = None
+    # As `Finish` has it.
+    embedding: bytes | None = None
     # Tokens of each entry of `text`.
     tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -59,6 +61,13 @@ class StreamRenderer(Protocol):
 
     def failure(self, error: PandoError) -> bytes:
         """Return what tells of a failure in the middle, the end mark included."""
+
+
+class PiecewiseRenderer(Protocol):
+    """Writes a long response piece by piece, none of which takes long."""
+
+    def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        """Yield the JSON body."""
 
 
 class WholeRenderer(Protocol):
@@ -84,6 +93,7 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
         if update.finish is not None:
             choice.finish_reason = FINISH_REASONS[update.finish.reason]
             choice.matched_stop = matched_stop(update.finish)
+            choice.embedding = update.finish.embedding
 
 
 def matched_stop(finish: Finish) -> int | str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.types import Pooling
+
 if TYPE_CHECKING:
     from common.types import ToolStyle
 
@@ -24,6 +26,9 @@ class ModelInfo:
     begins_with_reasoning: bool = False
     # It generates nothing, and embeds.
     is_encoder: bool = False
+    # How it embeds unless a request says otherwise.
+    pooling: Pooling = Pooling.LAST
+    embedding_dimensions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.requests import ChatPrompt, TokenPrompt
-from common.types import RequestId, ToolStyle
+from common.types import Pooling, RequestId, ToolStyle
 from common.wire import (
     cache_mode_to_wire,
     finish_from_wire,
+    pooling_from_wire,
+    pooling_to_wire,
     principal_to_wire,
     reply_to_wire,
     resume_to_wire,
@@ -53,6 +55,8 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         trace=trace_to_wire(request.trace),
         session=request.session,
         max_context_tokens=request.max_context_tokens,
+        pooling=pooling_to_wire(request.pooling),
+        prompt_name=request.prompt_name,
     )
     match request.prompt:
         case str(text):
@@ -126,4 +130,6 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         has_reasoning=message.has_reasoning,
         begins_with_reasoning=message.begins_with_reasoning,
         is_encoder=message.is_encoder,
+        pooling=pooling_from_wire(message.pooling) or Pooling.LAST,
+        embedding_dimensions=message.embedding_dimensions,
     )

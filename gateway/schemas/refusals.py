@@ -138,3 +138,27 @@ COMPLETIONS = (
     Refusal("prompt_embeds", _is_empty, LEAVE_OUT),
     Refusal("add_special_tokens", _is_true, "special tokens are added as the model's tokenizer does"),
 )
+
+SCORE = (
+    Refusal("truncate_prompt_tokens", _never, "shorten the texts"),
+    Refusal(
+        "add_special_tokens", lambda value: value is True, "special tokens are added as the model's tokenizer does"
+    ),
+    Refusal("mm_processor_kwargs", _is_empty, LEAVE_OUT),
+    Refusal("activation", _never, LEAVE_OUT),
+)
+
+RERANK = (
+    *SCORE,
+    Refusal("max_tokens_per_doc", _never, "shorten the documents"),
+    Refusal("max_chunks_per_doc", _never, "shorten the documents"),
+    Refusal("rank_fields", _is_empty, "only 'text' is ranked"),
+)
+
+EMBEDDINGS = (
+    *SCORE,
+    Refusal("messages", _is_empty, "use 'input'"),
+    Refusal("normalize", lambda value: value is True, "embeddings have length 1"),
+    Refusal("embed_dtype", lambda value: value == "float32", '"float32" is'),
+    Refusal("endianness", lambda value: value in ("native", "little"), '"little" is'),
+)

@@ -22,6 +22,8 @@ Script = Callable[[GenerateRequest], Iterable[Event]]
 STOP = Finish(FinishReason.STOP)
 LENGTH = Finish(FinishReason.LENGTH)
 PROMPT = PromptUsage(prompt_tokens=7, cached_tokens=4)
+# [0, 1] in float32.
+EMBEDDING = b"\x00\x00\x00\x00\x00\x00\x80\x3f"
 CARD = ModelInfo(
     "tiny", 2048, 1_114_112, has_chat_template=True, created_unix_s=1_700_000_000, tool_style=ToolStyle.HERMES
 )
@@ -87,6 +89,10 @@ def says(
 
     def script(request: GenerateRequest) -> Iterable[Event]:
         yield Admission(request.request_id, usage.prompt_tokens)
+        if request.pooling is not None:
+            embedded = Finish(FinishReason.STOP, embedding=EMBEDDING)
+            yield Delta(request.request_id, 0, 0, (), "", prompt_usage=usage, finish=embedded)
+            return
         first = len(request.resume.token_ids) if request.resume else 0
         for number, word in enumerate(words[first:], start=first):
             for choice in range(request.n):
