@@ -10,6 +10,8 @@ from services.worker.engine.encoder.attention import TextAttention
 from services.worker.engine.encoder.config import Activation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from services.worker.engine.encoder.config import EncoderConfig
     from services.worker.engine.encoder.weights import EncoderLayer, EncoderWeights, Norm
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: gelu,
     Activation.GELU_TANH: lambda inputs: gelu(inputs, approximate="tanh"),
     Activation.RELU: relu,

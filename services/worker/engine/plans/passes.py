@@ -35,8 +35,9 @@ class Chunks:
         return self.completes & ~self.pools
 
 
-NO_CHUNKS = Chunks(*(np.empty(0, np.int64) for _ in range(3)), *(np.empty(0, np.bool_) for _ in range(2)))
 NO_INDICES: IntArray = np.empty(0, np.int64)
+_NO_FLAGS = np.empty(0, np.bool_)
+NO_CHUNKS = Chunks(NO_INDICES, NO_INDICES, NO_INDICES, _NO_FLAGS, _NO_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
