@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,23 @@ class Answer:
         return (self.completion_tokens - 1) / (self.last_s - self.first_s) if self.completion_tokens else None
 
 
+def tls_context(authority: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return how to talk HTTPS, None for what everybody does.
+
+    Raises:
+        ChatError: a file cannot be read, or is none of the kind.
+    """
+    if authority is None and certificate is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ChatError(f"certificates: {error}") from error
+    return context
+
+
 class ChatClient:
     """Talks to one server."""
 
@@ -77,6 +95,7 @@ class ChatClient:
         api_key: str | None = None,
         *,
         transport: httpx.BaseTransport | None = None,
+        tls: ssl.SSLContext | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare for the server at `url`, with or without its /v1.
@@ -92,6 +111,7 @@ class ChatClient:
                 headers={"authorization": f"Bearer {api_key}"} if api_key else {},
                 timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
                 transport=transport,
+                verify=tls or True,
             )
 
     def find_model(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.chat.client import ChatClient, ChatError, ChatOptions
+from deploy.chat.client import ChatClient, ChatError, ChatOptions, tls_context
 from deploy.chat.conversation import Conversation
 from deploy.chat.terminal import Terminal, describe, printable, read_from_terminal
 from deploy.supervisor.state import read_state, run_root
@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help=f"server; default: the deployment running here, else {DEFAULT_URL}")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"(or {API_KEY_VARIABLE})")
+    parser.add_argument(
+        "--authority", metavar="FILE", help="who signs the server's certificate, if nobody public (PEM)"
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="to show, where the server asks for one (PEM)")
+    parser.add_argument("--key", metavar="FILE", help="the private key that belongs to it (PEM)")
     parser.add_argument("--user", help="who asks; default: somebody new in each session")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, help="0 to 2 (%(default)s)")
@@ -40,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Chat; return the exit status."""
     try:
-        client = ChatClient(arguments.url or running_url(), arguments.api_key)
+        tls = tls_context(arguments.authority, arguments.certificate, arguments.key)
+        client = ChatClient(arguments.url or running_url(), arguments.api_key, tls=tls)
         try:
             chat(client, arguments)
         finally:

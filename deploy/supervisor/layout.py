@@ -61,6 +61,8 @@ class Layout:
     model: str
     # How the names of each model's services begin.
     models: Mapping[str, str] = field(default_factory=dict)
+    # Where the gateway is asked for its health, if not at its URL.
+    probe_url: str | None = None
 
     def find(self, name: str) -> ServiceSpec:
         """Return the service called `name`; a single worker may be called `worker`."""
@@ -104,7 +106,9 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     total = sum(model.ranks for model in deployed)
     placed = [_place(model, run_directory, total) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
-    url = f"http://{_reachable(settings.gateway.host)}:{port}"
+    host = _reachable(settings.gateway.host)
+    url = f"{'https' if settings.gateway.certificate else 'http'}://{host}:{port}"
+    probe_url = _probe_url(settings, host) or url
     gateway = settings.gateway.model_copy(
         update={
             "port": port,
@@ -116,10 +120,21 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     edge = settings.model_copy(update={"gateway": gateway, "models": {}})
     services = (
         *(spec for stage in (Stage.COMPUTE, Stage.CONTROL) for each in placed for spec in each.of(stage)),
-        ServiceSpec("gateway", "gateway", url, Stage.EDGE, edge, "gateway", settings.gateway.drain_s + STOP_MARGIN_S),
+        ServiceSpec(
+            "gateway", "gateway", probe_url, Stage.EDGE, edge, "gateway", settings.gateway.drain_s + STOP_MARGIN_S
+        ),
     )
     models = {each.model.name: each.model.prefix for each in placed}
-    return Layout(services, url, settings.gateway.default_model or next(iter(models)), models)
+    return Layout(services, url, settings.gateway.default_model or next(iter(models)), models, probe_url)
+
+
+def _probe_url(settings: Settings, host: str) -> str | None:
+    """Return where a gateway that asks clients for certificates tells its health to who has none."""
+    if settings.gateway.client_authority is None:
+        return None
+    if settings.rpc.probe_port is None:
+        raise ConfigurationError("with gateway.client_authority, set rpc.probe_port: health is asked for there")
+    return f"http://{host}:{settings.rpc.probe_port}"
 
 
 @dataclass(frozen=True, slots=True)

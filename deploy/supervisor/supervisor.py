@@ -233,7 +233,8 @@ class Supervisor:
 
     async def _until_ready(self) -> None:
         while True:
-            if all(event.is_set() for event in self._alive.values()) and await self._probes.is_ready(self.layout.url):
+            are_alive = all(event.is_set() for event in self._alive.values())
+            if are_alive and await self._probes.is_ready(self.layout.probe_url or self.layout.url):
                 return
             await asyncio.sleep(self._timing.probe_interval_s)
 

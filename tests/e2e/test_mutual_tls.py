@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import ssl
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.supervisor.layout import free_port
+from deploy.supervisor.process import child_environment
 from tests.e2e.processes import Processes
 from tests.fakes.certificates import Authority, Identity
 from tests.waiting import wait_until
@@ -123,10 +127,10 @@ def test_the_gateway_speaks_no_plaintext(ring: TlsRing) -> None:
 @pytest.mark.parametrize("who", ["stranger", "expired", "nobody"])
 def test_others_are_refused_by_the_gateway(ring: TlsRing, who: str) -> None:
     shown = {
-        "stranger": lambda: ring.stranger.issue("guest", believes=ring.authority.path),
-        "expired": lambda: ring.authority.issue("late", expired=True),
-        "nobody": lambda: None,
-    }[who]()
+        "stranger": ring.stranger.issue("guest", believes=ring.authority.path),
+        "expired": ring.authority.issue("late", expired=True),
+        "nobody": None,
+    }[who]
     with ring.https_without(shown) as http, pytest.raises(httpx.TransportError):
         http.get(f"{ring.url}/health")
 
@@ -174,6 +178,25 @@ def test_a_certificate_without_the_token_is_not_enough(ring: TlsRing, service: s
         with pytest.raises(grpc.RpcError) as refused:
             next(iter(call(b"", timeout=5)))
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(ring: TlsRing) -> None:
+    own = ring.authority.issue("operator")
+    shown = ["--authority", own.authority, "--certificate", own.certificate, "--key", own.key]
+    chat = pando("chat", "--url", ring.url, "--max-tokens", "5", "--prompt", "Hello", *shown)
+    assert (chat.returncode, "5 tokens" in chat.stderr) == (0, True), chat.stderr
+    assert pando("chat", "--url", ring.url, "--prompt", "Hello", *shown[:2]).returncode == 1
+    variables = {f"PANDO_RPC__{name.upper()}": str(getattr(own, name)) for name in ("certificate", "key", "authority")}
+    state = pando("state", "--scheduler", ring.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
+    assert (state.returncode, "READY" in state.stdout) == (0, True), state.stderr
+    without_token = pando("state", "--scheduler", ring.address("scheduler"), **variables)
+    assert without_token.returncode == 1
+
+
+def pando(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+    environment = child_environment(os.environ) | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def credentials(identity: Identity) -> grpc.ChannelCredentials:

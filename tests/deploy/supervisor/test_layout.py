@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigurationError
+from common.rpc_settings import RpcSettings
 from common.settings import Settings
 from deploy.supervisor import layout as layout_module
 from deploy.supervisor.layout import Stage, check_port, free_port, plan_layout
@@ -72,6 +73,18 @@ def test_a_path_too_long_for_a_socket_is_an_error_that_says_what_to_do() -> None
 )
 def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
     assert plan_layout(settings_with(gateway={"host": host, "port": 8123}), RUN).url == url
+
+
+def test_a_gateway_with_a_certificate_is_reached_by_https_and_one_that_asks_for_some_is_probed_elsewhere() -> None:
+    https = {"port": 8123, "certificate": "/tls.crt", "key": "/tls.key"}
+    layout = plan_layout(settings_with(gateway=https), RUN)
+    assert (layout.url, layout.probe_url) == ("https://127.0.0.1:8123", "https://127.0.0.1:8123")
+    strict = settings_with(gateway=https | {"client_authority": "/ca.crt"})
+    with pytest.raises(ConfigurationError, match=r"rpc\.probe_port"):
+        plan_layout(strict, RUN)
+    layout = plan_layout(strict.model_copy(update={"rpc": RpcSettings(probe_port=9200)}), RUN)
+    assert layout.url == "https://127.0.0.1:8123"
+    assert layout.probe_url == layout.find("gateway").address == "http://127.0.0.1:9200"
 
 
 def test_a_taken_port_is_reported_with_a_way_out() -> None:
