@@ -84,7 +84,7 @@ class NativeBackend:
         if fits(self._library, shape):
             return NativeAttention(self._library, shape, rotary, self._threads)
         log.warning(
-            "Compiled attention needs page_size and head_dim in multiples of %d and scores without a cap; %d, %d and %s "
+            "Compiled attention needs page_size and head_dim in multiples of %d and uncapped scores; %d, %d and %s "
             "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.score_cap,
         )  # fmt: skip
         return TorchAttention(shape, rotary)

@@ -60,8 +60,7 @@ class ModelConfig:
     head_dim: int
     max_context: int
     norm_epsilon: float
-    rotary: RotaryConfig | None
-    """None: queries and keys come to attention with their positions in them."""
+    rotary: RotaryConfig
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
@@ -105,7 +104,7 @@ class ModelConfig:
         """Return how many tokens a query of `layer` sees, itself included; None: all of them."""
         return self.windows[layer] if self.windows else None
 
-    def rotary_of(self, layer: int) -> RotaryConfig | None:
+    def rotary_of(self, layer: int) -> RotaryConfig:
         """Return the rotary embedding of `layer`."""
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
 

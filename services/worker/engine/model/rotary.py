@@ -17,22 +17,22 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 _NO_SCALING = "default"
 
 
-def rotary_table(rotary: RotaryConfig | None, head_dim: int, positions: int, device: torch.device) -> torch.Tensor:
+def rotary_table(rotary: RotaryConfig, head_dim: int, positions: int, device: torch.device) -> torch.Tensor:
     """Return [positions, head_dim] float32: cosines of each position's angles, then their sines, times the amplitude.
 
-    Without `rotary` nothing turns. Else computed as `transformers` does, in float32 throughout: the last bits decide
-    near ties between tokens.
+    Computed as `transformers` does, in float32 throughout: the last bits decide near ties between tokens.
     """
-    if rotary is None:
-        return torch.cat((torch.ones(positions, head_dim // 2), torch.zeros(positions, head_dim // 2)), dim=1).to(
-            device
-        )
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rotary.theta**exponents)
     if rotary.frequency_divisors:
         frequencies = frequencies / torch.tensor(rotary.frequency_divisors, dtype=torch.float32)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * rotary.amplitude).to(device)
+
+
+def no_rotation(head_dim: int) -> RotaryConfig:
+    """Return what turns nothing, for queries and keys that come to attention with their positions in them."""
+    return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
 
 
 def read_rotary(parameters: Mapping[str, Any], theta: float, head_dim: int, max_context: int) -> RotaryConfig:

@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import ModelConfig
+from services.worker.engine.model.rotary import no_rotation
 from services.worker.engine.transformers_models.library import import_transformers
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Map
     if context is None:
         raise ConfigurationError("config.json has no 'max_position_embeddings', nor another name of it")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    head_dim = getattr(described, "head_dim", None) or hidden_size // query_heads
     return ModelConfig(
         family=family,
         vocabulary_size=described.vocab_size,
@@ -102,10 +104,10 @@ def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Map
         layers=described.num_hidden_layers,
         query_heads=query_heads,
         kv_heads=getattr(described, "num_key_value_heads", None) or query_heads,
-        head_dim=getattr(described, "head_dim", None) or hidden_size // query_heads,
+        head_dim=head_dim,
         max_context=min(context, _context_of_one_rotation(described) or context),
         norm_epsilon=0.0,
-        rotary=None,
+        rotary=no_rotation(head_dim),
         tied_embeddings=bool(described.tie_word_embeddings),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=dtype,

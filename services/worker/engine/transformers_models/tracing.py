@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.model.rotary import no_rotation
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
@@ -101,6 +102,7 @@ def trace(decoder: torch.nn.Module, tracer: Tracer, config: ModelConfig, device:
         query_heads=first.query_heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
+        rotary=no_rotation(first.head_dim),
         attention_scale=first.scale,
         score_cap=first.cap,
         windows=() if not any(windows) else windows,

@@ -74,12 +74,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_family(directory: Path, family: str, *, seed: int = 0, **changes: object) -> Path:
+def save_family(directory: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny model of `family` to `directory`, which is returned."""
     return save_model(directory, *FAMILIES[family], seed=seed, **changes)
 
 
-def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int = 0, **changes: object) -> Path:
+def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny model of what `transformers` calls `name`, its config changed by `options`."""
     import transformers
 

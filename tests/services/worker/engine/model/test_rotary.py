@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import RotaryConfig
-from services.worker.engine.model.rotary import read_rotary, rotary_table
+from services.worker.engine.model.rotary import no_rotation, read_rotary, rotary_table
 
 HEAD_DIM = 128
 POSITIONS = 20_000
@@ -51,6 +51,11 @@ def test_angles_are_those_of_transformers(parameters: dict[str, Any]) -> None:
 
 def test_without_parameters_nothing_is_stretched() -> None:
     assert read_rotary({}, 10000.0, HEAD_DIM, CONTEXT) == RotaryConfig(10000.0)
+
+
+def test_heads_may_be_left_as_they_are() -> None:
+    table = rotary_table(no_rotation(8), 8, 3, torch.device("cpu"))
+    assert table.tolist() == [[1.0] * 4 + [0.0] * 4] * 3
 
 
 def test_other_kinds_are_refused_by_name() -> None:

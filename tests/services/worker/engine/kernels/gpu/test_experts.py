@@ -26,7 +26,7 @@ def matrices(experts: int, hidden: int = HIDDEN, columns: int = COLUMNS) -> list
     generator = torch.Generator().manual_seed(experts)
 
     def random(rows: int, width: int) -> torch.Tensor:
-        return (torch.randn(rows, width, generator=generator) / width**0.5).to(DTYPE)
+        return torch.randn(rows, width, generator=generator).mul(width**-0.5).to(DTYPE)
 
     return [
         ExpertMatrices(random(columns, hidden), random(columns, hidden), random(hidden, columns))
