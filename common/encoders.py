@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 # `model_type` of config.json.
 ENCODER_FAMILIES = ("bert", "roberta", "xlm-roberta")
+
+
+def is_encoder_directory(path: Path) -> bool:
+    """Whether a model directory holds an encoder; False where its config.json cannot be read."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and is_encoder(config)
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from common import models
+from common.encoders import is_encoder_directory
+from common.errors import ConfigurationError
 from deploy.supervisor.events import LogEvent, format_event, parse_line
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 OWN_NAME = "pando"
 NAME_WIDTH = 11
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
+# What newcomers ask first, of a model that generates or embeds.
+CHAT = {"messages": [{"role": "user", "content": "Name three primary colors."}]}
+EMBEDDING = {"input": ["Name three primary colors.", "Red, yellow and blue."]}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 
 
@@ -156,11 +162,23 @@ class JsonReporter:
 
 def banner(layout: Layout) -> str:
     """Return what a first user needs next."""
-    body = json.dumps({"model": layout.model, "messages": [{"role": "user", "content": "Name three primary colors."}]})
+    path, body, more = "chat/completions", json.dumps({"model": layout.model, **CHAT}), ""
+    if shows_encoder(layout):
+        path, body = "embeddings", json.dumps({"model": layout.model, **EMBEDDING})
+    else:
+        more = f"  pando chat --url {layout.url}\n\n"
     return (
         f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
-        f"  curl {layout.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -d {shlex.quote(body)}\n\n"
-        f"  pando chat --url {layout.url}\n\n"
+        f"  curl {layout.url}/v1/{path} -H 'content-type: application/json' \\\n"
+        f"    -d {shlex.quote(body)}\n\n{more}"
         "Ctrl-C ends it: open requests finish first, a second Ctrl-C does not wait for them."
     )
+
+
+def shows_encoder(layout: Layout) -> bool:
+    """Whether the model that is shown to newcomers embeds, and generates nothing."""
+    settings = layout.find(f"{layout.models.get(layout.model, '')}tokenizer").settings.model
+    try:
+        return is_encoder_directory(models.resolve(settings.reference).path)
+    except ConfigurationError:  # as a made-up model may have no files
+        return False

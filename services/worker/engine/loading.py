@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.encoders import is_encoder
+from common.encoders import is_encoder_directory
 from common.models import ModelKind, resolve
-from services.worker.engine.checkpoints.safetensors_directory import read_json
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.model_runner import ModelRunner
 
@@ -23,6 +22,6 @@ def load_runner(spec: EngineSpec, report: ProgressReport, options: RunnerOptions
         ConfigurationError: it cannot be found or run as asked.
     """
     files = resolve(spec.model)
-    if files.kind is ModelKind.DIRECTORY and is_encoder(read_json(files.path / "config.json")):
+    if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
         return EncoderRunner.load(files.path, spec, report, options)
     return ModelRunner.load(spec, report, options)

@@ -86,3 +86,14 @@ def test_the_banner_quotes_a_model_s_name_safely() -> None:
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"served_name": 'a"b'})})
     body = banner(plan_layout(settings, Path("/run/pando/8000"))).split("-d '")[1].split("'")[0]
     assert json.loads(body)["model"] == 'a"b'
+
+
+def test_the_banner_of_an_encoder_asks_for_embeddings() -> None:
+    settings = Settings()
+    settings = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"reference": "all-minilm-l6-v2"})}
+    )
+    text = banner(plan_layout(settings, Path("/run/pando/8000")))
+    assert "/v1/embeddings" in text
+    assert "chat" not in text
+    assert json.loads(text.split("-d '")[1].split("'")[0])["model"] == "all-minilm-l6-v2"
