@@ -13,7 +13,7 @@ from common.types import Finish, FinishReason, RequestId, Resume
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from common.deltas import Delta, LogprobText, PromptUsage
+    from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage
     from common.requests import GenerateRequest
 
 
@@ -28,6 +28,8 @@ class ChoiceUpdate:
     finish: Finish | None = None
     # In the first update of a choice.
     prompt_usage: PromptUsage | None = None
+    # In updates before the first token of a prompt's first choice.
+    prompt_logprobs: PromptLogprobsText | None = None
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,7 @@ class ChoiceRecord:
         "interrupted_at",
         "number",
         "request",
+        "score",
         "token_ids",
         "tries",
         "was_admitted",
@@ -74,6 +77,8 @@ class ChoiceRecord:
         # Since when nothing has come, and how often it was submitted again since then.
         self.interrupted_at: float | None = None
         self.tries = 0
+        # What of the prompt's log probabilities is still to come; a prompt's first choice brings them.
+        self.score = request.prompt_logprobs if number == 0 else None
 
     @property
     def is_finished(self) -> bool:
@@ -84,7 +89,7 @@ class ChoiceRecord:
     def is_exhausted(self) -> bool:
         """Whether max_tokens were received already, so that only the end itself can be missing."""
         limit = self.request.stop.max_tokens
-        return limit is not None and len(self.token_ids) >= limit
+        return bool(limit) and len(self.token_ids) >= limit
 
     def judge(self, delta: Delta) -> Verdict:
         """Return how `delta` fits to what was received; only a FRESH one may be applied."""
@@ -107,7 +112,18 @@ class ChoiceRecord:
         self.was_admitted = True
         self.interrupted_at = None
         self.tries = 0
-        return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage)
+        part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
+        return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
+
+    def _news(self, part: PromptLogprobsText) -> PromptLogprobsText | None:
+        """Return what of a part was not received before."""
+        if self.score is None:
+            return None
+        expected = self.score.start + 1
+        is_first = self.request.prompt_logprobs == self.score
+        entries = part.entries[expected - part.first :] if part.first < expected else part.entries
+        self.score = None if part.is_last else replace(self.score, start=expected - 1 + len(entries))
+        return part._replace(first=expected, entries=entries, lead=part.lead if is_first else None)
 
     def end_at_limit(self) -> ChoiceUpdate:
         """Finish an exhausted choice whose own end got lost."""
@@ -125,7 +141,15 @@ class ChoiceRecord:
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
         # One whose time is over is told so by the scheduler, like any other.
         timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
-        return replace(request, request_id=request_id, n=1, sampling=sampling, resume=resume, timeout_ms=timeout_ms)
+        return replace(
+            request,
+            request_id=request_id,
+            n=1,
+            sampling=sampling,
+            resume=resume,
+            timeout_ms=timeout_ms,
+            prompt_logprobs=self.score,
+        )
 
 
 class JournalEntry:

@@ -40,6 +40,8 @@ class Outbox:
         """Add an update."""
         self._updates.append(update)
         self._bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
+        if update.prompt_logprobs is not None:
+            self._bytes += LOGPROB_BYTES * len(update.prompt_logprobs.entries)
         self._wake()
 
     def end(self, failure: RequestFailure | None = None) -> None:

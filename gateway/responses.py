@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from common.errors import RequestFailedError
 from gateway.middleware import EXTRA_HEADERS
+from gateway.render.prompt_logprobs import PromptScores
 from gateway.render.shapes import WholeChoice, collect
 from gateway.watch import ClientWatch
 
@@ -152,7 +153,9 @@ class WholeDelivery:
 
     async def deliver(self, generation: Generation, send: Send) -> None:
         """Wait for the end of all choices and send them."""
-        choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
+        prompts = [PromptScores() for _ in generation.entries]
+        pairs = zip(generation.entries, prompts, strict=True)
+        choices = [WholeChoice(prompt=prompt) for entry, prompt in pairs for _ in entry.choices]
         while (updates := await generation.next_updates()) is None or updates:
             collect(updates or (), choices)
         body = self._renderer.body(choices, generation.usage)

@@ -87,5 +87,5 @@ def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> S
 
 def _whole(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> WholeRenderer:
     if reading.is_plain:
-        return WholeChat(head, logprobs=bool(body.logprobs))
-    return WholeParsedChat(head, reading, logprobs=bool(body.logprobs))
+        return WholeChat(head, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)
+    return WholeParsedChat(head, reading, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)

@@ -13,7 +13,7 @@ from common.types import RequestId
 from gateway.api.schema import documented
 from gateway.backends import check_generates
 from gateway.identity.caller import identify
-from gateway.render.completions import BestOf, CompletionStream, WholeCompletion
+from gateway.render.completions import BestOf, CompletionStream, Echo, WholeCompletion
 from gateway.schemas import refusals
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.parse import parse
@@ -40,14 +40,17 @@ def create_router(context: Context) -> APIRouter:
         card = check_generates(await context.models.require_named(body.model))
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
         first = context.generate_request(request, head, asker, body, body.prompt[0])
+        first = replace(first, add_special_tokens=body.add_special_tokens)
         requests = one_per_prompt(first, body.prompt)
-        echoes = await _echoes(context, body) if body.echo else None
+        echo = await _echo(context, body) if body.echo else None
         logprobs = body.logprobs is not None
         if body.stream:
-            usage = body.wants_usage_in_stream
-            chunks = CompletionStream(head, logprobs=logprobs, include_usage=usage, echoes=echoes)
+            usage, choices = body.wants_usage_in_stream, body.choices
+            chunks = CompletionStream(
+                head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices
+            )
             return context.stream(asker, requests, chunks)
-        whole = WholeCompletion(head, logprobs=logprobs, echoes=echoes)
+        whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs)
         return context.whole(asker, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole)
 
     return router
@@ -63,8 +66,8 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
     ]
 
 
-async def _echoes(context: Context, body: CompletionBody) -> list[str]:
-    """Return for each choice the text of its prompt."""
+async def _echo(context: Context, body: CompletionBody) -> Echo:
+    """Return how each choice shows its prompt."""
     skip = body.skip_special_tokens is not False
     model = (await context.models.find(body.model)).model
 
@@ -74,4 +77,4 @@ async def _echoes(context: Context, body: CompletionBody) -> list[str]:
         return await model.detokenize(prompt.ids, skip_special_tokens=skip)
 
     texts = await asyncio.gather(*map(text_of, body.prompt))
-    return [text for text in texts for _ in range(body.returned)]
+    return Echo([text for text in texts for _ in range(body.returned)], body.logprobs)

@@ -118,6 +118,9 @@ class Context:
             trace=trace_of(request.headers),
             session=body.session,
             max_context_tokens=self.quotas.max_context(asker.subject),
+            prompt_logprobs=body.prompt_logprobs_wanted,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            bad_words=tuple(body.bad_words or ()),
         )
 
     def stream(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:

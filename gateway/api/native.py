@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -42,8 +43,11 @@ def create_router(context: Context) -> APIRouter:
         # A client may use its own id twice; the ring's ids are unique for all time.
         head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
         first = context.generate_request(request, head, asker, completion, completion.prompt[0])
+        sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
+        first = replace(first, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
         requests = one_per_prompt(first, completion.prompt)
-        shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw))
+        asked = body.logprob_token_ids
+        shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw), asked)
         if body.stream:
             return context.stream(asker, requests, NativeStream(shape, len(requests)))
         return context.whole(asker, requests, WholeNative(shape))

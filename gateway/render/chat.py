@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from gateway.render.prompt_logprobs import by_id
 from gateway.render.shapes import DONE, FINISH_REASONS, failed_stream, finite_logprob, matched_stop, usage_object
 
 if TYPE_CHECKING:
@@ -93,10 +94,11 @@ class ChatStream:
 class WholeChat:
     """Writes a chat completion in one piece."""
 
-    def __init__(self, head: ResponseHead, *, logprobs: bool) -> None:
-        """Prepare the body."""
+    def __init__(self, head: ResponseHead, *, logprobs: bool, prompt_top: int | None = None) -> None:
+        """Prepare the body; with `prompt_top` it tells the prompt's log probabilities, with so many tokens beside."""
         self._head = head
         self._logprobs = logprobs
+        self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """Return the JSON body."""
@@ -109,7 +111,7 @@ class WholeChat:
             "usage": usage_object(usage),
             "system_fingerprint": self._head.fingerprint,
         }
-        return orjson.dumps(answer)
+        return orjson.dumps(answer | prompt_logprobs_field(choices, self._prompt_top))
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         return {
@@ -119,6 +121,12 @@ class WholeChat:
             "finish_reason": choice.finish_reason,
             "matched_stop": choice.matched_stop,
         }
+
+
+def prompt_logprobs_field(choices: Sequence[WholeChoice], top: int | None) -> dict[str, object]:
+    """Return the prompt's log probabilities under their name, or nothing where `top` is None."""
+    prompt = choices[0].prompt
+    return {} if top is None or prompt is None else {"prompt_logprobs": by_id(prompt, top)}
 
 
 def logprobs_object(logprobs: Sequence[LogprobText]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from gateway.render.prompt_logprobs import PromptScores, by_id, legacy_object, legacy_top
 from gateway.render.shapes import (
     DONE,
     FINISH_REASONS,
@@ -36,27 +37,89 @@ class _StreamedChoice:
     offset: int = field(default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """How prompts are shown: the text of each choice's, and with how many likely tokens beside theirs, if any."""
+
+    texts: Sequence[str]
+    top: int | None = None
+
+
+class PromptsFirst:
+    """Holds updates of choices back until the log probabilities of their prompts are complete."""
+
+    def __init__(self, choices: int, choices_per_prompt: int) -> None:
+        """Begin with nothing known."""
+        self._choices_per_prompt = choices_per_prompt
+        self._scores = [PromptScores() for _ in range(choices // choices_per_prompt)]
+        self._held: dict[int, list[ChoiceUpdate]] = {}
+
+    def of(self, index: int) -> PromptScores:
+        """Return what is known of the prompt of choice `index`."""
+        return self._scores[index // self._choices_per_prompt]
+
+    def pass_through(self, update: ChoiceUpdate) -> Sequence[ChoiceUpdate]:
+        """Take an update in, and return those that may be shown now."""
+        prompt, scores = update.index // self._choices_per_prompt, self.of(update.index)
+        held = self._held.setdefault(prompt, [])
+        if update.prompt_logprobs is not None:
+            scores.add(update.prompt_logprobs)
+        if update.prompt_logprobs is None or update.tokens or update.finish is not None:
+            held.append(update)
+        if not scores.is_complete:
+            return ()
+        return self._held.pop(prompt)
+
+
 class CompletionStream:
     """Writes completion chunks: one per update, the finish in the last one, because benchmarks count chunks."""
 
     def __init__(
-        self, head: ResponseHead, *, logprobs: bool, include_usage: bool, echoes: Sequence[str] | None = None
+        self,
+        head: ResponseHead,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        echo: Echo | None = None,
+        choices_per_prompt: int = 1,
     ) -> None:
-        """Prepare the stream; `echoes` are texts to send before each choice's own, by choice index."""
+        """Prepare the stream, in which each choice begins with its `echo`."""
         self._logprobs = logprobs
         self._include_usage = include_usage
-        self._echoes = echoes
+        self._echo = echo
+        is_scored = echo is not None and echo.top is not None
+        self._prompts = PromptsFirst(len(echo.texts), choices_per_prompt) if echo and is_scored else None
         self._head = b"data: " + orjson.dumps(_common(head))[:-1] + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._choices: dict[int, _StreamedChoice] = {}
 
     def events(self, update: ChoiceUpdate) -> bytes:
         """Return the chunk for one update; nothing if it has neither text nor logprobs nor the end."""
-        choice = self._choices.get(update.index)
-        if choice is None:
-            prefix = self._head + b'{"index":%d,"text":' % update.index
-            echo = self._echoes[update.index] if self._echoes else ""
-            choice = self._choices[update.index] = _StreamedChoice(prefix, echo)
+        if self._prompts is None:
+            return self._chunk(update, self._choices.get(update.index) or self._begin(update.index))
+        chunks = b""
+        for shown in self._prompts.pass_through(update):
+            choice = self._choices.get(shown.index)
+            chunks += self._scored_echo(shown.index) if choice is None else b""
+            chunks += self._chunk(shown, self._choices[shown.index])
+        return chunks
+
+    def _begin(self, index: int) -> _StreamedChoice:
+        prefix = self._head + b'{"index":%d,"text":' % index
+        choice = self._choices[index] = _StreamedChoice(prefix, self._echo.texts[index] if self._echo else "")
+        return choice
+
+    def _scored_echo(self, index: int) -> bytes:
+        """Return the chunk that shows a choice's prompt with its log probabilities."""
+        assert self._prompts is not None
+        assert self._echo is not None
+        choice, scores = self._begin(index), self._prompts.of(index)
+        shape, choice.offset = legacy_object(scores, self._echo.top or 0, choice.echo)
+        text, choice.echo = choice.echo, ""
+        delta = orjson.dumps(text) + b',"logprobs":' + orjson.dumps(shape) + b',"finish_reason":null'
+        return choice.prefix + delta + self._tail
+
+    def _chunk(self, update: ChoiceUpdate, choice: _StreamedChoice) -> bytes:
         text, choice.echo = choice.echo + update.text, ""
         with_logprobs = self._logprobs and bool(update.logprobs)
         if not text and not with_logprobs and update.finish is None:
@@ -85,11 +148,17 @@ class CompletionStream:
 class WholeCompletion:
     """Writes a completion in one piece."""
 
-    def __init__(self, head: ResponseHead, *, logprobs: bool, echoes: Sequence[str] | None = None) -> None:
-        """Prepare the body; `echoes` are texts to put before each choice's own, by choice index."""
+    def __init__(
+        self, head: ResponseHead, *, logprobs: bool, echo: Echo | None = None, prompt_top: int | None = None
+    ) -> None:
+        """Prepare the body, in which each choice begins with its `echo`.
+
+        With `prompt_top` it also tells the prompt's log probabilities, with so many likely tokens beside each.
+        """
         self._head = head
         self._logprobs = logprobs
-        self._echoes = echoes
+        self._echo = echo
+        self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """Return the JSON body."""
@@ -97,14 +166,23 @@ class WholeCompletion:
         return orjson.dumps({**_common(self._head), "choices": rendered, "usage": usage_object(usage)})
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
-        echo = self._echoes[index] if self._echoes else ""
-        return {
+        shape: dict[str, object] = {
             "index": index,
-            "text": echo + "".join(choice.text),
-            "logprobs": logprobs_object(choice.logprobs, 0)[0] if self._logprobs else None,
+            "text": (self._echo.texts[index] if self._echo else "") + "".join(choice.text),
+            "logprobs": self._logprobs_of(index, choice) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
             "matched_stop": choice.matched_stop,
         }
+        if self._prompt_top is not None and choice.prompt is not None:
+            shape["prompt_logprobs"] = by_id(choice.prompt, self._prompt_top)
+        return shape
+
+    def _logprobs_of(self, index: int, choice: WholeChoice) -> dict[str, list[object]]:
+        if self._echo is None or self._echo.top is None or choice.prompt is None:
+            return logprobs_object(choice.logprobs, 0)[0]
+        prompt, offset = legacy_object(choice.prompt, self._echo.top, self._echo.texts[index])
+        generated, _ = logprobs_object(choice.logprobs, offset)
+        return {name: prompt[name] + generated[name] for name in prompt}
 
 
 class BestOf:
@@ -130,25 +208,21 @@ def _mean_logprob(choice: WholeChoice) -> float:
     return sum(values) / len(values) if values else float("-inf")
 
 
-def logprobs_object(logprobs: Sequence[LogprobText], offset: int) -> tuple[dict[str, object], int]:
+def logprobs_object(logprobs: Sequence[LogprobText], offset: int) -> tuple[dict[str, list[object]], int]:
     """Return log probabilities in the legacy shape, and the text offset behind them; `offset` is that before them."""
-    tokens, offsets = [], []
+    tokens: list[object] = []
+    offsets: list[object] = []
     for entry in logprobs:
         tokens.append(token_string(entry.token))
         offsets.append(offset)
         offset += len(entry.token.text.decode("utf-8", "replace"))
-    shape: dict[str, object] = {
+    shape: dict[str, list[object]] = {
         "tokens": tokens,
         "token_logprobs": [finite_logprob(entry.token) for entry in logprobs],
-        "top_logprobs": [_top(entry) for entry in logprobs],
+        "top_logprobs": [legacy_top(entry, len(entry.top)) for entry in logprobs],
         "text_offset": offsets,
     }
     return shape, offset
-
-
-def _top(entry: LogprobText) -> dict[str, float]:
-    """Return the most likely tokens, and the sampled one even where it is not among them."""
-    return {token_string(token): finite_logprob(token) for token in (entry.token, *entry.top)}
 
 
 def _common(head: ResponseHead) -> dict[str, object]:

@@ -10,6 +10,14 @@ import orjson
 
 from common.deltas import PromptUsage
 from common.types import FinishReason
+from gateway.render.prompt_logprobs import (
+    PromptScores,
+    asked_triples,
+    native_asked,
+    native_top,
+    native_tops,
+    native_triples,
+)
 from gateway.render.shapes import DONE, WholeChoice, collect, failed_stream, finite_logprob, matched_stop
 
 if TYPE_CHECKING:
@@ -31,6 +39,8 @@ class NativeShape:
     logprobs: bool
     # A batch is answered by a list even if it has one prompt.
     is_batch: bool
+    # Ids whose log probabilities were asked for.
+    asked: tuple[int, ...] = ()
     started: float = field(default_factory=time.monotonic)
 
     def answer(self, index: int, choice: WholeChoice, finish: object, usage: PromptUsage) -> dict[str, object]:
@@ -46,10 +56,15 @@ class NativeShape:
         }
         if self.logprobs:
             meta["output_token_logprobs"] = [_triple(entry) for entry in choice.logprobs]
-            meta["output_top_logprobs"] = [
-                [[finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")] for token in entry.top]
-                for entry in choice.logprobs
-            ]
+            meta["output_top_logprobs"] = [native_top(entry) for entry in choice.logprobs]
+            # Of a stream's many events the last one brings them.
+            is_told = choice.prompt is not None and finish is not None
+            scores = choice.prompt if choice.prompt is not None and is_told else PromptScores()
+            meta["input_token_logprobs"] = native_triples(scores)
+            meta["input_top_logprobs"] = native_tops(scores)
+            if self.asked:
+                meta["output_token_ids_logprobs"] = [asked_triples(entry, self.asked) for entry in choice.logprobs]
+                meta["input_token_ids_logprobs"] = native_asked(scores, self.asked)
         return {"text": "".join(choice.text), "output_ids": choice.token_ids, "meta_info": meta}
 
 
@@ -76,20 +91,27 @@ class NativeStream:
     def __init__(self, shape: NativeShape, prompts: int) -> None:
         """Prepare the stream of answers to so many prompts."""
         self._shape = shape
-        self._choices = [WholeChoice() for _ in range(prompts * shape.choices_per_prompt)]
+        scores = [PromptScores() for _ in range(prompts)]
+        self._choices = [WholeChoice(prompt=prompt) for prompt in scores for _ in range(shape.choices_per_prompt)]
         self._usages = [PromptUsage(0, 0)] * len(self._choices)
 
     def events(self, update: ChoiceUpdate) -> bytes:
         """Return the event for one update."""
         choice = self._choices[update.index]
         collect([update], self._choices)
-        if update.prompt_usage is not None:
-            self._usages[update.index] = update.prompt_usage
+        if update.prompt_logprobs is not None and not update.tokens and update.finish is None:
+            self._note_usage(update)
+            return b""
+        self._note_usage(update)
         finish = None if update.finish is None else finish_of(update.finish, len(choice.token_ids))
         answer = self._shape.answer(update.index, choice, finish, self._usages[update.index])
         if len(self._choices) > 1:
             answer["index"] = update.index
         return b"data: " + orjson.dumps(answer) + b"\n\n"
+
+    def _note_usage(self, update: ChoiceUpdate) -> None:
+        if update.prompt_usage is not None:
+            self._usages[update.index] = update.prompt_usage
 
     def ending(self, usage: Usage) -> bytes:
         """Return the end mark."""

@@ -11,7 +11,7 @@ import orjson
 
 from common.types import FinishReason, ToolStyle
 from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text
-from gateway.render.chat import ChatChunks, logprobs_object
+from gateway.render.chat import ChatChunks, logprobs_object, prompt_logprobs_field
 from gateway.render.shapes import FINISH_REASONS, failed_stream, matched_stop, usage_object
 
 if TYPE_CHECKING:
@@ -130,11 +130,12 @@ class ParsedChatStream:
 class WholeParsedChat:
     """Writes a chat completion in one piece."""
 
-    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool) -> None:
-        """Prepare the body for answers that are read by `reading`."""
+    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, prompt_top: int | None = None) -> None:
+        """Prepare the body for answers that are read by `reading`; see `WholeChat`."""
         self._head = head
         self._reading = reading
         self._logprobs = logprobs
+        self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """Return the JSON body."""
@@ -149,7 +150,7 @@ class WholeParsedChat:
             "usage": usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
             "system_fingerprint": self._head.fingerprint,
         }
-        return orjson.dumps(body)
+        return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top))
 
     def _choice(self, index: int, choice: WholeChoice, message: Message) -> dict[str, object]:
         is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]

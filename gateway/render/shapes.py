@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from common.types import Finish
     from gateway.generation import Usage
     from gateway.journal import ChoiceUpdate
+    from gateway.render.prompt_logprobs import PromptScores
 
 DONE = b"data: [DONE]\n\n"
 
@@ -48,6 +49,8 @@ class WholeChoice:
     # Tokens of each entry of `text`.
     tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    # All choices of a prompt have the same object.
+    prompt: PromptScores | None = None
 
 
 class StreamRenderer(Protocol):
@@ -90,6 +93,8 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
         choice.tokens.append(update.tokens)
         choice.token_ids.extend(update.token_ids)
         choice.logprobs.extend(update.logprobs)
+        if update.prompt_logprobs is not None and choice.prompt is not None:
+            choice.prompt.add(update.prompt_logprobs)
         if update.finish is not None:
             choice.finish_reason = FINISH_REASONS[update.finish.reason]
             choice.matched_stop = matched_stop(update.finish)

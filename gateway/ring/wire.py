@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
-from common.deltas import Delta, LogprobText, PromptUsage, TokenText
+from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
+from common.prompt_logprobs_wire import prompt_logprobs_to_wire
 from common.requests import ChatPrompt, TokenPrompt
 from common.types import Pooling, RequestId, ToolStyle
 from common.wire import (
@@ -57,6 +58,10 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         max_context_tokens=request.max_context_tokens,
         pooling=pooling_to_wire(request.pooling),
         prompt_name=request.prompt_name,
+        prompt_logprobs=prompt_logprobs_to_wire(request.prompt_logprobs),
+        add_special_tokens=request.add_special_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        bad_words=request.bad_words,
     )
     match request.prompt:
         case str(text):
@@ -107,11 +112,28 @@ def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
         logprobs=tuple(_logprob_from_wire(entry) for entry in message.logprobs) if message.logprobs else (),
         prompt_usage=usage,
         finish=finish_from_wire(message.finish) if message.HasField("finish") else None,
+        prompt_logprobs=(
+            _prompt_logprobs_from_wire(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
+        ),
+    )
+
+
+def _prompt_logprobs_from_wire(message: detokenizer_pb2.PromptLogprobsText) -> PromptLogprobsText:
+    return PromptLogprobsText(
+        message.first_position,
+        [_logprob_from_wire(entry) for entry in message.entries],
+        _token_from_wire(message.lead) if message.HasField("lead") else None,
+        message.is_last,
     )
 
 
 def _logprob_from_wire(message: detokenizer_pb2.LogprobText) -> LogprobText:
-    return LogprobText(_token_from_wire(message.token), tuple(_token_from_wire(token) for token in message.top))
+    return LogprobText(
+        _token_from_wire(message.token),
+        tuple(_token_from_wire(token) for token in message.top),
+        tuple(message.asked_logprobs),
+        message.rank if message.HasField("rank") else None,
+    )
 
 
 def _token_from_wire(message: detokenizer_pb2.TokenText) -> TokenText:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
+from common.prompt_logprobs import PromptLogprobs
 from common.requests import TokenPrompt
 from gateway.schemas.generation import INT32_MAX, MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationFields
 
@@ -48,8 +49,10 @@ class CompletionBody(GenerationFields):
     """A request for completions of texts."""
 
     prompt: Annotated[list[str | TokenPrompt], BeforeValidator(parse_prompts)] = Field(strict=False)
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="after")
@@ -63,9 +66,8 @@ class CompletionBody(GenerationFields):
         if self.is_contest and self.stream:
             message = "'best_of' greater than 'n' cannot be streamed: the best are known at the end only."
             raise InvalidRequestError(message, param="best_of")
-        if self.echo and self.logprobs is not None:
-            message = "'echo' together with 'logprobs' is not supported by this server: prompts have no logprobs here."
-            raise InvalidRequestError(message, param="echo")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequestError("'echo' shows whole prompts: leave out 'truncate_prompt_tokens'.", param="echo")
         return self
 
     @property
@@ -87,6 +89,18 @@ class CompletionBody(GenerationFields):
     def token_limit(self) -> int:
         """Most tokens of a choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt is shown with its log probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
+        """Which log probabilities of the prompts are asked for."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        top = max((count for count in wanted if count is not None), default=None)
+        return None if top is None else PromptLogprobs(0, top)
 
     @property
     def logprobs_wanted(self) -> int | None:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
 from common.names import check_name
+from common.prompt_logprobs import PromptLogprobs
 from common.sampling import MASK_64
 from common.types import CacheMode, SamplingParams, StopConditions
 from gateway.schemas.parse import Schema
@@ -21,6 +22,9 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_PATTERNS = 4
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 256
 INT32_MAX = 2**31 - 1
 MAX_ID_DIGITS = 10
 # Below it single precision knows no value, and a mass of 0 means "unset" on the wire; either way one token remains.
@@ -54,6 +58,8 @@ StopPatterns = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 StopTexts = Annotated[list[str] | None, BeforeValidator(_stop_texts)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+BadWords = Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, Bias] | None, Field(max_length=MAX_BIASES), AfterValidator(_bias_ids)]
 
@@ -89,6 +95,10 @@ class GenerationFields(Schema):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), le=MASK_64)
     logit_bias: Biases = None
+    allowed_token_ids: list[TokenId] | None = Field(None, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: BadWords = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_mode: CacheMode | None = Field(None, strict=False)
     user_id: str | None = None
@@ -103,6 +113,18 @@ class GenerationFields(Schema):
             message = "'stream_options' is only allowed when 'stream' is true."
             raise InvalidRequestError(message, param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            message = "'prompt_logprobs' cannot be streamed."
+            raise InvalidRequestError(message, param="prompt_logprobs")
+        return self
+
+    @property
+    def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
+        """Which log probabilities of the prompt are asked for."""
+        return None if self.prompt_logprobs is None else PromptLogprobs(0, self.prompt_logprobs)
 
     @property
     def choices(self) -> int:
@@ -142,6 +164,7 @@ class GenerationFields(Schema):
             seed=secrets.randbits(64) if self.seed is None else self.seed & MASK_64,
             logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
             top_logprobs=top_logprobs,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
 
     def stop_conditions(self, max_tokens: int | None) -> StopConditions:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from common.prompt_logprobs import PromptLogprobs
 from common.requests import TokenPrompt
 from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
 from gateway.schemas.completions import CompletionBody, parse_prompts
@@ -14,12 +15,13 @@ from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, Biases, Stop
 from gateway.schemas.parse import Schema, parse
 
 DEFAULT_NEW_TOKENS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class NativeSampling(Schema):
     """`sampling_params`."""
 
-    max_new_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    max_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     min_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     stop: StopTexts = None
     stop_token_ids: list[TokenId] | None = None
@@ -62,6 +64,8 @@ class GenerateBody(Schema):
     stream: bool | None = None
     return_logprob: bool | None = None
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprob_start_len: int | None = Field(None, ge=-1, le=INT32_MAX)
+    token_ids_logprob: list[TokenId] | None = Field(None, max_length=MAX_LOGPROB_TOKEN_IDS)
     model: str | None = None
     user_id: str | None = None
     user: str | None = None
@@ -78,6 +82,18 @@ class GenerateBody(Schema):
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
         return (("user_id", self.user_id), ("user", self.user))
+
+    @property
+    def logprob_token_ids(self) -> tuple[int, ...]:
+        """Ids whose log probabilities are asked for, at every token."""
+        return tuple(self.token_ids_logprob or ()) if self.return_logprob else ()
+
+    @property
+    def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
+        """Which log probabilities of the prompts are asked for."""
+        if not self.return_logprob or self.logprob_start_len in (None, -1):
+            return None
+        return PromptLogprobs(self.logprob_start_len, self.top_logprobs_num or 0, self.logprob_token_ids)
 
     def to_completion(self, model: str) -> CompletionBody:
         """Return the completion request that means the same.

@@ -49,19 +49,11 @@ def _is_text_modality(value: object) -> bool:
     return value in ([], ["text"])
 
 
-def _is_true(value: object) -> bool:
-    return value is True
-
-
 LEAVE_OUT = "leave it out"
 
 COMMON = (
-    Refusal("prompt_logprobs", _never, LEAVE_OUT),
     Refusal("use_beam_search", _is_empty, LEAVE_OUT),
-    Refusal("bad_words", _is_empty, LEAVE_OUT),
-    Refusal("allowed_token_ids", _is_empty, LEAVE_OUT),
     Refusal("logits_processors", _is_empty, LEAVE_OUT),
-    Refusal("truncate_prompt_tokens", _never, LEAVE_OUT),
     Refusal("response_format", _is_text_format, 'only {"type": "text"} is'),
     Refusal("structured_outputs", _is_empty, LEAVE_OUT),
     Refusal("guided_json", _is_empty, LEAVE_OUT),
@@ -85,6 +77,7 @@ CHAT = (
     Refusal("function_call", _is_optional_choice, "use 'tools'"),
     Refusal("modalities", _is_text_modality, 'only ["text"] is'),
     Refusal("audio", _never, LEAVE_OUT),
+    Refusal("add_special_tokens", lambda value: value is False, "the chat template brings them"),
     Refusal("web_search_options", _never, LEAVE_OUT),
     Refusal("chat_template", _never, "the model's own template is used"),
     Refusal("echo", _is_empty, LEAVE_OUT),
@@ -122,9 +115,6 @@ NATIVE = (
     Refusal("session_params", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
-    Refusal("token_ids_logprob", _is_empty, LEAVE_OUT),
-    # Only what is generated has log probabilities: from the end of the prompt on.
-    Refusal("logprob_start_len", lambda value: value == -1, "-1 is"),
 )
 
 NATIVE_SAMPLING = tuple(
@@ -136,7 +126,6 @@ COMPLETIONS = (
     *COMMON,
     Refusal("suffix", _is_empty, LEAVE_OUT),
     Refusal("prompt_embeds", _is_empty, LEAVE_OUT),
-    Refusal("add_special_tokens", _is_true, "special tokens are added as the model's tokenizer does"),
 )
 
 SCORE = (

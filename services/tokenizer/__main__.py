@@ -85,7 +85,7 @@ def build(
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     pool = EncodingPool(Encoder(model, templates, style), executor)
-    relay = Relay(limits, scheduler, pool.encode, settings.tokenizer.max_pending_requests)
+    relay = Relay(limits, scheduler, pool.encode, settings.tokenizer.max_pending_requests, pool.ban)
     return relay, TokenizerService(relay, pool, limits, int(time.time()))
 
 

@@ -63,15 +63,15 @@ class ChatTemplates:
         """Whether the model has a chat template at all."""
         return bool(self._sources)
 
-    def render(self, chat: ChatPrompt) -> str:
-        """Return the prompt for `chat`.
+    def render(self, chat: ChatPrompt, shield: Callable[[Json], Json] = lambda value: value) -> str:
+        """Return the prompt for `chat`; the template sees what `shield` makes of the values in it.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot work with it.
         """
-        tools = [_parse_object(tool, "tools") for tool in chat.tools_json] or None
-        messages = [_plain_message(message) for message in chat.messages]
-        variables = _parse_object(chat.template_variables_json or "{}", "chat_template_kwargs")
+        tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
+        messages = shield([_plain_message(message) for message in chat.messages])
+        variables = shield(_parse_object(chat.template_variables_json or "{}", "chat_template_kwargs"))
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
         if clashing := _RESERVED & variables.keys():

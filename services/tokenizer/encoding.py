@@ -8,6 +8,7 @@ import numpy as np
 
 from common.errors import ContextLengthError, PandoError
 from common.requests import ChatPrompt, TokenPrompt
+from services.tokenizer.special_text import SpecialText
 from services.tokenizer.template_style import TemplateStyle
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Encoder:
         """Encode for `model`, whose templates are of `style`."""
         self.style = style
         self._tokenizer = model.tokenizer
+        self._special = SpecialText(model.tokenizer)
         self._templates = templates
         self._max_context_tokens = model.max_context_tokens
         # No token stands for more characters: byte-level entries have a letter per byte, others one per character.
@@ -39,8 +41,15 @@ class Encoder:
         """Whether conversations can be rendered."""
         return bool(self._templates)
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
-        """Return the ids of each prompt, or why there are none; texts get the model's BOS, chats bring their own."""
+    def encode(
+        self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None] | None = None
+    ) -> list[Encoded]:
+        """Return the ids of each prompt, or why there are none.
+
+        Texts get what the model adds to them, as its BOS, unless `add_special_tokens` says otherwise; chats bring their
+        own.
+        """
+        adds = add_special_tokens or [None] * len(prompts)
         encoded: list[Encoded | None] = [None] * len(prompts)
         texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
         for i, prompt in enumerate(prompts):
@@ -50,9 +59,12 @@ class Encoder:
                         # The wire's fixed32 may exceed int32: such ids become negative ones, which no vocabulary has.
                         encoded[i] = np.array(prompt.ids, dtype=np.uint32).astype(np.int32)
                     case str():
-                        texts[True].append((i, self._guarded(prompt, "prompt")))
+                        texts[adds[i] is not False].append((i, self._guarded(prompt, "prompt")))
                     case ChatPrompt():
-                        texts[False].append((i, self._guarded(self._templates.render(prompt), "messages")))
+                        text, ids = self._read_chat(prompt)
+                        if ids is None:
+                            texts[False].append((i, text))
+                        encoded[i] = ids
             except PandoError as error:
                 encoded[i] = error
         for add_special_tokens, entries in texts.items():
@@ -68,14 +80,29 @@ class Encoder:
         encoding = self._tokenizer.encode(self._guarded(text, "text"), add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.tokens
 
+    def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of ids in which a model would write `words`, alone and behind a blank."""
+        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+        found = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in found if encoding.ids))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `token_ids`."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def render(self, chat: ChatPrompt) -> tuple[str, list[int]]:
         """Return the prompt that a conversation becomes, as text and ids."""
-        text = self._guarded(self._templates.render(chat), "messages")
-        return text, self._tokenizer.encode(text, add_special_tokens=False).ids
+        text, ids = self._read_chat(chat)
+        return text, self._tokenizer.encode(text, add_special_tokens=False).ids if ids is None else ids.tolist()
+
+    def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
+        """Return the prompt that a conversation becomes; and its ids, where special tokens are text in it."""
+        shield = self._special.shield()
+        text = self._templates.render(chat, shield)
+        if not shield.is_used:
+            return self._guarded(text, "messages"), None
+        plain = self._guarded(self._special.without_marks(text), "messages")
+        return plain, self._special.encode(text)
 
     def _guarded(self, text: str, what: str) -> str:
         """Return `text` unless it cannot possibly fit: encoding megabytes to find that out would hold up others."""

@@ -15,6 +15,7 @@ from common.types import Pooling
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from common.prompt_logprobs import PromptLogprobs
     from common.requests import GenerateRequest, Prompt
     from common.tokenization.parts import EmbeddingTraits
     from common.types import Resume, SamplingParams, StopConditions, TokenIds
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
+MAX_LOGPROB_TOKENS: Final = 128
+# Of one prompt: what the gateway turns into JSON in about a tenth of a second.
+MAX_PROMPT_LOGPROBS: Final = 131_072
 # Bound the detokenizer's work and memory for one request.
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 4096
@@ -60,6 +64,9 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
         )
         raise InvalidRequestError(message, param="model")
     _check_sampling(request.sampling, limits)
+    if request.prompt_logprobs is not None:
+        _check_range(request.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
+        _check_ids(request.prompt_logprobs.token_ids, limits, "token_ids_logprob")
     _check_stop(request.stop, limits)
     if request.resume is not None:
         _check_resume(request.resume, request, limits)
@@ -96,6 +103,22 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         )
         raise ContextLengthError(message, param=param)
 
+    if request.prompt_logprobs is not None:
+        _check_scoring(request.prompt_logprobs, length)
+
+
+def _check_scoring(wanted: PromptLogprobs, length: int) -> None:
+    if wanted.start > length:
+        message = f"log probabilities from token {wanted.start} on, of a prompt of {length} tokens"
+        raise InvalidRequestError(message, param="logprob_start_len")
+    values = wanted.reported(length) * wanted.values_per_token
+    if values > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"the prompt has {length} tokens, of which {values} log probabilities are asked for; at most "
+            f"{MAX_PROMPT_LOGPROBS} can be told: ask for fewer beside each token, or for fewer tokens"
+        )
+        raise InvalidRequestError(message, param="prompt_logprobs")
+
 
 def allowed_context(request: GenerateRequest, limits: Limits) -> int:
     """Return how many tokens prompt and output may have together."""
@@ -125,13 +148,16 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
         _check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
     _check_range(len(sampling.logit_bias), 0, MAX_LOGIT_BIASES, "logit_bias", "the number of entries")
     _check_ids(sampling.logit_bias, limits, "logit_bias")
+    _check_ids(sampling.logprob_token_ids, limits, "token_ids_logprob")
+    _check_range(len(sampling.logprob_token_ids), 0, MAX_LOGPROB_TOKENS, "token_ids_logprob", "the number of ids")
+    _check_ids(sampling.allowed_token_ids, limits, "allowed_token_ids")
     for bias in sampling.logit_bias.values():
         _check_range(bias, -100, 100, "logit_bias", "each value")
 
 
 def _check_stop(stop: StopConditions, limits: Limits) -> None:
     if stop.max_tokens is not None:
-        _check_range(stop.max_tokens, 1, None, "max_tokens")
+        _check_range(stop.max_tokens, 0, None, "max_tokens")
         _check_range(stop.min_tokens, 0, stop.max_tokens, "min_tokens")
     _check_ids(stop.stop_token_ids, limits, "stop_token_ids")
     if not all(stop.stop_strings):

@@ -90,10 +90,12 @@ class Relay:
         self,
         limits: Limits,
         scheduler: Scheduler,
-        encode: Callable[[Sequence[Prompt]], Awaitable[Sequence[Encoded]]],
+        encode: Callable[[Sequence[Prompt], Sequence[bool | None]], Awaitable[Sequence[Encoded]]],
         max_pending: int,
+        ban: Callable[[Sequence[str]], Awaitable[tuple[tuple[int, ...], ...]]],
     ) -> None:
-        """Relay to `scheduler` what `encode` makes of prompts; `encode` works away from the event loop."""
+        """Relay to `scheduler` what `encode` makes of prompts, and `ban` of banned texts, away from the event loop."""
+        self._ban = ban
         self._limits = limits
         self._scheduler = scheduler
         self._encode = encode
@@ -178,26 +180,40 @@ class Relay:
     async def _process(self, batch: Sequence[_Pending]) -> None:
         """Encode a message's requests; send on those that are still wanted by then."""
         try:
-            encoded = await self._encode([pending.request.prompt for pending in batch])
+            requests = [pending.request for pending in batch]
+            prompts = [request.prompt for request in requests]
+            encoded = await self._encode(prompts, [request.add_special_tokens for request in requests])
+            submissions = [await self._with_bans(pending.submission) for pending in batch]
         except Exception as error:  # noqa: BLE001  (the edge of the task: whatever it is, the gateway gets an answer)
             self._log.error("encoding.failed", exc_info=error)
             encoded = [PandoError("the prompt could not be encoded")] * len(batch)
+            submissions = [pending.submission for pending in batch]
         ready = []
-        for pending, result in zip(batch, encoded, strict=True):
+        for pending, submission, result in zip(batch, submissions, encoded, strict=True):
             if self._pending.get(pending.request.request_id) is not pending:
                 continue  # aborted meanwhile
-            scheduled = self._try_schedule(pending.submission, result)
+            scheduled = self._try_schedule(submission, result)
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
             else:
                 ready.append(scheduled)
         self._forward(ready)
 
+    async def _with_bans(self, submission: Submission) -> Submission:
+        """Return the request with the ids of what it bans."""
+        request = submission.request
+        if not request.bad_words:
+            return submission
+        sampling = replace(request.sampling, banned_sequences=await self._ban(request.bad_words))
+        return replace(submission, request=replace(request, sampling=sampling))
+
     def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
         request = submission.request
         if isinstance(encoded, PandoError):
             return Admission(request.request_id, 0, encoded.to_failure())
         try:
+            if request.truncate_prompt_tokens is not None:
+                encoded = encoded[-request.truncate_prompt_tokens :]
             check_prompt(encoded, request, self._limits)
         except PandoError as error:
             return Admission(request.request_id, len(encoded), error.to_failure())
@@ -254,5 +270,6 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
         timeout_ms=request.timeout_ms,
         trace=request.trace,
         session=request.session,
+        prompt_logprobs=request.prompt_logprobs,
         pooling=request.pooling,
     )

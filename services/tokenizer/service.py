@@ -46,12 +46,17 @@ class EncodingPool:
         self.encoder = encoder
         self._executor = executor
 
-    async def encode(self, prompts: Sequence[Prompt]) -> Sequence[Encoded]:
+    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None]) -> Sequence[Encoded]:
         """Encode one message's prompts in one call."""
         started = time.perf_counter()
-        encoded = await asyncio.get_running_loop().run_in_executor(self._executor, self.encoder.encode, prompts)
+        loop = asyncio.get_running_loop()
+        encoded = await loop.run_in_executor(self._executor, self.encoder.encode, prompts, add_special_tokens)
         metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
         return encoded
+
+    async def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the ids in which `words` would be written."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.encoder.ban, words)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Encode a text to ids and vocabulary entries."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.names import check_name
+from common.prompt_logprobs_wire import prompt_logprobs_from_wire
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.types import RequestId
 from common.wire import (
@@ -55,6 +56,10 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
+        prompt_logprobs=prompt_logprobs_from_wire(message),
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
+        truncate_prompt_tokens=(message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None),
+        bad_words=tuple(message.bad_words),
         pooling=pooling_from_wire(message.pooling),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )

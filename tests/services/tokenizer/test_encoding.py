@@ -11,6 +11,7 @@ from common.errors import ContextLengthError, InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt, TokenPrompt
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import Encoder
+from services.tokenizer.special_text import SpecialText
 from tests.texts import TEXTS
 
 if TYPE_CHECKING:
@@ -43,8 +44,12 @@ def test_texts_in_a_batch_encode_as_transformers_does_alone(encoder: Encoder, or
         assert list(result) == oracle(text)["input_ids"], repr(text)
 
 
-def test_chats_encode_as_transformers_does(encoder: Encoder, oracle: OracleTokenizer) -> None:
-    chats = [ChatPrompt((ChatMessage("system", "S"), ChatMessage("user", text))) for text in TEXTS]
+def test_chats_encode_as_transformers_does(encoder: Encoder, model: TextModel, oracle: OracleTokenizer) -> None:
+    # Where users write special tokens, `transformers` lets them end turns; see test_special_text.py.
+    special = SpecialText(model.tokenizer)
+    texts = [text for text in TEXTS if special.shield()(text) is text]
+    assert len(texts) > len(TEXTS) * 0.9
+    chats = [ChatPrompt((ChatMessage("system", "S"), ChatMessage("user", text))) for text in texts]
     for chat, result in zip(chats, encoder.encode(chats), strict=True):
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         assert isinstance(result, np.ndarray)
@@ -67,6 +72,8 @@ def test_framing_tokens_are_added_to_texts_only(model: TextModel) -> None:
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(model: TextModel) -> None:
     encoded: list[str] = []
     tokenizer = SimpleNamespace(
+        get_added_tokens_decoder=dict,
+        normalizer=None,
         get_vocab=model.tokenizer.get_vocab,
         encode_batch_fast=lambda texts, add_special_tokens: encoded.extend(texts),
     )

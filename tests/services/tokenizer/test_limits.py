@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from common.prompt_logprobs import PromptLogprobs
 from common.requests import ChatMessage, ChatPrompt
 from common.types import Resume
 from services.tokenizer.limits import check_prompt, check_request
@@ -43,7 +45,10 @@ INF = float("inf")
         ("logit_bias", {"logit_bias": {1: NAN}}),
         ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 0.0)}),
         ("top_logprobs", {"top_logprobs": 21}),
-        ("max_tokens", {"max_tokens": 0}),
+        ("prompt_logprobs", {"prompt_logprobs": PromptLogprobs(0, 21)}),
+        ("token_ids_logprob", {"prompt_logprobs": PromptLogprobs(0, 0, (50,))}),
+        ("token_ids_logprob", {"logprob_token_ids": (50,)}),
+        ("allowed_token_ids", {"allowed_token_ids": (50,)}),
         ("min_tokens", {"max_tokens": 4, "min_tokens": 5}),
         ("stop_token_ids", {"stop_token_ids": (50,)}),
         ("stop", {"stop_strings": ("",)}),
@@ -119,3 +124,19 @@ def test_prompt_and_completion_beyond_the_context_are_refused_with_both_numbers(
         "This model's maximum context length is 100 tokens. However, you requested 101 tokens (60 in the prompt, "
         "41 in the completion). Please reduce the length of the prompt or completion."
     )
+
+
+def test_more_log_probabilities_of_a_prompt_than_can_be_told_are_refused() -> None:
+    large = replace(LIMITS, max_context_tokens=10_000)
+    check_prompt(ids(5_000), request(prompt_logprobs=PromptLogprobs(0, 20)), large)
+    check_prompt(ids(9_000), request(prompt_logprobs=PromptLogprobs(8_000, 20)), large)
+    with pytest.raises(InvalidRequestError, match="188979 log probabilities") as raised:
+        check_prompt(ids(9_000), request(prompt_logprobs=PromptLogprobs(0, 20)), large)
+    assert raised.value.param == "prompt_logprobs"
+
+
+def test_log_probabilities_behind_the_prompt_are_refused() -> None:
+    check_prompt(ids(60), request(prompt_logprobs=PromptLogprobs(60)), LIMITS)
+    with pytest.raises(InvalidRequestError, match="from token 61 on, of a prompt of 60") as raised:
+        check_prompt(ids(60), request(prompt_logprobs=PromptLogprobs(61)), LIMITS)
+    assert raised.value.param == "logprob_start_len"

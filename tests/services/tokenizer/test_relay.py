@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, UnavailableError
+from common.prompt_logprobs import PromptLogprobs
 from common.requests import Prompt, TokenPrompt
 from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest
 from services.tokenizer.relay import GatewaySession, Relay
@@ -48,12 +49,15 @@ class Encoding:
         self.error: Exception | None = None
         self.calls = 0
 
-    async def encode(self, prompts: Sequence[Prompt]) -> Sequence[Encoded]:
+    async def encode(self, prompts: Sequence[Prompt], _add_special_tokens: Sequence[bool | None]) -> Sequence[Encoded]:
         self.calls += 1
         await self.may_finish.wait()
         if self.error is not None:
             raise self.error
         return [self._ids(prompt) for prompt in prompts]
+
+    async def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(ord(character) % 50 for character in word) for word in words)
 
     def _ids(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, TokenPrompt):
@@ -68,7 +72,7 @@ class Bench:
     def __init__(self, max_pending: int = 100) -> None:
         self.scheduler = RecordingScheduler()
         self.encoding = Encoding()
-        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, max_pending)
+        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, max_pending, self.encoding.ban)
         self.session = GatewaySession()
 
     def submit(self, *names: str) -> None:
@@ -115,14 +119,30 @@ async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) ->
         timeout_ms=9,
         cache_mode=CacheMode.PRIVATE,
         session="monday",
+        prompt_logprobs=PromptLogprobs(1, 2),
     )
     bench.relay.submit(bench.session, [asked])
     await settle()
     (sent,) = bench.scheduler.batches[0]
     assert sent.reply_to == asked.reply_to
     names = ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms")
-    for field in (*names, "cache_mode", "session"):
+    for field in (*names, "cache_mode", "session", "prompt_logprobs"):
         assert getattr(sent, field) == getattr(asked.request, field)
+
+
+async def test_texts_that_are_banned_reach_the_scheduler_as_ids(bench: Bench) -> None:
+    bench.relay.submit(bench.session, [submission("a", bad_words=("no", "x")), submission("b")])
+    await settle()
+    first, second = bench.scheduler.batches[0]
+    assert first.sampling.banned_sequences == ((10, 11), (20,))
+    assert second.sampling.banned_sequences == ()
+
+
+async def test_of_a_prompt_that_is_to_be_truncated_the_end_stays(bench: Bench) -> None:
+    bench.relay.submit(bench.session, [submission("a", truncate_prompt_tokens=2)])
+    await settle()
+    (sent,) = bench.scheduler.batches[0]
+    assert list(sent.token_ids) == [ord(character) % 50 for character in "lo"]
 
 
 async def test_admissions_go_back_to_the_gateway_that_asked(bench: Bench) -> None:

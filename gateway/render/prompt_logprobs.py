@@ -1,0 +1,104 @@
+"""Log probabilities of prompts, gathered and in the shapes of three APIs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gateway.render.shapes import LEAST_LOGPROB, finite_logprob, token_string
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.deltas import LogprobText, PromptLogprobsText, TokenText
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """What is known of one prompt; all choices of a prompt share it."""
+
+    # The first token told of, which has none.
+    lead: TokenText | None = None
+    entries: list[LogprobText] = field(default_factory=list)
+    is_complete: bool = False
+
+    def add(self, part: PromptLogprobsText) -> None:
+        """Take in one more part."""
+        self.lead = part.lead or self.lead
+        self.entries.extend(part.entries)
+        self.is_complete = part.is_last
+
+    @property
+    def tokens(self) -> list[TokenText]:
+        """All tokens told of."""
+        return [*([self.lead] if self.lead else []), *(entry.token for entry in self.entries)]
+
+
+def legacy_object(scores: PromptScores, top: int, echo: str) -> tuple[dict[str, list[object]], int]:
+    """Return them in the shape of completions, for a prompt that is shown as `echo`; and the offset behind it."""
+    lengths = [len(token.text.decode("utf-8", "replace")) for token in scores.tokens]
+    # From the end, as the prompt's text may lack special tokens at its beginning.
+    offsets, end = [], len(echo)
+    for length in reversed(lengths):
+        end = max(end - length, 0)
+        offsets.append(end)
+    nothing: list[object] = [None] if scores.lead else []
+    shape: dict[str, list[object]] = {
+        "tokens": [token_string(token) for token in scores.tokens],
+        "token_logprobs": nothing + [finite_logprob(entry.token) for entry in scores.entries],
+        "top_logprobs": nothing + [legacy_top(entry, top) for entry in scores.entries],
+        "text_offset": list(reversed(offsets)),
+    }
+    return shape, len(echo)
+
+
+def legacy_top(entry: LogprobText, top: int) -> dict[str, float]:
+    """Return the most likely tokens, and the token itself even where it is not among them."""
+    return {token_string(token): finite_logprob(token) for token in (entry.token, *entry.top[:top])}
+
+
+def by_id(scores: PromptScores, top: int) -> list[object]:
+    """Return them as vLLM does: for each token an object of ids, null for the first."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [_ids_object(entry, top) for entry in scores.entries]
+
+
+def _ids_object(entry: LogprobText, top: int) -> dict[str, object]:
+    ranked = [(token, rank) for rank, token in enumerate(entry.top[:top], 1)]
+    return {
+        str(token.token_id): {
+            "logprob": finite_logprob(token),
+            "rank": rank,
+            "decoded_token": token.text.decode("utf-8", "replace"),
+        }
+        for token, rank in (*ranked, (entry.token, entry.rank))
+    }
+
+
+def native_triples(scores: PromptScores) -> list[object]:
+    """Return them as SGLang does: log probability, id, text."""
+    tokens = [(None, scores.lead)] if scores.lead else []
+    pairs = [*tokens, *((finite_logprob(entry.token), entry.token) for entry in scores.entries)]
+    return [[value, token.token_id, token.text.decode("utf-8", "replace")] for value, token in pairs]
+
+
+def native_tops(scores: PromptScores) -> list[object]:
+    """Return the most likely tokens of each position as SGLang does."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [native_top(entry) for entry in scores.entries]
+
+
+def native_top(entry: LogprobText) -> list[object]:
+    """Return the most likely tokens at one position."""
+    return [[finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")] for token in entry.top]
+
+
+def native_asked(scores: PromptScores, token_ids: Sequence[int]) -> list[object]:
+    """Return the log probabilities of the ids that were named, as SGLang does."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [asked_triples(entry, token_ids) for entry in scores.entries]
+
+
+def asked_triples(entry: LogprobText, token_ids: Sequence[int]) -> list[object]:
+    """Return those at one position."""
+    return [[max(value, LEAST_LOGPROB), token_id, None] for value, token_id in zip(entry.asked, token_ids, strict=True)]
