@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.storage_settings import StorageSettings
+from common.session_settings import SessionSettings
 
 Weight = Annotated[float, Field(gt=0)]
 
 
-class QueueSettings(StorageSettings):
+class QueueSettings(SessionSettings):
     """Order and length of the waiting queue."""
 
     policy: Literal["fcfs", "lpm", "priority", "fair"] = "fcfs"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RequestId,
         Resume,
         SamplingParams,
+        SessionTurn,
         StopConditions,
         TraceContext,
     )
@@ -78,6 +79,7 @@ class GenerateRequest:
     trace: TraceContext | None = None
     # The conversation it belongs to, within its principal.
     session: str | None = None
+    turn: SessionTurn | None = None
     max_context_tokens: int | None = None
     # Set: the prompt is embedded, and nothing is generated.
     pooling: Pooling | None = None

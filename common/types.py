@@ -113,6 +113,17 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """How a request continues its session: see `SessionTurn` in protos/pando/v1/common.proto."""
+
+    name: str
+    after: str | None = None
+    offset: int | None = None
+    drop_previous_output: bool = False
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyTo:
     """The gateway subscription that a request's text goes to."""
 
@@ -224,6 +235,7 @@ class ScheduleRequest:
     trace: TraceContext | None = None
     # The conversation it belongs to, within its principal.
     session: str | None = None
+    turn: SessionTurn | None = None
     # Set: the prompt is embedded, and nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None

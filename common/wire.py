@@ -11,6 +11,7 @@ from common.errors import InvalidRequestError
 from common.grammars_wire import grammar_from_wire, grammar_to_wire
 from common.names import check_name
 from common.prompt_logprobs_wire import prompt_logprobs_from_wire, prompt_logprobs_to_wire
+from common.session_wire import turn_from_wire, turn_to_wire
 from common.types import (
     Admission,
     CacheMode,
@@ -316,6 +317,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
         session=request.session,
+        turn=turn_to_wire(request.turn),
         pooling=pooling_to_wire(request.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(request.prompt_logprobs),
     )
@@ -349,6 +351,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
+        turn=turn_from_wire(message),
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
     )

@@ -308,6 +308,9 @@ class SchedulerLoop:
         metrics.RUNNING_ROWS.set(core.rows.running)
         metrics.RETRACTIONS.set(core.memory.retractions)
         metrics.PREEMPTIONS.set(core.preemptions)
+        metrics.SESSIONS.set(len(core.sessions))
+        metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
+        metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)
         metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
         if self.meter is not None:
             self.meter.export(core.memory.cache)
@@ -320,4 +323,5 @@ class SchedulerLoop:
             "memory.leak", leaked=[str(fault) for fault in report.leaked], dangling=[str(f) for f in report.dangling]
         )
         if not core.rows.running:
+            core.sessions.lose_pins()
             self._log.warning("memory.repaired", freed_pages=core.memory.repair())

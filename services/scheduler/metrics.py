@@ -31,6 +31,12 @@ RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their 
 PREEMPTIONS = Gauge(
     "pando_scheduler_preemptions", "Of the retractions, those for a request of higher priority, since start."
 )
+SESSIONS = Gauge("pando_scheduler_sessions", "Open sessions.")
+SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open sessions hold between their turns.")
+SESSION_PINS_YIELDED = Gauge(
+    "pando_scheduler_session_pins_yielded",
+    "How often a session gave up what it held, as otherwise nothing could have run, since start.",
+)
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
 CACHE_EVENTS_TOTAL = Counter(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from services.scheduler.core.session import SessionRules
 
 if TYPE_CHECKING:
     from common.settings import SchedulerSettings
@@ -39,6 +40,7 @@ class CoreConfig:
     # Whether retracted sequences, too, go by the policy's order, and how often a row makes way for a higher priority.
     strict_priority: bool = False
     max_preemptions: int = 0
+    sessions: SessionRules = field(default_factory=SessionRules)
 
     @property
     def capacity_tokens(self) -> int:
@@ -76,5 +78,17 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         load_bytes_per_s=capacity.load_bytes_per_s,
         is_encoder=capacity.is_encoder,
         strict_priority=settings.policy == "priority",
+        sessions=_session_rules(settings, capacity),
         max_preemptions=settings.priority_preemptions if settings.policy == "priority" else 0,
+    )
+
+
+def _session_rules(settings: SchedulerSettings, capacity: EngineCapacity) -> SessionRules:
+    return SessionRules(
+        per_user=settings.session_limit,
+        total=settings.session_limit_total,
+        user_tokens=int(capacity.device_pages * settings.session_share) * capacity.page_size,
+        total_tokens=int(capacity.device_pages * settings.session_share_total) * capacity.page_size,
+        timeout_s=min(settings.session_timeout_s, settings.session_timeout_limit_s),
+        max_timeout_s=settings.session_timeout_limit_s,
     )

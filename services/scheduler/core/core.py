@@ -26,6 +26,7 @@ from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.rows import RowTable
 from services.scheduler.core.scoring import PromptScoring
 from services.scheduler.core.sequence import Phase, Sequence, initial_ids
+from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.tenancy import Tenancy
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferAck
-    from common.types import RequestId, ScheduleRequest
+    from common.types import Principal, RequestId, ScheduleRequest
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
@@ -71,10 +72,12 @@ class SchedulerCore:
         self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
         self.in_flight = 0
         self.finished_steps = 0
+        self.sessions = Sessions(self.memory, config.sessions)
         self._tenancy = Tenancy(self.rows, self.memory)
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
+        self._planner.yield_pin = self.sessions.yield_pin
         self._results = ResultHandler(self.rows, self._tenancy, self._output, costs)
         self._by_handle: dict[int, Sequence] = {}
         self._by_request: dict[RequestId, list[Sequence]] = {}
@@ -113,6 +116,7 @@ class SchedulerCore:
         """Take a request into the queue, or say why not."""
         request = with_usable_cache(request)
         try:
+            request = self.sessions.enter(request)
             self._check(request)
             check_pooling(request, self.config)
         except PandoError as error:
@@ -124,6 +128,7 @@ class SchedulerCore:
             leader = leader or sequence
             sequences.append(sequence)
             self._by_handle[sequence.handle] = sequence
+            self.sessions.begin(sequence)
             self.queue.add(sequence)
             self._output.open(sequence)
         self._by_request[request.request_id] = sequences
@@ -183,6 +188,11 @@ class SchedulerCore:
             self._finish(sequence, Finish(FinishReason.ABORT))
         return bool(sequences)
 
+    def forget(self, principal: Principal, session: str | None = None) -> int:
+        """End a principal's sessions, or one, and drop what is private to them; return how many pages became free."""
+        self.sessions.forget(principal, session)
+        return self.memory.cache.forget(principal, session)
+
     def end_silently(self, handle: int) -> None:
         """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more."""
         sequence = self._by_handle.get(handle)
@@ -195,7 +205,8 @@ class SchedulerCore:
             self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
 
     def expire(self, now: float) -> None:
-        """End what has waited or run for too long."""
+        """End what has waited or run for too long, and sessions that nobody uses."""
+        self.sessions.expire(now)
         for sequence in list(self._by_handle.values()):
             message = self._overdue(sequence, now)
             if message:
@@ -253,6 +264,7 @@ class SchedulerCore:
             self.queue.put_back(sequence)
         self._tenancy.forget_all()
         self._results.forget_all()
+        self.sessions.lose_pins()
         self.memory.forget_all()
         for sequence in self.queue:
             self.memory.prefetch(sequence)
@@ -278,12 +290,17 @@ class SchedulerCore:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its computed pages stay in the cache."""
-        if sequence.phase is Phase.WAITING:
+        token_ids, row = sequence.token_ids, sequence.row
+        if row is None:
             self.queue.remove(sequence)
             self.memory.end_prefetch(sequence)
         else:
+            if sequence.session is not None:
+                known = int(min(self.rows.computed[row] + 1, self.rows.length[row]))
+                token_ids = self.rows.tokens(row, known).copy()
             self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)
+        self.sessions.end(sequence, token_ids, was_running=row is not None)
         sequence.phase = Phase.FINISHED
         del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]

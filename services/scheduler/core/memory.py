@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import PageIds
-    from services.scheduler.cache.interface import Lease, PrefixCache
+    from common.types import Principal, TokenIds
+    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowTable
@@ -54,6 +55,8 @@ class KvMemory:
         self.loads = LoadBack(cache.host, costs, cache.page_size) if cache.host is not None else None
         self.retractions = 0
         self.leaked_pages = 0
+        # What sessions hold between their turns, as a row would hold it.
+        self._pins: dict[LeaseId, Lease] = {}
 
     @property
     def available_pages(self) -> int:
@@ -164,10 +167,36 @@ class KvMemory:
         rows.page_count[row] = 0
         sequence.lease = None
 
+    def pin(self, principal: Principal, token_ids: TokenIds, priority: int, session: str) -> Lease | None:
+        """Hold what the principal's view covers of a path that has just been computed; None if that is nothing.
+
+        A hold like a row's, with a reference on each page, so that it outlives whatever happens to the tree.
+        """
+        if len(token_ids) < 2:
+            return None
+        lease = self.cache.commit(principal, token_ids, repeated=True, priority=priority, session=session)
+        if not len(lease.pages):
+            self._release(lease)
+            return None
+        self._pins[lease.lease_id] = lease
+        return lease
+
+    def unpin(self, lease: Lease) -> None:
+        """Give up such a hold."""
+        del self._pins[lease.lease_id]
+        self._release(lease)
+        self.allocator.release(lease.pages)
+
+    @property
+    def pinned_pages(self) -> int:
+        """Page references of all such holds."""
+        return sum(len(lease.pages) for lease in self._pins.values())
+
     def account(self, rows: RowTable) -> Accounting:
         """Take the device's accounts in O(rows)."""
         in_transfers = self.loads.host.ledger.device_references if self.loads else 0
-        return account(self.allocator, self.cache, int(rows.page_count.sum()) + in_transfers)
+        held = int(rows.page_count.sum()) + self.pinned_pages
+        return account(self.allocator, self.cache, held + in_transfers)
 
     def audit(self, rows: RowTable) -> AuditReport:
         """Count every page's holders anew."""
@@ -176,12 +205,13 @@ class KvMemory:
             for sequence in rows.occupants()
             if sequence.row is not None
         }
+        tables |= {f"session lease {number}": lease.pages for number, lease in self._pins.items()}
         if self.loads is not None:
             tables |= self.loads.host.ledger.tables()
         return audit(self.allocator, self.cache, tables)
 
     def repair(self) -> int:
-        """Free leaked pages; only while no row runs and no transfer is open."""
+        """Free leaked pages; only while no row runs, no transfer is open and no session holds anything."""
         freed = repair(self.allocator, self.cache)
         self.leaked_pages += max(freed, 0)
         return freed

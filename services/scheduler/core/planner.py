@@ -14,6 +14,8 @@ from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 from services.scheduler.core.twins import Twins
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from services.scheduler.cache.interface import Lease
@@ -58,6 +60,9 @@ class Planner:
         self._next_step = 1
         self.paused = False
         self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
+        # Makes some session give up what it holds, if any does: only when otherwise nothing could go on.
+        self.yield_pin: Callable[[], bool] = lambda: False
+        self._lacks_memory = False
 
     @property
     def next_step(self) -> StepId:
@@ -80,7 +85,7 @@ class Planner:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         opens = self._admit(budget, now, prefills, grants)
         if not (len(decoding) or prefills):
-            if self._unstick(prefilling):
+            if self._unstick(prefilling, now):
                 return self.plan(now, epoch, decode_step_s, idle=idle)
             if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
                 return None
@@ -127,7 +132,8 @@ class Planner:
             live = self._rows.live()
             if self._try_advance(live, 1, grants):
                 return live, grants
-            self._retract(self._victim())
+            if self._rows.running > 1 or not self.yield_pin():
+                self._retract(self._victim())
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: list[PageGrant]) -> int:
         """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
@@ -199,6 +205,7 @@ class Planner:
     def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
         """Start waiting sequences while there is room; return what the workers must open."""
         opens: list[RowOpen] = []
+        self._lacks_memory = False
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
@@ -216,6 +223,7 @@ class Planner:
                 continue
             lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lease is None:
+                self._lacks_memory = True
                 self.preemption.note_refusal(sequence)
                 break
             opens.append(self._open(sequence, lease, now))
@@ -258,10 +266,16 @@ class Planner:
             pooling=request.pooling,
         )
 
-    def _unstick(self, prefilling: list[Sequence]) -> bool:
-        """If half-prefilled rows hold all pages so that none gets on, retract the youngest; tell whether one was."""
+    def _unstick(self, prefilling: list[Sequence], now: float) -> bool:
+        """Let somebody give pages up if nobody gets on without; tell whether that was so.
+
+        Of half-prefilled rows that hold all pages it is the youngest; if there is one row, or none and somebody waits,
+        it is a session.
+        """
         stuck = [sequence for sequence in prefilling if sequence.row is not None]
-        if len(stuck) < 2 or self._memory.available_pages:
-            return False
-        self._retract(stuck[-1])
-        return True
+        if len(stuck) > 1 and not self._memory.available_pages:
+            self._retract(stuck[-1])
+            return True
+        is_alone = len(stuck) == 1 and not self._memory.available_pages
+        is_empty = self._lacks_memory and not self._rows.running
+        return (is_alone or is_empty) and not self._is_moving_pages(now) and self.yield_pin()

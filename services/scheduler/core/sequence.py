@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import Lease
     from services.scheduler.cache.tiers.storage_reads import Fetch
     from services.scheduler.core.scoring import PromptScoring
+    from services.scheduler.core.session import Session
 
 
 class Phase(Enum):
@@ -68,6 +69,8 @@ class Sequence:
     storage_tokens: int = 0
     # Its look into storage, until it starts.
     fetch: Fetch | None = None
+    # The open session that it is a turn of.
+    session: Session | None = None
     # Whether its first token has come, that is, whether its prompt is in the cache for others.
     is_prefilled: bool = False
     # Set: its prompt's log probabilities are told; of a request's choices the first one tells them.

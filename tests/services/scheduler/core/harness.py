@@ -24,8 +24,10 @@ from common.types import (
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.window_pages import WindowPages
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.factory import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
@@ -103,9 +105,12 @@ class Harness:
         ranks: int = 1,
         rules: CacheConfig | None = None,
         max_preemptions: int = 0,
+        sessions: SessionRules | None = None,
         prefill_tokens_per_s: float = 0.0,
         load_bytes_per_s: float = 0.0,
         is_encoder: bool = False,
+        window: int = 0,
+        window_pool: int = 0,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -127,13 +132,26 @@ class Harness:
             is_encoder=is_encoder,
             strict_priority=policy == "priority",
             max_preemptions=max_preemptions,
+            sessions=sessions or SessionRules(),
         )
         allocator = PageAllocator(pages)
+        if window:
+            allocator.twins = WindowPages(
+                window_pool, pages, page_size=page_size, window_tokens=window, keeps=cache != "chunk"
+            )
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
         self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
-        self.worker = SimulatedWorker(pages, page_size, host.pages if host else 0, ranks, is_encoder)
+        self.worker = SimulatedWorker(
+            pages,
+            page_size,
+            host.pages if host else 0,
+            ranks,
+            is_encoder,
+            window=window,
+            window_pool=window_pool,
+        )
         self.acks = GroupAcks(ranks)
         self.depth = depth
         self.now = 0.0
@@ -230,9 +248,14 @@ class Harness:
         assert total == accounts.capacity
         if self.core.memory.loads is not None:
             assert self.core.memory.loads.host.account().is_exact
+        windows = self.core.memory.account_windows()
+        if windows is not None:
+            assert windows.is_exact
+            assert windows.free + windows.soft_free + windows.evictable + windows.protected == windows.capacity
 
     def audit(self) -> None:
         assert self.core.memory.audit(self.core.rows).is_clean
+        assert self.core.memory.window_faults(self.core.rows) == []
 
     def lose_workers(self) -> None:
         self.results.clear()
@@ -247,4 +270,6 @@ class Harness:
             old.is_encoder,
             last_step=old.last_step,
             last_transfer=old.last_transfer,
+            window=old.window,
+            window_pool=old.window_pool,
         )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.types import CacheMode, FinishReason, Pooling, RequestId
+from common.errors import PandoError
+from common.types import CacheMode, FinishReason, Pooling, Principal, RequestId
+from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
@@ -18,6 +23,9 @@ PROMPTS = st.builds(
     st.lists(st.integers(10, 12), max_size=3),
 )
 
+USERS = st.sampled_from(["alice", "bob"])
+SESSIONS = st.sampled_from(["s", "t", "u"])
+
 
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
@@ -26,6 +34,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.scored_from: dict[str, int | None] = {}
         self.embedded: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.session_time = 0.0
 
     @initialize(
         pages=st.integers(14, 40),
@@ -45,6 +54,7 @@ class CoreMachine(RuleBasedStateMachine):
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
             policy=None if preemptions is None else "priority",
             max_preemptions=preemptions or 0,
+            sessions=SessionRules(per_user=2, total=3, user_tokens=32, total_tokens=40, timeout_s=10.0),
         )
 
     @rule(
@@ -72,6 +82,34 @@ class CoreMachine(RuleBasedStateMachine):
         name = f"e{len(self.embedded)}"
         assert self.harness.core.submit(make_request(name, prompt, user=user, pooling=pooling), 0.0).rejected is None
         self.embedded[name] = prompt
+
+    @rule(prompt=PROMPTS, user=USERS, session=SESSIONS, max_tokens=st.integers(1, 10))
+    def take_turn(self, prompt: list[int], user: str, session: str, max_tokens: int) -> None:
+        name = f"r{len(self.requests)}"
+        request = replace(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session)
+        rejected = self.harness.core.submit(request, 0.0).rejected
+        assert rejected is None or rejected.param == "session_id", "only a session may have no room"
+        if rejected is None:
+            self.requests[name] = (prompt, max_tokens, 1)
+            self.scored_from[name] = None
+
+    @rule(user=USERS, name=SESSIONS, capacity=st.sampled_from([None, 12]))
+    def open_session(self, user: str, name: str, capacity: int | None) -> None:
+        with contextlib.suppress(PandoError):
+            self.harness.core.sessions.open(Principal("tenant", user), name, user, capacity, None)
+
+    @rule(user=USERS, name=SESSIONS)
+    def close_session(self, user: str, name: str) -> None:
+        self.harness.core.sessions.close(Principal("tenant", user), name)
+
+    @rule(user=USERS, name=st.none() | SESSIONS)
+    def forget(self, user: str, name: str | None) -> None:
+        self.harness.core.forget(Principal("tenant", user), name)
+
+    @rule(seconds=st.sampled_from([6.0, 20.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.session_time += seconds
+        self.harness.core.sessions.expire(self.session_time)
 
     @rule(count=st.integers(1, 6))
     def work(self, count: int) -> None:
@@ -105,6 +143,17 @@ class CoreMachine(RuleBasedStateMachine):
             self.harness.check_accounts()
             self.harness.audit()
 
+    @invariant()
+    def sessions_hold_no_more_than_they_may(self) -> None:
+        if hasattr(self, "harness"):
+            sessions = list(self.harness.core.sessions)
+            for user in ("alice", "bob"):
+                mine = [session for session in sessions if session.holder == ("tenant", user)]
+                assert len(mine) <= 2
+                assert sum(session.pinned_tokens for session in mine) <= 32
+            assert sum(session.pinned_tokens for session in sessions) <= 40
+            assert all(session.pinned_tokens <= session.grant.capacity_tokens for session in sessions)
+
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
@@ -127,6 +176,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert name in self.aborted or finish.embedding == embedding_of(prompt)
             assert not self.harness.outputs[name, 0], "nothing is generated"
         assert self.harness.core.rows.running == 0
+        assert not any(session.open_requests for session in self.harness.core.sessions)
+        self.harness.core.sessions.lose_pins()
         self.harness.core.memory.cache.flush()
         assert self.harness.core.memory.allocator.free_pages == self.harness.config.device_pages
 

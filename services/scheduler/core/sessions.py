@@ -1,0 +1,226 @@
+"""Open sessions: who has them, and what stays in the cache between their turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import InvalidRequestError, QueueFullError
+from common.types import CacheMode
+from services.scheduler.core.session import Grant, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from common.types import Principal, ScheduleRequest, TokenIds
+    from services.scheduler.core.memory import KvMemory
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.session import SessionRules
+
+RETRY_AFTER_MS = 1000
+
+
+class Sessions:
+    """Owns the open sessions of one scheduler.
+
+    A session belongs to its opener's principal: nobody else can name it, whatever it is called. What its latest turn
+    has computed is held like the path of a running row, so the cache needs to know nothing of sessions. A pin yields
+    only where otherwise nothing at all could run; the session stays open then, and its next turn pins again.
+    """
+
+    def __init__(self, memory: KvMemory, rules: SessionRules) -> None:
+        """Start without sessions, under `rules`."""
+        self.yielded = 0
+        self._memory = memory
+        self._rules = rules
+        self._open: dict[tuple[Principal, str], Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate over the open sessions, oldest first."""
+        return iter(self._open.values())
+
+    def __len__(self) -> int:
+        """Return how many are open."""
+        return len(self._open)
+
+    @property
+    def pinned_tokens(self) -> int:
+        """What stays in the cache for all of them."""
+        return sum(session.pinned_tokens for session in self)
+
+    # --- opening and closing ---
+
+    def open(
+        self, principal: Principal, name: str, quota_user: str, capacity_tokens: int | None, timeout_s: float | None
+    ) -> Grant:
+        """Open a session; None stands for what the rules give to who does not say.
+
+        Raises:
+            InvalidRequestError: the name is in use, or more is asked for than any session may have.
+            QueueFullError: the user, or the server, has as many sessions as it may.
+        """
+        rules = self._rules
+        if (principal, name) in self._open:
+            raise InvalidRequestError(f"the session '{name}' is open already", param="session_id")
+        if not rules.user_tokens or not rules.total_tokens:
+            raise InvalidRequestError("this model keeps no sessions", param="session_id")
+        if capacity_tokens is not None and capacity_tokens > rules.user_tokens:
+            message = f"a session may hold {rules.user_tokens} tokens here, not {capacity_tokens}"
+            raise InvalidRequestError(message, param="capacity_of_str_len")
+        if timeout_s is not None and timeout_s > rules.max_timeout_s:
+            message = f"a session may wait {rules.max_timeout_s:g} s for its next turn, not {timeout_s:g}"
+            raise InvalidRequestError(message, param="timeout")
+        holder = (principal.tenant, quota_user)
+        mine = sum(session.holder == holder for session in self)
+        if mine >= rules.per_user:
+            message = f"{mine} sessions of this user are open, of which {rules.per_user} may be; close one"
+            raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
+        if len(self._open) >= rules.total:
+            message = f"{rules.total} sessions are open at this server, which is the limit; try again later"
+            raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
+        grant = Grant(capacity_tokens or rules.user_tokens, timeout_s or rules.timeout_s)
+        self._open[principal, name] = Session(name, principal, holder, grant)
+        return grant
+
+    def close(self, principal: Principal, name: str) -> bool:
+        """End a session, so that what it held may go; return whether there was one. Its requests go on."""
+        session = self._open.pop((principal, name), None)
+        if session is None:
+            return False
+        self._let_go(session)
+        return True
+
+    def forget(self, principal: Principal, name: str | None) -> None:
+        """End a principal's session, or all of its."""
+        for owner, session in list(self._open):
+            if owner == principal and name in (None, session):
+                self.close(owner, session)
+
+    def expire(self, now: float) -> int:
+        """End those that have had no turn for too long; return how many."""
+        overdue = []
+        for key, session in self._open.items():
+            if session.open_requests:
+                session.expires_at = None
+            elif session.expires_at is None:
+                session.expires_at = now + session.grant.timeout_s
+            elif now >= session.expires_at:
+                overdue.append(key)
+        for principal, name in overdue:
+            self.close(principal, name)
+        return len(overdue)
+
+    # --- turns ---
+
+    def enter(self, request: ScheduleRequest) -> ScheduleRequest:
+        """Return `request` with all its tokens: those of the turn that it continues come first.
+
+        Raises:
+            InvalidRequestError: it continues what is not there, or its session is full.
+            QueueFullError: its user's sessions, or all, hold as much as they may.
+        """
+        session = self._find(request)
+        turn = request.turn
+        if turn is None:
+            if session is not None:
+                self._check_room(session, len(request.token_ids))
+            return request
+        if session is None:
+            message = f"the session '{request.session}' is not open, or not any more; open one with /open_session"
+            raise InvalidRequestError(message, param="session_params")
+        if request.n != 1:
+            raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
+        base = session.base_of(turn)
+        ids = request.token_ids if base is None else np.concatenate([base, request.token_ids])
+        self._check_room(session, len(ids))
+        session.forget_replaced(turn)
+        return dataclasses.replace(request, token_ids=ids)
+
+    def begin(self, sequence: Sequence) -> None:
+        """A sequence has been taken into the queue."""
+        session = self._find(sequence.request)
+        if session is not None:
+            session.open_requests += 1
+            session.expires_at = None
+            sequence.session = session
+
+    def end(self, sequence: Sequence, token_ids: TokenIds, *, was_running: bool) -> None:
+        """A sequence has left with these known ids, all but the last of which are computed if it was running."""
+        session, request = sequence.session, sequence.request
+        if session is None:
+            return
+        sequence.session = None
+        session.open_requests -= 1
+        if self._open.get((session.principal, session.name)) is not session or not was_running:
+            return
+        session.turns += 1
+        if request.turn is not None and sequence.is_prefilled:
+            session.remember(request.turn, sequence.prompt_tokens, token_ids)
+        if request.cache_mode is not CacheMode.NONE:
+            self._pin(session, token_ids, request.priority)
+
+    # --- pins ---
+
+    def yield_pin(self) -> bool:
+        """Let go what the session holds that has been idle for longest; return whether there was one."""
+        for session in sorted(self, key=lambda session: session.expires_at or float("inf")):
+            if session.pin is not None:
+                self._let_go(session)
+                self.yielded += 1
+                return True
+        return False
+
+    def lose_pins(self) -> None:
+        """Hold nothing any more, as the memory behind it is gone; the sessions stay open."""
+        for session in self:
+            self._let_go(session)
+
+    def _pin(self, session: Session, token_ids: TokenIds, priority: int) -> None:
+        """Hold a path from now on, as far as capacity and quotas allow, in the place of what was held before."""
+        held_by_others = self.pinned_tokens - session.pinned_tokens
+        room = min(
+            session.grant.capacity_tokens,
+            self._rules.user_tokens - (self._held_by(session.holder) - session.pinned_tokens),
+            self._rules.total_tokens - held_by_others,
+        )
+        # One more: a match never covers the last token.
+        pin = self._memory.pin(session.principal, token_ids[: max(room, 0) + 1], priority, session.name)
+        self._let_go(session)
+        session.pin = pin
+
+    def _let_go(self, session: Session) -> None:
+        if session.pin is not None:
+            self._memory.unpin(session.pin)
+            session.pin = None
+
+    def _find(self, request: ScheduleRequest) -> Session | None:
+        return self._open.get((request.principal, request.session)) if request.session is not None else None
+
+    def _held_by(self, holder: tuple[str, str]) -> int:
+        return sum(session.pinned_tokens for session in self if session.holder == holder)
+
+    def _check_room(self, session: Session, tokens: int) -> None:
+        if tokens > session.grant.capacity_tokens:
+            raise InvalidRequestError(
+                f"the session '{session.name}' holds {session.grant.capacity_tokens} tokens, and this turn begins with "
+                f"{tokens}; open one with a larger capacity_of_str_len, or continue an earlier turn",
+                param="session_id",
+            )
+        more = tokens - session.pinned_tokens
+        held = self._held_by(session.holder)
+        if more > 0 and held + more > self._rules.user_tokens:
+            raise QueueFullError(
+                f"the sessions of this user hold {held} tokens, and with this turn {held + more}, of which "
+                f"{self._rules.user_tokens} may be; close a session",
+                param="session_id",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        if more > 0 and self.pinned_tokens + more > self._rules.total_tokens:
+            raise QueueFullError(
+                f"all sessions of this server hold {self.pinned_tokens} tokens of {self._rules.total_tokens}; "
+                "try again later, or without a session",
+                param="session_id",
+                retry_after_ms=RETRY_AFTER_MS,
+            )

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import InvalidRequestError, QueueFullError
+from common.types import CacheMode, ErrorCode, FinishReason, Principal, RequestFailure, RequestId, SessionTurn
+from services.scheduler.core.session import SessionRules
+from tests.fakes.simulated_worker import expected_output
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+
+ALICE = Principal("tenant", "alice")
+BOB = Principal("tenant", "bob")
+RULES = SessionRules(per_user=2, total=3, user_tokens=96, total_tokens=128, timeout_s=10.0, max_timeout_s=60.0)
+FIRST = list(range(100, 122))
+
+
+def harness_with(rules: SessionRules = RULES, **options: object) -> Harness:
+    return Harness(sessions=rules, **options)  # type: ignore[arg-type]  # the harness's own
+
+
+def open_session(
+    harness: Harness, name: str = "chat", principal: Principal = ALICE, capacity: int | None = None
+) -> None:
+    harness.core.sessions.open(principal, name, principal.user, capacity, None)
+
+
+def ask(
+    harness: Harness,
+    name: str,
+    prompt: list[int],
+    *,
+    user: str = "alice",
+    session: str | None = "chat",
+    turn: SessionTurn | None = None,
+    max_tokens: int = 6,
+) -> RequestFailure | None:
+    request = replace(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session, turn=turn)
+    return harness.core.submit(request, harness.now).rejected
+
+
+def flood(harness: Harness, requests: int = 12) -> None:
+    """Let strangers' prompts go through all of the memory."""
+    for number in range(requests):
+        prompt = [500 + (number * 31 + i) % 400 for i in range(40)]
+        name = f"stranger-{len(harness.outputs)}"
+        assert ask(harness, name, prompt, user=name, session=None) is None
+        harness.run()
+
+
+def whole(harness: Harness, name: str, prompt: list[int]) -> list[int]:
+    return [*prompt, *harness.outputs[name, 0]]
+
+
+def pinned(harness: Harness) -> list[int]:
+    return [session.pinned_tokens for session in harness.core.sessions]
+
+
+def test_a_session_s_second_turn_finds_its_first_after_a_flood() -> None:
+    harness = harness_with(pages=40)
+    for session in (None, "chat"):
+        if session:
+            open_session(harness)
+        assert ask(harness, f"one-{session}", FIRST, session=session) is None
+        harness.run()
+        flood(harness)
+        second = [*whole(harness, f"one-{session}", FIRST), 7, 8, 9]
+        assert ask(harness, f"two-{session}", second, session=session) is None
+        harness.run()
+        harness.core.memory.cache.flush()
+    assert harness.cached["two-None", 0] == 0
+    # All whole pages whose KV was computed: the last token's never is.
+    computed = len(FIRST) + len(harness.outputs["one-chat", 0]) - 1
+    assert harness.cached["two-chat", 0] == computed // 4 * 4
+    harness.audit()
+
+
+def test_a_name_alone_opens_nothing() -> None:
+    harness = harness_with()
+    assert ask(harness, "one", FIRST) is None
+    harness.run()
+    assert pinned(harness) == []
+
+
+def test_the_next_turn_takes_the_place_of_the_last_one() -> None:
+    harness = harness_with()
+    open_session(harness)
+    for number, length in enumerate((10, 30, 18)):
+        ask(harness, f"r{number}", FIRST[:1] * length)
+        harness.run()
+        assert pinned(harness) == [(length + len(harness.outputs[f"r{number}", 0]) - 1) // 4 * 4]
+        assert [session.turns for session in harness.core.sessions] == [number + 1]
+
+
+def test_closing_and_time_let_go_what_was_held() -> None:
+    harness = harness_with(pages=40)
+    open_session(harness)
+    ask(harness, "one", FIRST)
+    harness.run()
+    assert pinned(harness) == [24]
+    assert not harness.core.sessions.close(BOB, "chat"), "it is Alice's"
+    assert harness.core.sessions.close(ALICE, "chat")
+    assert not harness.core.sessions.close(ALICE, "chat")
+    harness.core.memory.cache.flush()
+    assert harness.core.memory.allocator.free_pages == 40
+
+    open_session(harness)
+    ask(harness, "two", FIRST)
+    # A turn that runs is no silence.
+    harness.core.expire(0.0)
+    harness.run()
+    for now, left in ((100.0, 1), (109.9, 1), (110.0, 0)):
+        harness.core.expire(now)
+        assert len(harness.core.sessions) == left
+    harness.core.memory.cache.flush()
+    assert harness.core.memory.allocator.free_pages == 40
+    harness.audit()
+
+
+def test_a_session_is_its_opener_s_alone() -> None:
+    """Somebody else's session of the same name is another session."""
+    harness = harness_with()
+    open_session(harness, principal=ALICE)
+    ask(harness, "one", FIRST)
+    harness.run()
+    turn = SessionTurn("mine", after="one")
+    failure = ask(harness, "two", FIRST, user="bob", turn=turn)
+    assert failure is not None
+    assert "is not open" in failure.message
+    open_session(harness, principal=BOB)
+    ask(harness, "three", FIRST, user="bob")
+    harness.run()
+    assert harness.cached["three", 0] == 0
+    assert [session.turns for session in harness.core.sessions] == [1, 1]
+
+
+def test_quotas_refuse_and_say_what_would_be_right() -> None:
+    harness = harness_with()
+    sessions = harness.core.sessions
+    with pytest.raises(InvalidRequestError, match="96 tokens here, not 97") as refused:
+        open_session(harness, capacity=97)
+    assert refused.value.param == "capacity_of_str_len"
+    with pytest.raises(InvalidRequestError, match="60 s"):
+        sessions.open(ALICE, "chat", "alice", None, 61.0)
+    assert sessions.open(ALICE, "chat", "alice", None, None).capacity_tokens == 96
+    with pytest.raises(InvalidRequestError, match="open already"):
+        open_session(harness)
+    # Users that one credential makes up count as one.
+    sessions.open(Principal("tenant", "invented"), "chat", "alice", None, None)
+    with pytest.raises(QueueFullError, match="2 sessions of this user are open, of which 2 may be"):
+        sessions.open(Principal("tenant", "made up"), "chat", "alice", None, None)
+    open_session(harness, principal=BOB)
+    with pytest.raises(QueueFullError, match="3 sessions are open"):
+        open_session(harness, principal=Principal("tenant", "carol"))
+    with pytest.raises(InvalidRequestError, match="keeps no sessions"):
+        Harness(sessions=SessionRules()).core.sessions.open(ALICE, "chat", "alice", None, None)
+
+
+def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
+    harness = harness_with()
+    for name in ("a", "b"):
+        open_session(harness, name)
+        assert ask(harness, name, [ord(name)] * 44, session=name) is None
+        harness.run()
+    assert sum(pinned(harness)) == 96
+    failure = ask(harness, "more", [1] * 60, session="b")
+    assert failure is not None
+    assert failure.code is ErrorCode.QUEUE_FULL
+    assert "hold 96 tokens, and with this turn 108, of which 96 may be; close a session" in failure.message
+    open_session(harness, "c", BOB)
+    failure = ask(harness, "too much", [3] * 40, user="bob", session="c")
+    assert failure is not None
+    assert "96 tokens of 128" in failure.message
+    assert ask(harness, "fits", [3] * 30, user="bob", session="c") is None
+    harness.run()
+    # Output beyond the bound is not held.
+    assert sum(pinned(harness)) == 128
+    # Outside of sessions nobody is concerned.
+    assert ask(harness, "alone", [1] * 60, session=None) is None
+    harness.run()
+
+
+def test_a_turn_beyond_the_capacity_is_refused_and_output_beyond_it_is_not_held() -> None:
+    harness = harness_with()
+    open_session(harness, capacity=24)
+    failure = ask(harness, "long", [1] * 25)
+    assert failure is not None
+    assert failure.code is ErrorCode.INVALID_REQUEST
+    assert "holds 24 tokens, and this turn begins with 25" in failure.message
+    assert ask(harness, "one", FIRST, max_tokens=20) is None
+    harness.run()
+    assert pinned(harness) == [24]
+
+
+def test_pins_yield_only_when_otherwise_nothing_could_run() -> None:
+    harness = harness_with(pages=32)
+    open_session(harness, "a")
+    open_session(harness, "b", BOB)
+    ask(harness, "one", FIRST, session="a")
+    harness.run()
+    harness.core.expire(1.0)
+    ask(harness, "two", [token + 300 for token in FIRST], user="bob", session="b")
+    harness.run()
+    harness.core.expire(2.0)
+    assert pinned(harness) == [24, 24]
+    flood(harness)
+    assert pinned(harness) == [24, 24]
+    # This one needs more than what sessions leave: who has been idle for longest gives way.
+    assert ask(harness, "large", [7] * 84, user="carol", session=None, max_tokens=8) is None
+    harness.run()
+    assert harness.finishes["large", 0].reason is not FinishReason.ERROR
+    assert harness.outputs["large", 0] == expected_output([7] * 84, 92, (STOP_ID,))
+    assert pinned(harness) == [0, 24]
+    assert harness.core.sessions.yielded == 1
+    # It is open still, and holds again after its next turn.
+    ask(harness, "again", FIRST, session="a")
+    harness.run()
+    assert pinned(harness) == [24, 24]
+
+
+def test_a_row_that_grows_alone_takes_what_sessions_hold() -> None:
+    harness = harness_with(pages=16, max_context=80)
+    open_session(harness)
+    ask(harness, "one", FIRST)
+    harness.run()
+    assert ask(harness, "long", [9] * 20, user="bob", session=None, max_tokens=40) is None
+    harness.run()
+    assert harness.outputs["long", 0] == expected_output([9] * 20, 60, (STOP_ID,))
+    assert pinned(harness) == [0]
+    assert harness.core.memory.retractions == 0
+
+
+def test_forgetting_ends_the_session() -> None:
+    harness = harness_with()
+    open_session(harness, "a")
+    open_session(harness, "b")
+    for name in ("a", "b"):
+        ask(harness, name, [ord(name)] * 20, session=name)
+        harness.run()
+    assert harness.core.forget(ALICE, "a") == 6
+    assert [session.name for session in harness.core.sessions] == ["b"]
+    assert harness.core.forget(ALICE) == 6
+    assert len(harness.core.sessions) == 0
+    assert harness.core.memory.allocator.free_pages == harness.config.device_pages
+    harness.audit()
+
+
+def test_sessions_outlive_their_workers_without_what_they_held() -> None:
+    harness = harness_with()
+    open_session(harness)
+    ask(harness, "one", FIRST, turn=SessionTurn("one"))
+    harness.run()
+    harness.lose_workers()
+    assert pinned(harness) == [0]
+    assert ask(harness, "two", [5, 6], turn=SessionTurn("two", after="one")) is None
+    harness.run()
+    prompt = [*whole(harness, "one", FIRST), 5, 6]
+    assert harness.outputs["two", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
+
+
+def test_a_turn_continues_another_with_only_what_is_new() -> None:
+    harness = harness_with()
+    open_session(harness)
+    assert ask(harness, "r1", FIRST, turn=SessionTurn("one")) is None
+    harness.run()
+    assert ask(harness, "r2", [5, 6, 7], turn=SessionTurn("two", after="one")) is None
+    harness.run()
+    prompt = [*whole(harness, "r1", FIRST), 5, 6, 7]
+    assert harness.outputs["r2", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
+    # Whole pages of all but the last token of the turn before.
+    assert harness.cached["r2", 0] == (len(prompt) - 3 - 1) // 4 * 4
+    # Branches: from the first turn again, without its output, or from its middle.
+    for name, options, kept in (
+        ("three", {"drop_previous_output": True}, FIRST),
+        ("four", {"offset": 10}, FIRST[:10]),
+    ):
+        assert ask(harness, name, [8], turn=SessionTurn(name, after="one", **options)) is None  # type: ignore[arg-type]
+        harness.run()
+        assert harness.outputs[name, 0] == expected_output([*kept, 8], len(kept) + 7, (STOP_ID,))
+
+
+def test_replacing_forgets_what_came_after() -> None:
+    harness = harness_with()
+    open_session(harness)
+    for name, after in (("one", None), ("two", "one"), ("three", "two")):
+        assert ask(harness, name, [5, 6, 7], turn=SessionTurn(name, after=after)) is None
+        harness.run()
+    assert ask(harness, "r", [9], turn=SessionTurn("other", after="one", replace=True)) is None
+    harness.run()
+    (session,) = harness.core.sessions
+    assert list(session.history) == ["one", "other"]
+    assert ask(harness, "s", [9], turn=SessionTurn("new", replace=True)) is None
+    harness.run()
+    assert list(session.history) == ["new"]
+
+
+def test_turns_that_cannot_be_continued_are_refused() -> None:
+    harness = harness_with()
+    open_session(harness)
+    assert ask(harness, "one", FIRST, turn=SessionTurn("one")) is None
+    for turn in (SessionTurn("x", after="nobody"), SessionTurn("x", after="one")):
+        # The second one has not ended yet.
+        failure = ask(harness, "two", FIRST, turn=turn)
+        assert failure is not None
+        assert failure.param == "session_params"
+    assert harness.core.abort(RequestId("one"))
+    failure = ask(harness, "three", FIRST, turn=SessionTurn("x", after="one"))
+    assert failure is not None, "it had not even begun"
+    request = replace(make_request("four", FIRST, n=2), session="chat", turn=SessionTurn("x"))
+    rejected = harness.core.submit(request, 0.0).rejected
+    assert rejected is not None
+    assert "one choice" in rejected.message
+    assert not any(session.open_requests for session in harness.core.sessions)
+
+
+def test_what_may_not_be_cached_is_not_held() -> None:
+    harness = harness_with()
+    open_session(harness)
+    request = make_request("one", FIRST, cache_mode=CacheMode.NONE)
+    harness.core.submit(replace(request, session="chat"), 0.0)
+    harness.run()
+    assert pinned(harness) == [0]
