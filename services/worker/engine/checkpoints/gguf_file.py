@@ -34,6 +34,16 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+# Where what layers add is normalised, too, one of the names above is that norm's.
+_NORMED_OUTPUT_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -68,15 +78,25 @@ class GgufCheckpoint:
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
-        values = self._dequantised(gguf_name(name), rows)
+        whole, expert = split_expert(name)
+        stored = gguf_name(whole, has_output_norms=self.config.output_norms)
+        values = self._dequantised(stored, rows if expert is None else self._rows_of(stored, expert, rows))
         if self.config.family == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = _restore_halves(values, self.config.head_dim)
         if columns is not None:
             values = np.ascontiguousarray(values[:, columns])
         return torch.from_numpy(values)
 
+    def _rows_of(self, name: str, expert: int, rows: slice | None) -> slice:
+        """Return where rows of one expert lie in a tensor [experts, rows, columns]."""
+        if name not in self._tensors:
+            raise ConfigurationError(f"{self._path}: no tensor {name!r}")
+        height = self._tensors[name].shape[1]
+        within = rows or slice(0, height)
+        return slice(expert * height + within.start, expert * height + within.stop)
+
     def _dequantised(self, name: str, rows: slice | None = None) -> FloatArray:
-        """Return a tensor, or some of its outermost rows, as float32."""
+        """Return a tensor, or some of its rows of all matrices in it, as float32."""
         if name not in self._tensors:
             raise ConfigurationError(f"{self._path}: no tensor {name!r}")
         entry = self._tensors[name]
@@ -87,7 +107,7 @@ class GgufCheckpoint:
         start = entry.offset + rows.start * row_bytes
         data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes)
         values = dequantize(data.view(np.ndarray), quantization)
-        shape = (rows.stop - rows.start, *entry.shape[1:]) if len(entry.shape) > 1 else entry.shape
+        shape = (rows.stop - rows.start, entry.shape[-1]) if len(entry.shape) > 1 else entry.shape
         # Unquantised tensors come back as views of the read-only map.
         return np.array(values, dtype=np.float32).reshape(shape)
 
@@ -98,8 +118,17 @@ class GgufCheckpoint:
             raise ConfigurationError(f"{self._path}: unknown tensor type {kind}") from error
 
 
-def gguf_name(name: str) -> str:
-    """Translate a tensor name of `transformers` into that of GGUF.
+def split_expert(name: str) -> tuple[str, int | None]:
+    """Return the name of the tensor that holds all experts' matrices, and which of them `name` asks for."""
+    before, found, after = name.partition(".experts.")
+    if not found:
+        return name, None
+    number, _, rest = after.partition(".")
+    return f"{before}.experts.{rest}", int(number)
+
+
+def gguf_name(name: str, *, has_output_norms: bool = False) -> str:
+    """Translate a tensor name of `transformers` into that of GGUF, for a model with or without norms of outputs.
 
     Raises:
         ConfigurationError: GGUF has no such tensor.
@@ -109,9 +138,10 @@ def gguf_name(name: str) -> str:
         return f"{_MODEL_NAMES[stem]}.{suffix}"
     prefix = "model.layers."
     layer, _, part = stem.removeprefix(prefix).partition(".")
-    if not stem.startswith(prefix) or part not in _LAYER_NAMES:
+    names = {**_LAYER_NAMES, **_NORMED_OUTPUT_NAMES} if has_output_norms else _LAYER_NAMES
+    if not stem.startswith(prefix) or part not in names:
         raise ConfigurationError(f"GGUF files have no tensor for {name!r}")
-    return f"blk.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+    return f"blk.{layer}.{names[part]}.{suffix}"
 
 
 def _restore_halves(values: FloatArray, head_dim: int) -> FloatArray:

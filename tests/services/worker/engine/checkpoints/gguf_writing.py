@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 
-from services.worker.engine.checkpoints.gguf_file import gguf_name
+from services.worker.engine.checkpoints.gguf_file import gguf_name, split_expert
+from services.worker.engine.model.config_gguf import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import torch
 
     from services.worker.engine.model.config import ModelConfig
 
@@ -27,7 +27,7 @@ def write_gguf(
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised."""
-    arch = "qwen2" if config.family == "qwen2" else "qwen3" if config.family == "qwen3" else "llama"
+    arch = {family: arch for arch, family in ARCHITECTURES.items()}.get(config.family, "llama")
     writer = GGUFWriter(path, arch)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
@@ -41,19 +41,54 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_token_list([f"token {i}" for i in range(config.vocabulary_size)])
     writer.add_eos_token_id(config.eos_token_ids[0])
+    _add_kinds(writer, config)
     for key, value in fields.items():
         writer.add_key_value(key.replace("__", "."), *value)
-    if config.rotary.frequency_divisors:
+    if config.rotary.frequency_divisors and config.family != "gemma3_text":
         writer.add_tensor("rope_freqs.weight", np.array(config.rotary.frequency_divisors, np.float32))
-    for name, tensor in tensors.items():
+    for name, tensor in stacked(tensors).items():
         values = tensor.numpy().astype(np.float32)
+        if config.norm_offset and name.endswith("norm.weight"):
+            values = values + np.float32(config.norm_offset)
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
         kind = quantization if values.ndim > 1 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(values, kind), raw_dtype=kind)
+        stored = gguf_name(name, has_output_norms=config.output_norms)
+        writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_kinds(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add what only some architectures have."""
+    if config.mixture is not None:
+        writer.add_expert_count(config.mixture.experts)
+        writer.add_expert_used_count(config.mixture.experts_per_token)
+        writer.add_expert_feed_forward_length(config.mixture.intermediate_size)
+    if config.family == "gemma3_text":
+        windows = [window for window in config.windows if window is not None]
+        writer.add_sliding_window(windows[0])
+        writer.add_sliding_window_pattern([window is not None for window in config.windows])
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rotary.frequency_divisors[0])
+        if config.logit_cap is not None:
+            writer.add_final_logit_softcapping(config.logit_cap)
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `tensors` with the matrices of all experts in one, [experts, rows, columns]."""
+    result: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        whole, expert = split_expert(name)
+        if expert is None:
+            result[name] = tensor
+        else:
+            experts.setdefault(whole, {})[expert] = tensor
+    for whole, matrices in experts.items():
+        result[whole] = torch.stack([matrices[i] for i in range(len(matrices))])
+    return result

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.model.config import RotaryConfig
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
-from tests.services.worker.engine.families import save_family
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +25,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("family", ["llama", "llama tied", "llama3", "smol", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama tied", "llama3", "smol", "qwen2", "qwen3", "qwen3 moe", "gemma3"])
 def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path) -> None:
     source = SafetensorsCheckpoint(save_family(tmp_path, family))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -32,10 +35,47 @@ def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path)
     assert checkpoint.config.rotary.frequency_divisors == pytest.approx(source.config.rotary.frequency_divisors)
     for field in ("query_heads", "kv_heads", "head_dim", "hidden_size", "intermediate_size", "layers", "max_context"):
         assert getattr(checkpoint.config, field) == getattr(source.config, field), field
-    for field in ("vocabulary_size", "qkv_bias", "head_norms", "eos_token_ids"):
+    for field in ("vocabulary_size", "qkv_bias", "head_norms", "eos_token_ids", "mixture", "windows", "activation"):
+        assert getattr(checkpoint.config, field) == getattr(source.config, field), field
+    for field in ("embedding_scale", "output_norms", "logit_cap", "local_rotary"):
         assert getattr(checkpoint.config, field) == getattr(source.config, field), field
     for name in tensors:
-        assert torch.equal(checkpoint.read(name), source.read(name)), name
+        # Converters add to Gemma's norms what `norm_offset` says that files of transformers lack.
+        offset = source.config.norm_offset if name.endswith("norm.weight") else 0.0
+        assert torch.equal(checkpoint.read(name), source.read(name) + offset), name
+    assert checkpoint.config.norm_offset == 0.0
+
+
+@pytest.mark.parametrize("family", ["qwen3 moe", "gemma3"])
+def test_a_gguf_file_computes_what_its_source_does(family: str, tmp_path: Path) -> None:
+    # The one scale of attention that GGUF files leave to whoever reads them.
+    options = {"query_pre_attn_scalar": 32} if family == "gemma3" else {}
+    name, given = FAMILIES[family]
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**given, **options}))
+    write_gguf(tmp_path / "model.gguf", source.config, load_file(tmp_path / "model.safetensors"))
+    prompt = random_ids(50, VOCABULARY)
+    driver = Driver(load(tmp_path / "model.gguf"))
+    got = driver.run([(driver.open(50), prompt)], all_tokens=True)
+    torch.testing.assert_close(got, reference_logits(tmp_path, prompt), atol=3e-4, rtol=1e-4)
+
+
+def test_rows_of_an_expert_are_found(tmp_path: Path) -> None:
+    source = SafetensorsCheckpoint(save_family(tmp_path, "qwen3 moe"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source.config, tensors))
+    up, down = (f"model.layers.1.mlp.experts.4.{part}_proj.weight" for part in ("up", "down"))
+    assert torch.equal(checkpoint.read(up, slice(16, 32)), tensors[up][16:32])
+    assert torch.equal(checkpoint.read(down, columns=slice(16, 32)), tensors[down][:, 16:32])
+
+
+def test_an_architecture_that_is_not_served_is_named(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigurationError, match="GGUF architecture 'mamba' is not supported; supported: llama"):
+        GgufCheckpoint(tmp_path / "model.gguf")
 
 
 def test_parts_are_parts_of_the_whole(tmp_path: Path) -> None:
@@ -74,6 +114,18 @@ def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> Non
     assert checkpoint.config.windows == (128, 128, 128)
 
 
+def test_yarn_is_read_as_from_a_config_json(tmp_path: Path) -> None:
+    config = SafetensorsCheckpoint(save_family(tmp_path, "yarn")).config
+    plain = replace(config, rotary=RotaryConfig(config.rotary.theta))
+    fields = {
+        "qwen3__rope__scaling__type": ("yarn", GGUFValueType.STRING),
+        "qwen3__rope__scaling__factor": (4.0, GGUFValueType.FLOAT32),
+        "qwen3__rope__scaling__original_context_length": (32, GGUFValueType.UINT32),
+    }
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", plain, {}, **fields))
+    assert checkpoint.config.rotary == config.rotary
+
+
 def test_other_rope_scaling_is_refused(tmp_path: Path) -> None:
     config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
     fields = {"llama__rope__scaling__type": ("longrope", GGUFValueType.STRING)}
@@ -96,4 +148,4 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"blk\.0\.ffn_down\.weight"):
         checkpoint.read(DOWN)
     with pytest.raises(ConfigurationError, match="no tensor for"):
-        gguf_name("model.layers.0.mlp.experts.weight")
+        gguf_name("model.layers.0.mlp.conv.weight")
