@@ -80,7 +80,7 @@ def test_what_gpus_need_is_locked_once() -> None:
         {line.partition("==")[0].lower().replace("_", "-") for line in (locks / name).read_text().splitlines()}
         for name in ("gpu.txt", "constraints.txt")
     )
-    assert {"triton", "apache-tvm-ffi", "nvidia-cuda-nvcc"} <= gpu
+    assert {"triton", "nvidia-cuda-nvcc"} <= gpu
     assert {name for name in gpu & rest if not name.startswith("#")} == set()
 
 
