@@ -20,7 +20,8 @@ _DEVIATION = 0.02
 class DummyCheckpoint:
     """Weights that depend on the seed, the tensor's name and an element's place, but not on who reads which part.
 
-    A block of `_PERIOD` normal values is repeated, which keeps reading 8 billion of them a matter of seconds.
+    A block of `_PERIOD` normal values is repeated, which keeps reading 8 billion of them a matter of seconds. It is the
+    same for all tensors, which begin at different places of it: a mixture has ten thousands of them.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
@@ -28,7 +29,8 @@ class DummyCheckpoint:
         self.config = config
         self.identity = f"dummy-{seed}"
         self._seed = seed
-        self._device = device
+        generator = torch.Generator().manual_seed(seed)
+        self._block = torch.randn(_PERIOD, generator=generator).mul_(_DEVIATION).to(device)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
@@ -40,10 +42,8 @@ class DummyCheckpoint:
 
     def _values(self, name: str, shape: tuple[int, ...], rows: slice) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         width = shape[1] if len(shape) > 1 else 1
-        block = torch.randn(min(_PERIOD, shape[0] * width), generator=generator).mul_(_DEVIATION).to(self._device)
         start, count = rows.start * width, (rows.stop - rows.start) * width
-        offset = start % _PERIOD
-        repeated = block.repeat(-(-(offset + count) // len(block)))[offset : offset + count]
+        offset = (int.from_bytes(digest[:8], "little") + start) % _PERIOD
+        repeated = self._block.repeat(-(-(offset + count) // _PERIOD))[offset : offset + count]
         return repeated.reshape(rows.stop - rows.start, *shape[1:])

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FIRST = "model.embed_tokens.weight"
+# What `model.` and `lm_head.` are called in a checkpoint: of a text model, and of one with a vision tower beside it as
+# transformers 4 and 5 write it.
+_TEXT_PARTS = (
+    ("model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.language_model.", "lm_head."),
+)
 
 
 class SafetensorsCheckpoint:
@@ -29,11 +37,14 @@ class SafetensorsCheckpoint:
         """Read config and index of `directory`, no weights yet."""
         self.config = read_config(directory)
         self._tensors = SafetensorsTensors(directory)
+        self._prefixes = next(
+            (part for part in _TEXT_PARTS if self._tensors.has(_renamed(_FIRST, part))), _TEXT_PARTS[0]
+        )
         self.identity = self._tensors.identity
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
-        return self._tensors.read(name, rows, columns)
+        return self._tensors.read(_renamed(name, self._prefixes), rows, columns)
 
 
 class SafetensorsTensors:
@@ -72,6 +83,13 @@ class SafetensorsTensors:
             self._open_file = safe_open(self._directory / name, framework="pt", device="cpu")
             self._open_name = name
         return self._open_file
+
+
+def _renamed(name: str, prefixes: tuple[str, str]) -> str:
+    for plain, prefix in zip(_TEXT_PARTS[0], prefixes, strict=True):
+        if name.startswith(plain):
+            return prefix + name.removeprefix(plain)
+    return name
 
 
 def read_config(directory: Path) -> ModelConfig:

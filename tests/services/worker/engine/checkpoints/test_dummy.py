@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
 from services.worker.engine.checkpoints.safetensors_directory import read_config
-from tests.services.worker.engine.families import save_family
+from tests.services.worker.engine.driving import Driver, load
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_family
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,11 +23,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_family(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-@pytest.mark.parametrize("family", ["llama biased", "qwen2", "qwen3", "smol"])
+@pytest.mark.parametrize("family", ["llama biased", "qwen2", "qwen3", "smol", "qwen3 moe", "gemma3"])
 def test_every_tensor_of_a_model_has_its_shape(family: str, tmp_path: Path) -> None:
     checkpoint = DummyCheckpoint(read_config(save_family(tmp_path, family)))
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert checkpoint.read(name).shape == tensor.shape, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_without_weights(family: str, tmp_path: Path) -> None:
+    save_family(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
+    driver = Driver(load(tmp_path, load_format="dummy"))
+    logits = driver.run([(driver.open(3), [1, 2, 3])])
+    assert logits.shape == (1, VOCABULARY)
+    assert logits.isfinite().all()
+    assert logits.std() > 0
 
 
 def test_weights_depend_on_seed_and_name_only(model: Path) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
@@ -33,6 +33,26 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.read(DOWN, slice(3, 9)), whole[3:9])
     assert torch.equal(checkpoint.read(DOWN, columns=slice(16, 48)), whole[:, 16:48])
     assert torch.equal(checkpoint.read(DOWN, slice(3, 9), slice(16, 48)), whole[3:9, 16:48])
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model"])
+def test_the_text_model_of_a_checkpoint_with_vision_is_found(prefix: str, tmp_path: Path) -> None:
+    plain = save_family(tmp_path / "plain", "gemma3")
+    tensors = load_file(plain / "model.safetensors")
+    # As transformers 4 and 5 name them.
+    named = {
+        (prefix + name if prefix.endswith(".") else prefix + name.removeprefix("model")): tensor
+        for name, tensor in tensors.items()
+    }
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file({**named, "vision_tower.embeddings.weight": torch.zeros(2, 2)}, whole / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    checkpoint = SafetensorsCheckpoint(whole)
+    assert checkpoint.config.windows == SafetensorsCheckpoint(plain).config.windows
+    for name, tensor in tensors.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
 
 
 def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
