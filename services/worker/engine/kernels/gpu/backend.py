@@ -6,13 +6,14 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+from services.worker.engine.kernels.gpu.prebuild import is_missing
 from services.worker.engine.kernels.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
-    import torch
-
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class GpuBackend:
     def __init__(self, dtype: torch.dtype, device: torch.device, max_rows: int) -> None:
         """Compute in `dtype` on `device`, with at most `max_rows` rows that decode."""
         self.kernels: Kernels = GpuKernels(dtype, device)
+        self._dtype = dtype
         self._device = device
         self._max_rows = max_rows
 
@@ -47,6 +49,12 @@ class GpuBackend:
             return TorchChunkAttention(shape)
         if shape.head_dim not in _FLASHINFER_HEAD_DIMS:
             log.warning("FlashInfer has no kernels for head_dim %d, prompts are computed slower", shape.head_dim)
+            return TorchChunkAttention(shape)
+        capability = torch.cuda.get_device_capability(self._device)
+        if is_missing(shape.head_dim, self._dtype, has_window=shape.window_left is not None, capability=capability):
+            log.warning(
+                "FlashInfer's kernels for head_dim %d are not in this image, prompts are slower", shape.head_dim
+            )
             return TorchChunkAttention(shape)
         from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
 

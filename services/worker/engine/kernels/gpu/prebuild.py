@@ -38,25 +38,33 @@ def main() -> None:
     parser.add_argument("--windows", choices=("without", "with", "both"), default="both", help="sliding windows")
     arguments = parser.parse_args()
     windows = {"without": [False], "with": [True], "both": [False, True]}[arguments.windows]
+    dtypes = [getattr(torch, name) for name in arguments.dtypes]
     compile_attention(
-        list(attention_specs(os.environ["FLASHINFER_CUDA_ARCH_LIST"], arguments.head_dims, arguments.dtypes, windows))
+        list(attention_specs(os.environ["FLASHINFER_CUDA_ARCH_LIST"], arguments.head_dims, dtypes, windows))
     )
     compile_launcher(arguments.directory)
 
 
 def attention_specs(
-    architectures: str, head_dims: Sequence[int], dtypes: Sequence[str], windows: Sequence[bool]
+    architectures: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype], windows: Sequence[bool]
 ) -> Iterable[JitSpec]:
     """Yield the kernels that `FlashInferChunkAttention` asks for: FlashAttention-3 on Hopper, 2 elsewhere."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}
-    for backend, name, size, window in itertools.product(sorted(backends), dtypes, head_dims, windows):
-        dtype = getattr(torch, name)
+    for backend, dtype, size, window in itertools.product(sorted(backends), dtypes, head_dims, windows):
         # What `BatchPrefillWithPagedKVCacheWrapper.plan` derives from what it is given; neither caps nor fp16 products.
         yield gen_batch_prefill_module(
             backend, dtype, dtype, dtype, torch.int32, size, size, NO_POSITIONS, window, False, False
         )
+
+
+def is_missing(head_dim: int, dtype: torch.dtype, *, has_window: bool, capability: tuple[int, int]) -> bool:
+    """Whether this installation compiles nothing and has no kernels for such attention on such a GPU."""
+    if not os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return False
+    architecture = HOPPER if capability == (9, 0) else "{}.{}".format(*capability)
+    return not all(spec.is_aot for spec in attention_specs(architecture, [head_dim], [dtype], [has_window]))
 
 
 def compile_attention(specs: Sequence[JitSpec]) -> None:
