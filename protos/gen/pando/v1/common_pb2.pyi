@@ -916,7 +916,7 @@ class SessionTurn(_message.Message):
     after: _builtins.str
     """The turn whose prompt and output stand before this prompt; absent: nothing does."""
     offset: _builtins.int
-    """Keep only so many of its tokens; absent or 0: all."""
+    """Keep only so many of its tokens, or all but so many if it is negative; absent or 0: all."""
     drop_previous_output: _builtins.bool
     """Keep its prompt alone."""
     replace: _builtins.bool
