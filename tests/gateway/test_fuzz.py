@@ -13,6 +13,7 @@ from common.types import ReplyTo, SubscriberId
 from gateway.ring.wire import generate_to_wire
 from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.completions import CompletionBody
+from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from tests.gateway.support import HELLO, FakedGateway, gateway_saying
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ async def test_no_chat_body_is_a_server_error(gateway: FakedGateway, body: dict[
 @given(bodies(COMPLETION_FIELDS, {"model": "tiny", "prompt": "Hello"}))
 async def test_no_completion_body_is_a_server_error(gateway: FakedGateway, body: dict[str, Any]) -> None:
     await _check(gateway, "/v1/completions", body)
+
+
+EMBEDDERS = {
+    "/v1/embeddings": (EmbeddingBody, {"model": "tiny", "input": "Hello"}),
+    "/v1/score": (ScoreBody, {"text_1": "Hello", "text_2": "world"}),
+    "/v1/rerank": (RerankBody, {"query": "Hello", "documents": ["world"]}),
+}
+
+
+@pytest.mark.parametrize("path", EMBEDDERS)
+@RELAXED
+@given(data=st.data())
+async def test_no_body_of_what_embeds_is_a_server_error(gateway: FakedGateway, path: str, data: st.DataObject) -> None:
+    schema, good = EMBEDDERS[path]
+    await _check(gateway, path, data.draw(bodies(sorted(schema.model_fields), good)))
 
 
 @RELAXED

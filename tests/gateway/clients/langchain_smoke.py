@@ -4,7 +4,7 @@ import sys
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 
 @tool
@@ -28,3 +28,8 @@ for chunk in model.bind_tools([add]).stream([question]):
 assert streamed.tool_calls[0]["args"] == {"a": 1, "b": 2}, streamed
 responses = ChatOpenAI(model="tiny", base_url=f"{sys.argv[1]}/v1", api_key="none", use_responses_api=True)
 assert responses.invoke("Hello").text == "Hi there"
+# Otherwise it encodes texts itself, with the vocabulary of OpenAI's models.
+vectors = OpenAIEmbeddings(
+    model="tiny", base_url=f"{sys.argv[1]}/v1", api_key="none", check_embedding_ctx_length=False
+).embed_documents(["Hello", "there"])
+assert vectors == [[0.0, 1.0]] * 2, vectors

@@ -16,3 +16,14 @@ text = litellm.text_completion(
     prompt="Hello", model="text-completion-openai/tiny", api_base=f"{url}/v1", api_key="none"
 )
 assert text.choices[0].text == "Hi there", text
+embedded = litellm.embedding(input=["Hello", "there"], encoding_format="float", **common)
+assert [entry["embedding"] for entry in embedded.data] == [[0.0, 1.0]] * 2, embedded
+ranked = litellm.rerank(
+    model="jina_ai/tiny",
+    query="Hello",
+    documents=["there", "you"],
+    top_n=1,
+    api_base=f"{url}/v1/rerank",
+    api_key="none",
+)
+assert [result["index"] for result in ranked.results] == [0], ranked
