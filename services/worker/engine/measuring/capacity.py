@@ -67,5 +67,9 @@ def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve
 
 def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int) -> int:
     """Return bytes to leave for the intermediate results of a full step and for logits with the sampler's copies."""
-    widest = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.query_heads * config.head_dim
+    columns = 4 * config.intermediate_size
+    if config.mixture is not None:
+        each = 3 * config.mixture.intermediate_size + 2 * config.hidden_size
+        columns = max(columns, config.mixture.experts_per_token * each)
+    widest = 4 * config.hidden_size + columns + 3 * config.query_heads * config.head_dim
     return spec.max_step_tokens * widest * element_bytes + 4 * spec.max_rows * config.vocabulary_size * 4

@@ -83,7 +83,8 @@ def _read(
         qkv_bias=family == "qwen2",
         head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        dtype="float16",
+        # Gemma's activations overflow in float16.
+        dtype="bfloat16" if is_gemma else "float16",
         windows=_windows(own, layers, is_gemma),
         local_rotary=RotaryConfig(own.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA)) if is_gemma else None,
         attention_scale=(hidden_size / query_heads) ** -0.5 if is_gemma and layers == _GEMMA3_27B_LAYERS else None,

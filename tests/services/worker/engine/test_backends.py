@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,13 @@ def test_types_follow_the_device_unless_chosen() -> None:
     assert select_dtype("bfloat16", SMOL, CPU, None) == torch.bfloat16
     assert select_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert select_kv_dtype("float16", torch.float32) == torch.float16
+
+
+def test_activations_that_would_overflow_are_refused() -> None:
+    gemma = replace(SMOL, family="gemma3_text", output_norms=True)
+    assert select_dtype("float16", gemma, CPU, None) == torch.float16
+    with pytest.raises(ConfigurationError, match="overflow in float16; use dtype=bfloat16"):
+        select_dtype("float16", gemma, CUDA, None)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
+from services.worker.engine.model.config import MixtureConfig
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 GIB = 1024**3
@@ -64,6 +67,13 @@ def test_context_may_be_shortened_but_not_stretched() -> None:
     assert longest_context(spec(), SMOL) == 8192
     assert longest_context(spec(max_context=100), SMOL) == 100
     assert longest_context(spec(max_context=10**6), SMOL) == 8192
+
+
+def test_every_expert_of_a_token_has_activations() -> None:
+    mixture = MixtureConfig(experts=64, experts_per_token=8, intermediate_size=768, normalises_shares=True)
+    one = spec(max_step_tokens=1000)
+    more = activation_reserve(one, replace(SMOL, mixture=mixture), 4) - activation_reserve(one, SMOL, 4)
+    assert more == 1000 * 4 * (8 * (3 * 768 + 2 * 576) - 4 * 1536)
 
 
 def test_activations_grow_with_the_step_and_the_vocabulary() -> None:
