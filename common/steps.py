@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # [pages] int32, ids of physical pages of the device tier.
 PageIds = TokenIds
+NO_PAGES: PageIds = np.empty(0, np.int32)
+NO_PAGES.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class RowOpen:
     pooling: Pooling | None = None
     # Its start is at least `computed_tokens`.
     prompt_logprobs: PromptLogprobs | None = None
+    # With a window pool, its pages for the last of `pages`; those before are never read.
+    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,21 @@ class PageGrant:
 
     row: RowSlot
     pages: PageIds
+    # With a window pool, its pages for the same tokens.
+    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class PageReplacement:
-    """Other pages with the same content: the row's page table [first, first + len(pages)) becomes `pages`."""
+    """Other pages with the same content: the row's page table [first, first + len(pages)) becomes `pages`.
+
+    With a window pool, `window_pages` are its pages for the last of these; those before are never read again.
+    """
 
     row: RowSlot
     first: int
     pages: PageIds
+    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,18 @@ class EngineSpec:
     memory_fraction: float = 0.85
     host_pages: int | None = None
     host_bytes: int = 0
+    window_ratio: float = 0.0
+    window_pages: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPool:
+    """Pages of the layers that attend to a window only; see `WindowPool` in protos/pando/v1/worker.proto."""
+
+    pages: int
+    window_tokens: int
+    layers: int
+    kv_bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +191,8 @@ class EngineCapacity:
     has_storage: bool = False
     # Rows only embed, keep nothing between passes, need no pages, and are computed in one piece.
     is_encoder: bool = False
+    # None: all layers share one pool.
+    window_pool: WindowPool | None = None
     # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

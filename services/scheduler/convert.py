@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.prompt_logprobs_wire import prompt_logprobs_to_wire, span_from_wire, span_to_wire
-from common.steps import EngineCapacity, RowStop, StepResult
+from common.steps import EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire import (
@@ -55,6 +55,8 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         memory_fraction=spec.memory_fraction,
         host_pages=spec.host_pages,
         host_bytes=spec.host_bytes,
+        window_ratio=spec.window_ratio,
+        window_pages=spec.window_pages,
     )
 
 
@@ -74,8 +76,13 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         load_bytes_per_s=message.load_bytes_per_s,
         has_storage=message.has_storage,
+        window_pool=_window_pool_from_wire(message.window_pool) if message.HasField("window_pool") else None,
         is_encoder=message.is_encoder,
     )
+
+
+def _window_pool_from_wire(message: worker_pb2.WindowPool) -> WindowPool:
+    return WindowPool(message.pages, message.window_tokens, message.layers, message.kv_bytes_per_token)
 
 
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
@@ -83,11 +90,14 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     message = worker_pb2.StepPlan(step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps)
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
     for grant in plan.grants:
-        message.grants.add(row=grant.row, pages=grant.pages.tolist())
+        message.grants.add(row=grant.row, pages=grant.pages.tolist(), window_pages=grant.window_pages.tolist())
     for chunk in plan.prefills:
         message.prefills.add(row=chunk.row, start=chunk.start, length=chunk.length)
     for replacement in plan.replacements:
-        message.replacements.add(row=replacement.row, first=replacement.first, pages=replacement.pages.tolist())
+        message.replacements.add(
+            row=replacement.row, first=replacement.first, pages=replacement.pages.tolist(),
+            window_pages=replacement.window_pages.tolist(),
+        )  # fmt: skip
     message.transfers.extend(_transfer_to_wire(transfer) for transfer in plan.transfers)
     return message
 
@@ -110,6 +120,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         prompt_tokens=opened.prompt_tokens,
         computed_tokens=opened.computed_tokens,
         pages=opened.pages.tolist(),
+        window_pages=opened.window_pages.tolist(),
         sampling=sampling_to_wire(opened.sampling),
         max_total_tokens=opened.max_total_tokens,
         stop_token_ids=opened.stop_token_ids,

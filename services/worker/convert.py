@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.steps import EngineCapacity, StepResult
+    from common.steps import EngineCapacity, StepResult, WindowPool
 
 DEFAULT_MEMORY_FRACTION = 0.85
 
@@ -60,6 +60,8 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         memory_fraction=message.memory_fraction or DEFAULT_MEMORY_FRACTION,
         host_pages=message.host_pages if message.HasField("host_pages") else None,
         host_bytes=message.host_bytes,
+        window_ratio=message.window_ratio,
+        window_pages=message.window_pages if message.HasField("window_pages") else None,
     )
 
 
@@ -79,8 +81,18 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         has_storage=capacity.has_storage,
+        window_pool=_window_pool_to_wire(capacity.window_pool),
         is_encoder=capacity.is_encoder,
     )
+
+
+def _window_pool_to_wire(pool: WindowPool | None) -> worker_pb2.WindowPool | None:
+    if pool is None:
+        return None
+    return worker_pb2.WindowPool(
+        pages=pool.pages, window_tokens=pool.window_tokens, layers=pool.layers,
+        kv_bytes_per_token=pool.kv_bytes_per_token,
+    )  # fmt: skip
 
 
 def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
@@ -94,11 +106,15 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         epoch=message.epoch,
         closes=tuple(RowSlot(row) for row in message.closes),
         opens=tuple(_open_from_wire(opened) for opened in message.opens),
-        grants=tuple(PageGrant(RowSlot(grant.row), _int32(grant.pages)) for grant in message.grants),
+        grants=tuple(
+            PageGrant(RowSlot(grant.row), _int32(grant.pages), _int32(grant.window_pages)) for grant in message.grants
+        ),
         prefills=tuple(PrefillChunk(RowSlot(chunk.row), chunk.start, chunk.length) for chunk in message.prefills),
         steps=message.steps,
         replacements=tuple(
-            PageReplacement(RowSlot(replaced.row), replaced.first, _int32(replaced.pages))
+            PageReplacement(
+                RowSlot(replaced.row), replaced.first, _int32(replaced.pages), _int32(replaced.window_pages)
+            )
             for replaced in message.replacements
         ),
         transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
@@ -142,6 +158,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         prompt_tokens=message.prompt_tokens,
         computed_tokens=message.computed_tokens,
         pages=_int32(message.pages),
+        window_pages=_int32(message.window_pages),
         sampling=sampling_from_wire(message.sampling),
         max_total_tokens=message.max_total_tokens,
         stop_token_ids=tuple(message.stop_token_ids),

@@ -53,6 +53,11 @@ def score_of(prompt: list[int], first: int, last: int) -> PromptLogprobSpan:
     )
 
 
+def start_of(row: _Row) -> int:
+    """Where a row stands."""
+    return row.computed
+
+
 @dataclass
 class _Row:
     opened: RowOpen
@@ -61,6 +66,8 @@ class _Row:
     computed: int
     decoding: bool = False
     stopped: bool = False
+    # With a window pool: its page for each of `pages`, None where it is never read again.
+    window_pages: list[int | None] = field(default_factory=list)
 
 
 # What the slots of one page hold, in order; None where nothing was written.
@@ -95,6 +102,10 @@ class SimulatedWorker:
     open: dict[TransferId, _Open] = field(default_factory=dict)
     last_transfer: int = 0
     last_step: int = 0
+    # Some layers see so many tokens only and have pages of their own; 0: there are none.
+    window: int = 0
+    window_pool: int = 0
+    window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         assert plan.step_id > self.last_step, "step ids increase"
@@ -205,13 +216,20 @@ class SimulatedWorker:
             assert opened.row not in self.rows, "slot in use"
             assert 0 <= opened.computed_tokens < len(opened.token_ids)
             pages = opened.pages.tolist()
-            self.rows[opened.row] = _Row(opened, opened.token_ids.tolist(), pages, opened.computed_tokens)
+            row = _Row(opened, opened.token_ids.tolist(), pages, opened.computed_tokens)
+            row.window_pages = self._tail(len(pages), opened.window_pages.tolist())
+            self.rows[opened.row] = row
         for replacement in plan.replacements:
             row = self.rows[replacement.row]
             assert replacement.first + len(replacement.pages) <= len(row.pages)
-            row.pages[replacement.first : replacement.first + len(replacement.pages)] = replacement.pages.tolist()
+            replaced = slice(replacement.first, replacement.first + len(replacement.pages))
+            row.pages[replaced] = replacement.pages.tolist()
+            if self.window:
+                row.window_pages[replaced] = self._tail(len(replacement.pages), replacement.window_pages.tolist())
         for grant in plan.grants:
             self.rows[grant.row].pages.extend(grant.pages.tolist())
+            assert len(grant.window_pages) == (len(grant.pages) if self.window else 0)
+            self.rows[grant.row].window_pages.extend(grant.window_pages.tolist())
         for row in self.rows.values():
             assert len(set(row.pages)) == len(row.pages), "a page twice in one row"
             assert all(0 <= page < self.pages for page in row.pages)
@@ -268,8 +286,29 @@ class SimulatedWorker:
         for position in range(end):
             slot = self._slot(row, position)
             assert self.kv.get(slot) == (row.ids[position], position), f"wrong KV at position {position}"
+        if self.window:
+            self._compute_window(row, start, end)
         row.computed = end
         return next_token(row.ids[:end])
+
+    @staticmethod
+    def _tail(count: int, window_pages: list[int]) -> list[int | None]:
+        return [None] * (count - len(window_pages)) + window_pages
+
+    def _compute_window(self, row: _Row, start: int, end: int) -> None:
+        """Do the same for the layers that see a window only: each query, by itself, reads what it sees."""
+        for position in range(start, end):
+            slot = self._window_slot(row, position)
+            assert 0 <= slot < self.window_pool * self.page_size, "a page outside the window pool"
+            self.window_kv[slot] = (row.ids[position], position)
+        for position in range(max(start - self.window + 1, 0), end):
+            slot = self._window_slot(row, position)
+            assert self.window_kv.get(slot) == (row.ids[position], position), f"wrong window KV at {position}"
+
+    def _window_slot(self, row: _Row, position: int) -> int:
+        page = row.window_pages[position // self.page_size]
+        assert page is not None, f"the row at {start_of(row)} reads position {position}, which it was given no page for"
+        return page * self.page_size + position % self.page_size
 
     def _slot(self, row: _Row, position: int) -> int:
         return row.pages[position // self.page_size] * self.page_size + position % self.page_size

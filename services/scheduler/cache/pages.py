@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import PageIds
+    from services.scheduler.cache.window_pages import WindowPages
 
 NO_OWNER = -1
 
@@ -42,6 +43,8 @@ class PageAllocator:
         assert capacity >= 0
         self.capacity = capacity
         self.observer: PageObserver | None = None
+        # Set once, before the first allocation, for models of which some layers attend to a window only.
+        self.twins: WindowPages | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
         # A stack: [0, free_pages) are the free pages, the last is handed out first.
@@ -117,6 +120,8 @@ class PageAllocator:
         assert len(old) == len(new)
         # In this order, a page that is in both never passes through 0.
         self.retain(new)
+        if self.twins is not None:
+            self.twins.adopt(old, new)
         freed = self._release(old)
         if self.observer is not None:
             self.observer.exchanged(old, new, freed)
@@ -131,6 +136,8 @@ class PageAllocator:
         self._free[: len(free)] = free
         self._free_pages = len(free)
         self._references = int(counts.sum())
+        if self.twins is not None:
+            self.twins.forget(np.flatnonzero(counts == 0).astype(np.int32))
         if self.observer is not None:
             self.observer.restored(counts)
 
@@ -154,6 +161,8 @@ class PageAllocator:
         freed = pages[counts == 0]
         self._free[self._free_pages : self._free_pages + len(freed)] = freed
         self._free_pages += len(freed)
+        if self.twins is not None:
+            self.twins.forget(freed)
         return len(freed)
 
     def _are_distinct(self, pages: PageIds) -> bool:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import Match
+    from services.scheduler.cache.window_pages import WindowPages
 
 
 class RadixCache:
@@ -351,7 +352,17 @@ class RadixCache:
     def _match(self, viewer: Account, key: PagedKey, tokens: int) -> Match:
         # The last token must be computed, for its logits.
         end = max(tokens - 1, 0) // self.page_size
-        return self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
+        match = self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
+        twins = self.store.allocator.twins
+        return match if twins is None else self._usable(match, twins)
+
+    def _usable(self, match: Match, twins: WindowPages) -> Match:
+        """Return how much of a match a row can go on from: the layers with a window must have theirs, too."""
+        tree = self.store.tree
+        pages = tree.path_pages(match.node, tree.root)
+        if match.partial is not None:
+            pages = np.concatenate([pages, match.partial.pages[: match.partial_pages]])
+        return tree.shortened(match, twins.usable_pages(pages))
 
     def _end_of(self, match: Match) -> Node:
         """Return the node that ends where the match ends, cut out of a longer one if need be; the caller locks it."""

@@ -91,6 +91,14 @@ class PageTree:
             first += common
         return Match(node, first)
 
+    def shortened(self, match: Match, pages: int) -> Match:
+        """Return the part of a match that covers its first `pages` pages."""
+        node, depth, below = match.node, match.node_pages, match.partial
+        while depth > pages:
+            assert node.parent is not None, "the root is at depth 0"
+            node, depth, below = node.parent, depth - node.size, node
+        return Match(node, depth) if depth == pages else Match(node, depth, below, pages - depth)
+
     def group(self, parent: Node, page: bytes) -> list[Node]:
         """Return the children that begin with `page`, of whichever owner."""
         entry = parent.children.get(page)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
-from common.steps import PageReplacement
+from common.steps import NO_PAGES, PageReplacement
 from common.types import CacheMode
 from services.scheduler.cache.accounting import Accounting, AuditReport, account, audit, repair
 from services.scheduler.core.load_back import LoadBack
+from services.scheduler.core.row_windows import RowWindows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,8 @@ class KvMemory:
         self.allocator = allocator
         self.cache = cache
         self._has_pages = has_pages
+        # None: all layers share one pool.
+        self.windows = RowWindows(allocator.twins) if allocator.twins is not None else None
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -62,6 +65,13 @@ class KvMemory:
     def available_pages(self) -> int:
         """Pages that an allocation could get now."""
         return self.allocator.free_pages + self.cache.soft_free_pages + self.cache.evictable_pages
+
+    @property
+    def room(self) -> int:
+        """Pages that rows could be given now: with a window pool, each of them takes one of that, too."""
+        if self.windows is None:
+            return self.available_pages
+        return min(self.available_pages, self.windows.pool.available_pages)
 
     def count_retraction(self) -> None:
         """Note that a row had to give its pages back."""
@@ -99,17 +109,29 @@ class KvMemory:
         """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
         pages = self.pages_of(len(sequence.token_ids))
         spare_pages = spare_pages if self._has_pages else 0
-        if pages - self.match(sequence) // self.cache.page_size + spare_pages > self.available_pages:
+        if not self._fits(pages - self.match(sequence) // self.cache.page_size, spare_pages):
             return None
         lease = self._commit(sequence)
+        if self.windows is not None:
+            self.windows.enter(lease)
         # Only now is it known how much of the prefix was counted as evictable before.
-        if pages - len(lease.pages) + spare_pages > self.available_pages:
-            self._release(lease)
-            self.allocator.release(lease.pages)
+        if not self._fits(pages - len(lease.pages), spare_pages):
+            self._give_up(lease)
             return None
         sequence.lease = lease
         self.end_prefetch(sequence)
         return lease
+
+    def _fits(self, pages: int, spare_pages: int) -> bool:
+        is_in_window = self.windows is None or self.windows.fits(pages, spare_pages)
+        return is_in_window and pages + spare_pages <= self.available_pages
+
+    def _give_up(self, lease: Lease) -> None:
+        """Undo a commit that no row has come of."""
+        self._release(lease)
+        if self.windows is not None:
+            self.windows.leave(lease)
+        self.allocator.release(lease.pages)
 
     def _commit(self, sequence: Sequence) -> Lease:
         request = sequence.request
@@ -130,9 +152,31 @@ class KvMemory:
 
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:
         """Take `count` pages, evicting what the cache can spare; None if even that is not enough."""
+        if self.windows is not None and count > self.windows.pool.available_pages:
+            return None
         if count > self.allocator.free_pages:
             self._evict(count - self.allocator.free_pages)
-        return self.allocator.try_allocate(count, owner)
+        pages = self.allocator.try_allocate(count, owner)
+        if pages is not None and self.windows is not None:
+            self.windows.pool.pair(pages)
+        return pages
+
+    def window_pages_of(self, pages: PageIds) -> PageIds:
+        """Return the window pool's pages for new pages of a row; none without such a pool."""
+        return NO_PAGES if self.windows is None else self.windows.pool.twins_of(pages)
+
+    def begin_window(self, sequence: Sequence, rows: RowTable) -> PageIds:
+        """Return the window pool's pages for the end of an admitted row's prefix; none without such a pool."""
+        if self.windows is None:
+            return NO_PAGES
+        assert sequence.row is not None
+        assert sequence.lease is not None
+        return self.windows.begin(sequence.row, sequence.lease, rows)
+
+    def slide_windows(self, rows: RowTable) -> None:
+        """Give back what rows do not see any more, where layers attend to a window only; before each plan."""
+        if self.windows is not None:
+            self.windows.slide(rows)
 
     def keep(self, sequence: Sequence, rows: RowTable) -> list[PageReplacement]:
         """Put the row's confirmed whole pages into the cache.
@@ -153,9 +197,13 @@ class KvMemory:
             return []
         first = insertion.first_duplicate
         changed = insertion.pages[first:].copy()
+        if self.windows is not None:
+            self.windows.before_repointing(row, first, rows)
         table[first : first + len(changed)] = changed
         self.allocator.exchange(insertion.duplicates, insertion.canonical)
-        return [PageReplacement(row, first, changed)]
+        if self.windows is None:
+            return [PageReplacement(row, first, changed)]
+        return [PageReplacement(row, first, changed, self.windows.after_repointing(row, first, len(changed), rows))]
 
     def free(self, sequence: Sequence, rows: RowTable) -> None:
         """Give back the row's hold on its pages and on its path in the cache."""
@@ -163,6 +211,8 @@ class KvMemory:
         assert row is not None
         assert lease is not None
         self._release(lease)
+        if self.windows is not None:
+            self.windows.end(row, rows)
         self.allocator.release(rows.page_table(row))
         rows.page_count[row] = 0
         sequence.lease = None
@@ -178,14 +228,15 @@ class KvMemory:
         if not len(lease.pages):
             self._release(lease)
             return None
+        if self.windows is not None:
+            self.windows.enter(lease)
         self._pins[lease.lease_id] = lease
         return lease
 
     def unpin(self, lease: Lease) -> None:
         """Give up such a hold."""
         del self._pins[lease.lease_id]
-        self._release(lease)
-        self.allocator.release(lease.pages)
+        self._give_up(lease)
 
     @property
     def pinned_pages(self) -> int:
@@ -197,6 +248,19 @@ class KvMemory:
         in_transfers = self.loads.host.ledger.device_references if self.loads else 0
         held = int(rows.page_count.sum()) + self.pinned_pages
         return account(self.allocator, self.cache, held + in_transfers)
+
+    def account_windows(self) -> Accounting | None:
+        """Take the accounts of the window pool, if there is one; nothing there is soft-free."""
+        if self.windows is None:
+            return None
+        pool = self.windows.pool
+        return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, 0)
+
+    def window_faults(self, rows: RowTable) -> list[str]:
+        """Count anew what rows and sessions need of the window pool."""
+        if self.windows is None:
+            return []
+        return self.windows.faults(rows, self._pins.values(), self.allocator.capacity)
 
     def audit(self, rows: RowTable) -> AuditReport:
         """Count every page's holders anew."""

@@ -77,6 +77,7 @@ class Planner:
         """
         if not self.paused:
             self.preemption.make_room(lambda: Twins(self._rows, self._memory), self._retract)
+        self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         decoding, grants = self._plan_decode()
         budget = self.limits.tokens - len(decoding)
@@ -186,7 +187,7 @@ class Planner:
         length = min(end - start, budget)
         missing = self._memory.pages_of(start + length) - int(self._rows.page_count[row])
         if missing > 0:
-            pages = self._memory.try_allocate(min(missing, self._memory.available_pages))
+            pages = self._memory.try_allocate(min(missing, self._memory.room))
             assert pages is not None, "what is available can be allocated"
             if len(pages):
                 grants.append(self._grant(row, pages))
@@ -200,7 +201,7 @@ class Planner:
 
     def _grant(self, row: RowSlot, pages: NDArray[np.int32]) -> PageGrant:
         self._rows.append_pages(row, pages)
-        return PageGrant(row, pages)
+        return PageGrant(row, pages, self._memory.window_pages_of(pages))
 
     def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
         """Start waiting sequences while there is room; return what the workers must open."""
@@ -258,6 +259,7 @@ class Planner:
             prompt_tokens=sequence.prompt_tokens,
             computed_tokens=lease.matched_tokens,
             pages=lease.pages,
+            window_pages=self._memory.begin_window(sequence, self._rows),
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,
@@ -273,9 +275,9 @@ class Planner:
         it is a session.
         """
         stuck = [sequence for sequence in prefilling if sequence.row is not None]
-        if len(stuck) > 1 and not self._memory.available_pages:
+        if len(stuck) > 1 and not self._memory.room:
             self._retract(stuck[-1])
             return True
-        is_alone = len(stuck) == 1 and not self._memory.available_pages
+        is_alone = len(stuck) == 1 and not self._memory.room
         is_empty = self._lacks_memory and not self._rows.running
         return (is_alone or is_empty) and not self._is_moving_pages(now) and self.yield_pin()

@@ -32,6 +32,8 @@ class RowTable:
         self.ids: NDArray[np.int32] = np.zeros((max_rows, max_context), np.int32)
         self.pages: NDArray[np.int32] = np.zeros((max_rows, max_pages), np.int32)
         self.page_count: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        # With a window pool: the first page of the row that it still needs there.
+        self.window_first: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.length: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.planned: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.computed: NDArray[np.int64] = np.zeros(max_rows, np.int64)
