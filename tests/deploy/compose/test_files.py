@@ -18,10 +18,16 @@ RING = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
 
 
 class Loader(yaml.SafeLoader):
-    """Reads the one tag that is Compose's own."""
+    """Reads the tags that are Compose's own."""
+
+
+def _list(loader: yaml.SafeLoader, node: Any) -> list[Any]:
+    found: list[Any] = loader.construct_sequence(node, deep=True)
+    return found
 
 
 yaml.add_constructor("!reset", lambda *_: None, Loader)
+yaml.add_constructor("!override", _list, Loader)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import OpenAI
@@ -133,6 +133,20 @@ def test_prometheus_and_grafana_come_with_their_profile(project: Project) -> Non
     assert project.configuration()["services"].keys() == set(RING)
     observed = project.configuration("observability")["services"]
     assert observed.keys() == {*RING, "prometheus", "grafana"}
+
+
+def test_overlays_for_gpus_give_each_rank_a_worker_with_its_device() -> None:
+    services: dict[str, Any] = Project("gpu.yaml", "gpu-2.yaml").configuration()["services"]
+    workers = {name: service for name, service in services.items() if name.startswith("worker")}
+    assert workers.keys() == {"worker", "worker-1"}
+    for service in workers.values():
+        assert service["image"].startswith("pando-worker-cuda:")
+        [devices] = service["deploy"]["resources"]["reservations"]["devices"]
+        assert devices["driver"] == "nvidia"
+        assert service["environment"]["PANDO_WORKER__DEVICE"] == "cuda"
+    assert workers["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
+    assert workers["worker-1"]["ipc"] == "service:worker"
+    assert "worker-1" in services["scheduler"]["depends_on"]
 
 
 def test_down_leaves_nothing(project: Project) -> None:
