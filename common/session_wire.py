@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.names import check_name
-from common.types import SessionTurn
+from common.types import Principal, SessionGrant, SessionTurn, SessionWish
 from protos.gen.pando.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -44,3 +44,62 @@ def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.Genera
         drop_previous_output=turn.drop_previous_output,
         replace=turn.replace,
     )
+
+
+def wish_to_wire(wish: SessionWish) -> common_pb2.OpenSessionRequest:
+    """Encode what somebody wants to open."""
+    return common_pb2.OpenSessionRequest(
+        principal=common_pb2.Principal(tenant=wish.principal.tenant, user=wish.principal.user),
+        session=wish.session,
+        capacity_tokens=wish.capacity_tokens or 0,
+        timeout_ms=wish.timeout_ms or 0,
+        quota_user=wish.quota_user,
+    )
+
+
+def wish_from_wire(message: common_pb2.OpenSessionRequest) -> SessionWish:
+    """Decode what somebody wants to open.
+
+    Raises:
+        InvalidRequestError: identity or name is missing, or malformed.
+    """
+    principal, session = _session_of(message)
+    if not message.quota_user:
+        raise InvalidRequestError("quota_user must be set", param="quota_user")
+    return SessionWish(
+        principal, session, message.quota_user, message.capacity_tokens or None, message.timeout_ms or None
+    )
+
+
+def grant_to_wire(grant: SessionGrant) -> common_pb2.OpenSessionResponse:
+    """Encode what was granted."""
+    return common_pb2.OpenSessionResponse(capacity_tokens=grant.capacity_tokens, timeout_ms=grant.timeout_ms)
+
+
+def grant_from_wire(message: common_pb2.OpenSessionResponse) -> SessionGrant:
+    """Decode what was granted."""
+    return SessionGrant(message.capacity_tokens, message.timeout_ms)
+
+
+def close_to_wire(principal: Principal, session: str) -> common_pb2.CloseSessionRequest:
+    """Encode which session is to end."""
+    return common_pb2.CloseSessionRequest(
+        principal=common_pb2.Principal(tenant=principal.tenant, user=principal.user), session=session
+    )
+
+
+def close_from_wire(message: common_pb2.CloseSessionRequest) -> tuple[Principal, str]:
+    """Decode which session is to end.
+
+    Raises:
+        InvalidRequestError: identity or name is missing, or malformed.
+    """
+    return _session_of(message)
+
+
+def _session_of(message: common_pb2.OpenSessionRequest | common_pb2.CloseSessionRequest) -> tuple[Principal, str]:
+    if not message.principal.tenant or not message.principal.user or not message.session:
+        raise InvalidRequestError("principal and session must be set", param="session_id")
+    for value in (message.principal.tenant, message.principal.user):
+        check_name("principal", value)
+    return Principal(message.principal.tenant, message.principal.user), check_name("session_id", message.session)

@@ -124,6 +124,28 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionWish:
+    """A session that somebody wants to open. None leaves it to the scheduler.
+
+    `quota_user` is whose quota it counts against, within the tenant: a principal can be a user that a client made up.
+    """
+
+    principal: Principal
+    session: str
+    quota_user: str
+    capacity_tokens: int | None = None
+    timeout_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGrant:
+    """What an opened session may hold, and for how long it waits for its next turn."""
+
+    capacity_tokens: int
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyTo:
     """The gateway subscription that a request's text goes to."""
 

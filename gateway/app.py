@@ -19,6 +19,7 @@ from gateway.api import (
     native,
     operations,
     responses,
+    sessions,
     tokenization,
 )
 from gateway.api.schema import describe
@@ -32,6 +33,7 @@ from gateway.schemas.completions import CompletionBody
 from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from gateway.schemas.native import AbortBody, GenerateBody
 from gateway.schemas.responses import ResponseBody
+from gateway.schemas.sessions import CloseSessionBody, OpenSessionBody
 from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ BODIES = (
     DetokenizeBody,
     GenerateBody,
     AbortBody,
+    OpenSessionBody,
+    CloseSessionBody,
 )
 
 
@@ -57,7 +61,7 @@ def create_app(context: Context) -> FastAPI:
     """Return the application over `context`."""
     app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
     generating = (chat, completions, responses, messages, native)
-    for endpoint in (*generating, embeddings, models, tokenization, administration, operations):
+    for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
         app.include_router(endpoint.create_router(context))
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)

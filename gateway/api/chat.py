@@ -38,7 +38,7 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.CHAT)
         body = parse(ChatCompletionBody, raw)
-        asker = identify(caller, body.user_names)
+        asker = identify(caller, body.user_names, body.session)
         card = await require_chat(context, body.model)
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
         generate, reading = chat_request(context, request, head, asker, body, card)

@@ -36,7 +36,7 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.COMPLETIONS)
         body = parse(CompletionBody, raw)
-        asker = identify(caller, body.user_names)
+        asker = identify(caller, body.user_names, body.session)
         card = check_generates(await context.models.require_named(body.model))
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
         first = context.generate_request(request, head, asker, body, body.prompt[0])

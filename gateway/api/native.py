@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
+from common.errors import InvalidRequestError
 from common.names import check_name
 from gateway.api.completions import one_per_prompt
 from gateway.api.schema import documented
@@ -36,7 +37,8 @@ def create_router(context: Context) -> APIRouter:
         sampling = raw.get("sampling_params")
         refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
         body = parse(GenerateBody, raw)
-        asker = identify(caller, body.user_names)
+        turn = body.session_params
+        asker = identify(caller, body.user_names, check_name("session_params.id", turn.id) if turn else None)
         card = check_generates(await context.models.require(body.model))
         completion = body.to_completion(card.name)
         name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
@@ -45,6 +47,12 @@ def create_router(context: Context) -> APIRouter:
         first = context.generate_request(request, head, asker, completion, completion.prompt[0])
         sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
         first = replace(first, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
+        if turn is not None:
+            if len(completion.prompt) > 1:
+                raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
+            # What comes behind other tokens does not begin with a BOS.
+            adds = False if turn.rid else None
+            first = replace(first, turn=turn.turn(name), add_special_tokens=adds)
         requests = one_per_prompt(first, completion.prompt)
         asked = body.logprob_token_ids
         shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw), asked)

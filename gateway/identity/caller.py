@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ANONYMOUS = "anonymous"
+# How users that are no more than a conversation begin.
+SESSION_PREFIX = "session:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,18 @@ class Asker:
         return self.caller.cache.at_least(wanted or CacheMode.DEFAULT)
 
 
-def identify(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Asker:
+def identify(caller: Caller, named: Sequence[tuple[str, str | None]], session: str | None = None) -> Asker:
     """Return who asks, if the fields `named` (field, value) may name a user; the first one set counts.
 
-    Nobody named, and a credential that stands for nobody: a fresh principal, equal to no other.
+    Nobody named, and a credential that stands for nobody: a principal of the `session`, so that its next request is
+    the same one's; and without a session a fresh principal, equal to no other.
 
     Raises:
         InvalidRequestError: the name is too long or has control characters.
     """
     name = next((check_name(field, value) for field, value in named if value), None)
+    if name is None and session is not None and caller.user is None:
+        return _conversation(caller, session)
     if caller.may_act_for:
         user = name or caller.user
         subject = user or ANONYMOUS
@@ -70,6 +75,12 @@ def identify(caller: Caller, named: Sequence[tuple[str, str | None]]) -> Asker:
         subject = caller.user or f"/{caller.key_id}"
     user = user or _nobody()
     return Asker(caller, Principal(caller.tenant, user), Subject(caller.tenant, subject))
+
+
+def _conversation(caller: Caller, session: str) -> Asker:
+    name = _bounded(f"{SESSION_PREFIX}{session}")
+    subject = Subject(caller.tenant, ANONYMOUS if caller.may_act_for else f"/{caller.key_id}")
+    return Asker(caller, Principal(caller.tenant, name if caller.may_act_for else _own_user(caller, name)), subject)
 
 
 def owns(caller: Caller, principal: Principal) -> bool:

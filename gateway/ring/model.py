@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from common.rpc.status import to_error
+from common.session_wire import close_to_wire, grant_from_wire, wish_to_wire
 from gateway.ring.messages import Tokenization
 from gateway.ring.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from common.requests import ChatPrompt
+    from common.types import Principal, SessionGrant, SessionWish
     from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
@@ -51,6 +53,15 @@ class GrpcModel:
         """Apply the chat template and encode the result."""
         request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat))
         return Tokenization(tuple((await _answer(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session at the scheduler that its requests will go to."""
+        return grant_from_wire(await _answer(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open."""
+        call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
+        return (await _answer(call)).was_open
 
 
 async def _answer(call: Awaitable[T]) -> T:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
-    from common.types import Admission, RequestFailure, RequestId
+    from common.types import Admission, Principal, RequestFailure, RequestId, SessionGrant, SessionWish
     from gateway.ring.messages import ModelInfo, Tokenization
 
 
@@ -54,6 +54,12 @@ class Model(Protocol):
 
     async def render_chat(self, chat: ChatPrompt) -> Tokenization:
         """Apply the chat template and encode the result."""
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session at the scheduler that its requests will go to."""
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open."""
 
 
 class Readiness(Protocol):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.prompt_logprobs_wire import prompt_logprobs_to_wire
 from common.requests import ChatPrompt, TokenPrompt
+from common.session_wire import turn_to_wire
 from common.types import Pooling, RequestId, ToolStyle
 from common.wire import (
     cache_mode_to_wire,
@@ -55,6 +56,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         timeout_ms=request.timeout_ms,
         trace=trace_to_wire(request.trace),
         session=request.session,
+        turn=turn_to_wire(request.turn),
         max_context_tokens=request.max_context_tokens,
         pooling=pooling_to_wire(request.pooling),
         prompt_name=request.prompt_name,

@@ -13,6 +13,7 @@ from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run tim
 from gateway.schemas.completions import CompletionBody, parse_prompts
 from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
 from gateway.schemas.parse import Schema, parse
+from gateway.schemas.sessions import SessionParams  # noqa: TC001  (pydantic reads it at run time)
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -71,6 +72,7 @@ class GenerateBody(Schema):
     user: str | None = None
     priority: int | None = None
     cache_mode: CacheMode | None = Field(None, strict=False)
+    session_params: SessionParams | None = None
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
@@ -114,6 +116,7 @@ class GenerateBody(Schema):
             "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
             "priority": self.priority,
             "cache_mode": self.cache_mode,
+            "session_id": self.session_params.id if self.session_params else None,
         }
         return parse(CompletionBody, fields)
 

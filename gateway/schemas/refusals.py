@@ -65,7 +65,7 @@ COMMON = (
     Refusal("json_schema", _is_empty, LEAVE_OUT),
     Refusal("structural_tag", _is_empty, LEAVE_OUT),
     Refusal("lora_path", _is_empty, LEAVE_OUT),
-    Refusal("session_params", _is_empty, LEAVE_OUT),
+    Refusal("session_params", _is_empty, "use 'session_id', or /generate"),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
     Refusal("moderation", _never, LEAVE_OUT),
@@ -112,7 +112,6 @@ NATIVE = (
     Refusal("audio_data", _is_empty, LEAVE_OUT),
     Refusal("video_data", _is_empty, LEAVE_OUT),
     Refusal("lora_path", _is_empty, LEAVE_OUT),
-    Refusal("session_params", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
 )

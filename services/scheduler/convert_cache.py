@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.storage_tier import StorageTier
     from services.scheduler.cache_meter import CacheMeter
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.session import Session
 
 _VISIBILITIES = {
     Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
@@ -164,3 +165,21 @@ def sequence_to_wire(
         pages=pages,
         age_ms=int(age_s * 1000),
     )
+
+
+def session_to_wire(session: Session, shown: Disclosure, now: float) -> scheduler_pb2.SessionState:
+    """Encode a session as it is at `now`, seconds of the scheduler's clock."""
+    message = scheduler_pb2.SessionState(
+        fingerprint=shown.fingerprint(session.principal),
+        capacity_tokens=session.grant.capacity_tokens,
+        pinned_tokens=session.pinned_tokens,
+        turns=session.turns,
+        open_requests=session.open_requests,
+        expires_in_ms=round((session.expires_at - now) * 1000)
+        if session.expires_at is not None
+        else session.grant.timeout_ms,
+    )
+    if shown.is_admin:
+        message.principal.CopyFrom(principal_to_wire(session.principal))
+        message.session = session.name
+    return message

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.session_wire import close_from_wire, grant_to_wire, wish_from_wire
 from common.wire import admission_to_wire, principal_from_wire, principal_to_wire
-from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.convert_cache import (
     Disclosure,
@@ -20,6 +21,7 @@ from services.scheduler.convert_cache import (
     node_to_wire,
     owner_to_wire,
     sequence_to_wire,
+    session_to_wire,
     storage_to_wire,
     tier_to_wire,
 )
@@ -90,6 +92,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             _describe_core(core, state)
             state.cache_accounting.CopyFrom(cache_to_wire(core.memory.cache, self._loop.meter, self.verdicts))
             shown = self._disclosure(context)
+            state.sessions.extend(session_to_wire(each, shown, self._loop.now) for each in core.sessions)
             if request.include_requests:
                 state.requests.extend(self._describe(core, sequence, shown) for sequence in core.open_sequences)
             if request.max_owners:
@@ -137,8 +140,20 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Drop everything that is private to one principal, or one of its conversations."""
         self._credentials.require_admin(_metadata(context), "forget a user")
         principal = principal_from_wire(request.principal)
-        freed = self._core().memory.cache.forget(principal, request.session or None)
+        freed = self._core().forget(principal, request.session or None)
         return scheduler_pb2.ForgetPrincipalResponse(freed_pages=freed)
+
+    async def OpenSession(  # noqa: N802
+        self, request: common_pb2.OpenSessionRequest, context: Context
+    ) -> common_pb2.OpenSessionResponse:
+        """Let a conversation keep what its turns compute."""
+        return grant_to_wire(self._core().sessions.open(wish_from_wire(request)))
+
+    async def CloseSession(  # noqa: N802
+        self, request: common_pb2.CloseSessionRequest, context: Context
+    ) -> common_pb2.CloseSessionResponse:
+        """End that."""
+        return common_pb2.CloseSessionResponse(was_open=self._core().sessions.close(*close_from_wire(request)))
 
     async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
         """Declare a prompt public."""

@@ -8,6 +8,7 @@ from common.errors import InvalidRequestError
 from common.names import check_name
 from common.prompt_logprobs_wire import prompt_logprobs_from_wire
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
+from common.session_wire import turn_from_wire
 from common.types import RequestId
 from common.wire import (
     admission_to_wire,
@@ -55,6 +56,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
+        turn=turn_from_wire(message),
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
         prompt_logprobs=prompt_logprobs_from_wire(message),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,

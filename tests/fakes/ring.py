@@ -8,8 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.deltas import Delta, LogprobText, PromptUsage, TokenText
+from common.errors import InvalidRequestError
 from common.requests import ChatPrompt, GenerateRequest
-from common.types import Admission, Finish, FinishReason, RequestFailure, RequestId, ToolStyle
+from common.types import (
+    Admission,
+    Finish,
+    FinishReason,
+    Principal,
+    RequestFailure,
+    RequestId,
+    SessionGrant,
+    SessionWish,
+    ToolStyle,
+)
 from gateway.ring.messages import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
@@ -128,6 +139,7 @@ class FakeModel:
     card: ModelInfo = CARD
     error: PandoError | None = None
     questions: int = 0
+    sessions: dict[tuple[Principal, str], SessionWish] = field(default_factory=dict)
 
     async def get_model(self) -> ModelInfo:
         self.questions += 1
@@ -147,6 +159,17 @@ class FakeModel:
         self._check()
         text = "".join(f"<{message.role}>{message.content}" for message in chat.messages)
         return Tokenization(tuple(map(ord, text)))
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        self._check()
+        if (wish.principal, wish.session) in self.sessions:
+            raise InvalidRequestError("open already", param="session_id")
+        self.sessions[wish.principal, wish.session] = wish
+        return SessionGrant(wish.capacity_tokens or 1024, wish.timeout_ms or 600_000)
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        self._check()
+        return self.sessions.pop((principal, session), None) is not None
 
     def _check(self) -> None:
         if self.error is not None:

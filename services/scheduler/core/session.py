@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from common.types import Principal, SessionTurn, TokenIds
+    from common.types import Principal, SessionGrant, SessionTurn, TokenIds
     from services.scheduler.cache.interface import Lease
 
 # Turns that later ones can continue; what is older has long been continued.
@@ -26,14 +26,6 @@ class SessionRules:
     total_tokens: int = 0
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What an opened session was granted."""
-
-    capacity_tokens: int
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Session:
     name: str
     principal: Principal
     holder: tuple[str, str]
-    grant: Grant
+    grant: SessionGrant
     turns: int = 0
     open_requests: int = 0
     pin: Lease | None = None

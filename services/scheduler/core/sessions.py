@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError, QueueFullError
-from common.types import CacheMode
-from services.scheduler.core.session import Grant, Session
+from common.types import CacheMode, SessionGrant
+from services.scheduler.core.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from common.types import Principal, ScheduleRequest, TokenIds
+    from common.types import Principal, ScheduleRequest, SessionWish, TokenIds
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import SessionRules
@@ -52,27 +52,26 @@ class Sessions:
 
     # --- opening and closing ---
 
-    def open(
-        self, principal: Principal, name: str, quota_user: str, capacity_tokens: int | None, timeout_s: float | None
-    ) -> Grant:
-        """Open a session; None stands for what the rules give to who does not say.
+    def open(self, wish: SessionWish) -> SessionGrant:
+        """Open a session.
 
         Raises:
             InvalidRequestError: the name is in use, or more is asked for than any session may have.
             QueueFullError: the user, or the server, has as many sessions as it may.
         """
-        rules = self._rules
+        rules, principal, name = self._rules, wish.principal, wish.session
         if (principal, name) in self._open:
             raise InvalidRequestError(f"the session '{name}' is open already", param="session_id")
         if not rules.user_tokens or not rules.total_tokens:
             raise InvalidRequestError("this model keeps no sessions", param="session_id")
-        if capacity_tokens is not None and capacity_tokens > rules.user_tokens:
-            message = f"a session may hold {rules.user_tokens} tokens here, not {capacity_tokens}"
+        if wish.capacity_tokens is not None and wish.capacity_tokens > rules.user_tokens:
+            message = f"a session may hold {rules.user_tokens} tokens here, not {wish.capacity_tokens}"
             raise InvalidRequestError(message, param="capacity_of_str_len")
-        if timeout_s is not None and timeout_s > rules.max_timeout_s:
-            message = f"a session may wait {rules.max_timeout_s:g} s for its next turn, not {timeout_s:g}"
+        if wish.timeout_ms is not None and wish.timeout_ms > rules.max_timeout_s * 1000:
+            limit, asked = rules.max_timeout_s, wish.timeout_ms / 1000
+            message = f"a session may wait {limit:g} s for its next turn, not {asked:g}"
             raise InvalidRequestError(message, param="timeout")
-        holder = (principal.tenant, quota_user)
+        holder = (principal.tenant, wish.quota_user)
         mine = sum(session.holder == holder for session in self)
         if mine >= rules.per_user:
             message = f"{mine} sessions of this user are open, of which {rules.per_user} may be; close one"
@@ -80,7 +79,9 @@ class Sessions:
         if len(self._open) >= rules.total:
             message = f"{rules.total} sessions are open at this server, which is the limit; try again later"
             raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
-        grant = Grant(capacity_tokens or rules.user_tokens, timeout_s or rules.timeout_s)
+        grant = SessionGrant(
+            wish.capacity_tokens or rules.user_tokens, wish.timeout_ms or round(rules.timeout_s * 1000)
+        )
         self._open[principal, name] = Session(name, principal, holder, grant)
         return grant
 
@@ -105,7 +106,7 @@ class Sessions:
             if session.open_requests:
                 session.expires_at = None
             elif session.expires_at is None:
-                session.expires_at = now + session.grant.timeout_s
+                session.expires_at = now + session.grant.timeout_ms / 1000
             elif now >= session.expires_at:
                 overdue.append(key)
         for principal, name in overdue:

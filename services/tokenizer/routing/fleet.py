@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from services.tokenizer.routing.policies import Candidate, affinity_key
+from services.tokenizer.routing.policies import Candidate, affinity_key, favourite, session_key
 from services.tokenizer.routing.replica import Replica
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import grpc
 
     from common.rpc.discovery import Discovery, Found
-    from common.types import RequestId, ScheduleRequest
+    from common.types import Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
     from services.tokenizer.routing.policies import Policy
     from services.tokenizer.scheduler_link import SchedulerListener
 
@@ -72,6 +72,22 @@ class Fleet:
                     refused.extend(batch)
             waiting = refused
 
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session at the group that all its requests go to.
+
+        Raises:
+            PandoError: that group refuses it, or no group would serve now.
+        """
+        return await self._home_of(wish.principal, wish.session).open_session(wish)
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open.
+
+        Raises:
+            PandoError: its group is away.
+        """
+        return await self._home_of(principal, session).close_session(principal, session)
+
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Have requests ended, wherever they are."""
         ids = list(request_ids)
@@ -100,11 +116,25 @@ class Fleet:
         loads = {name: r.load for name, r in self._replicas.items() if r.can_serve and name not in away}
         if not loads:
             self.abort(sent)
-            raise UnavailableError("no scheduler would serve now", retry_after_ms=1000)
+            raise _nobody()
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
-            candidates = [Candidate(name, load) for name, load in loads.items()]
-            chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)
+            if request.session is not None:
+                # What it holds is there and nowhere else, however much that group has to do.
+                chosen = favourite(session_key(request.principal, request.session), loads)
+            else:
+                candidates = [Candidate(name, load) for name, load in loads.items()]
+                chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)
             loads[chosen] += 1
             batches[chosen].append(request)
         return batches
+
+    def _home_of(self, principal: Principal, session: str) -> Replica:
+        serving = [name for name, replica in self._replicas.items() if replica.can_serve]
+        if not serving:
+            raise _nobody()
+        return self._replicas[favourite(session_key(principal, session), serving)]
+
+
+def _nobody() -> UnavailableError:
+    return UnavailableError("no scheduler would serve now", retry_after_ms=1000)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from common.types import ScheduleRequest
+    from common.types import Principal, ScheduleRequest
 
 # So few requests decode together at the pace of one: nobody is sent away from its cache for less. And loads are known
 # only as of some tenths of a second ago.
@@ -87,12 +87,29 @@ def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
     The scope comes first and with its length, so that no prompt of one user has the key of another's: what a user is
     served by tells nothing of what others have asked.
     """
-    digest = hashlib.blake2b(digest_size=32)
-    for part in (request.principal.tenant, request.principal.user):
-        encoded = part.encode()
-        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    digest = _scoped(request.principal)
     digest.update(np.ascontiguousarray(request.token_ids[:prefix_tokens], dtype="<u4").tobytes())
     return digest.digest()
+
+
+def session_key(principal: Principal, session: str) -> bytes:
+    """Return the key of all requests of a session, 32 bytes."""
+    digest = _scoped(principal)
+    digest.update(session.encode())
+    return digest.digest()
+
+
+def favourite(key: bytes, names: Iterable[str]) -> str:
+    """Return which of `names` likes `key` most; there is at least one."""
+    return max(names, key=lambda name: score(key, name))
+
+
+def _scoped(principal: Principal) -> hashlib.blake2b:
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (principal.tenant, principal.user):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return digest
 
 
 def make_policy(name: str, load_factor: float) -> Policy:

@@ -14,7 +14,7 @@ from services.tokenizer.scheduler_link import SchedulerLink
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.types import Admission, RequestId, ScheduleRequest
+    from common.types import Admission, Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
     from services.tokenizer.scheduler_link import SchedulerListener
 
 WATCH_INTERVAL_S = 0.25
@@ -57,6 +57,14 @@ class Replica:
         self._sent_since += len(requests)
         self._unanswered.update(request.request_id for request in requests)
         metrics.ROUTED_TOTAL.labels(self.name).inc(len(requests))
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session here; see `SchedulerLink.open_session`."""
+        return await self._link.open_session(wish)
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session that was opened here; see `SchedulerLink.close_session`."""
+        return await self._link.close_session(principal, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Have requests ended, as far as they are here."""

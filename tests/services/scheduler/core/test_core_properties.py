@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import PandoError
-from common.types import CacheMode, FinishReason, Pooling, Principal, RequestId
+from common.types import CacheMode, FinishReason, Pooling, Principal, RequestId, SessionWish
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
@@ -96,7 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(user=USERS, name=SESSIONS, capacity=st.sampled_from([None, 12]))
     def open_session(self, user: str, name: str, capacity: int | None) -> None:
         with contextlib.suppress(PandoError):
-            self.harness.core.sessions.open(Principal("tenant", user), name, user, capacity, None)
+            self.harness.core.sessions.open(SessionWish(Principal("tenant", user), name, user, capacity))
 
     @rule(user=USERS, name=SESSIONS)
     def close_session(self, user: str, name: str) -> None:

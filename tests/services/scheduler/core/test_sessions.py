@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequestError, QueueFullError
-from common.types import CacheMode, ErrorCode, FinishReason, Principal, RequestFailure, RequestId, SessionTurn
+from common.types import (
+    CacheMode,
+    ErrorCode,
+    FinishReason,
+    Principal,
+    RequestFailure,
+    RequestId,
+    SessionTurn,
+    SessionWish,
+)
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
@@ -23,7 +32,7 @@ def harness_with(rules: SessionRules = RULES, **options: object) -> Harness:
 def open_session(
     harness: Harness, name: str = "chat", principal: Principal = ALICE, capacity: int | None = None
 ) -> None:
-    harness.core.sessions.open(principal, name, principal.user, capacity, None)
+    harness.core.sessions.open(SessionWish(principal, name, principal.user, capacity))
 
 
 def ask(
@@ -142,19 +151,19 @@ def test_quotas_refuse_and_say_what_would_be_right() -> None:
         open_session(harness, capacity=97)
     assert refused.value.param == "capacity_of_str_len"
     with pytest.raises(InvalidRequestError, match="60 s"):
-        sessions.open(ALICE, "chat", "alice", None, 61.0)
-    assert sessions.open(ALICE, "chat", "alice", None, None).capacity_tokens == 96
+        sessions.open(SessionWish(ALICE, "chat", "alice", timeout_ms=61_000))
+    assert sessions.open(SessionWish(ALICE, "chat", "alice")).capacity_tokens == 96
     with pytest.raises(InvalidRequestError, match="open already"):
         open_session(harness)
     # Users that one credential makes up count as one.
-    sessions.open(Principal("tenant", "invented"), "chat", "alice", None, None)
+    sessions.open(SessionWish(Principal("tenant", "invented"), "chat", "alice"))
     with pytest.raises(QueueFullError, match="2 sessions of this user are open, of which 2 may be"):
-        sessions.open(Principal("tenant", "made up"), "chat", "alice", None, None)
+        sessions.open(SessionWish(Principal("tenant", "made up"), "chat", "alice"))
     open_session(harness, principal=BOB)
     with pytest.raises(QueueFullError, match="3 sessions are open"):
         open_session(harness, principal=Principal("tenant", "carol"))
     with pytest.raises(InvalidRequestError, match="keeps no sessions"):
-        Harness(sessions=SessionRules()).core.sessions.open(ALICE, "chat", "alice", None, None)
+        Harness(sessions=SessionRules()).core.sessions.open(SessionWish(ALICE, "chat", "alice"))
 
 
 def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
@@ -275,7 +284,7 @@ def test_a_turn_continues_another_with_only_what_is_new() -> None:
         ("three", {"drop_previous_output": True}, FIRST),
         ("four", {"offset": 10}, FIRST[:10]),
     ):
-        assert ask(harness, name, [8], turn=SessionTurn(name, after="one", **options)) is None  # type: ignore[arg-type]
+        assert ask(harness, name, [8], turn=SessionTurn(name, after="one", **options)) is None
         harness.run()
         assert harness.outputs[name, 0] == expected_output([*kept, 8], len(kept) + 7, (STOP_ID,))
 

@@ -1,0 +1,62 @@
+"""/open_session and /close_session."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from common.errors import InvalidRequestError
+from common.names import check_name
+from common.types import SessionWish
+from gateway.api.schema import documented
+from gateway.identity.caller import identify
+from gateway.schemas.parse import parse
+from gateway.schemas.sessions import CloseSessionBody, OpenSessionBody
+
+if TYPE_CHECKING:
+    from gateway.api.context import Context
+
+
+def create_router(context: Context) -> APIRouter:
+    """Return the endpoints."""
+    router = APIRouter()
+
+    @router.post("/open_session", openapi_extra=documented(OpenSessionBody))
+    async def open_session(request: Request) -> Response:
+        """Open a session, whose latest turn stays in the cache; return its id."""
+        caller = await context.caller(request)
+        body = parse(OpenSessionBody, await context.body(request))
+        session = check_name("session_id", body.session_id) if body.session_id else f"sess-{secrets.token_hex(16)}"
+        asker = identify(caller, body.user_names, session)
+        backend = await context.models.find(body.model)
+        wish = SessionWish(
+            principal=asker.principal,
+            session=session,
+            quota_user=asker.subject.user,
+            capacity_tokens=body.capacity_of_str_len,
+            timeout_ms=None if body.timeout is None else max(round(body.timeout * 1000), 1),
+        )
+        grant = await backend.model.open_session(wish)
+        headers = {
+            "x-session-capacity-tokens": str(grant.capacity_tokens),
+            "x-session-timeout-s": f"{grant.timeout_ms / 1000:g}",
+        }
+        return Response(orjson.dumps(session), media_type="application/json", headers=headers)
+
+    @router.post("/close_session", openapi_extra=documented(CloseSessionBody))
+    async def close_session(request: Request) -> Response:
+        """End a session of one's own."""
+        caller = await context.caller(request)
+        body = parse(CloseSessionBody, await context.body(request))
+        session = check_name("session_id", body.session_id)
+        asker = identify(caller, body.user_names, session)
+        backend = await context.models.find(body.model)
+        if not await backend.model.close_session(asker.principal, session):
+            message = f"You have no open session '{session}' with this model; it may have timed out."
+            raise InvalidRequestError(message, param="session_id")
+        return Response(b"{}", media_type="application/json")
+
+    return router
