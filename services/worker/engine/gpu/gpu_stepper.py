@@ -17,6 +17,8 @@ from services.worker.engine.kernels.gpu.sampling import TokenChooser
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled
 from services.worker.engine.pooler import Pooler, encoded, with_pooled
+from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
+from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import Needs, SamplingTable
 from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
@@ -50,6 +52,7 @@ class LaunchedTokens:
     # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
     pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
     vectors: torch.Tensor | None = None
+    prompt_logprobs: RowSpans = ()
 
     def is_ready(self) -> bool:
         """Whether they have arrived."""
@@ -60,7 +63,17 @@ class LaunchedTokens:
         if self.event is not None:
             self.event.synchronize()
         embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
-        return Sampled(self.token_ids.numpy()[self.order], self.logprobs, embeddings, self.failed)
+        token_ids = self.token_ids.numpy()[self.order]
+        return Sampled(token_ids, self.logprobs, embeddings, self.failed, self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a pass or a part of one brings: tokens [samples] int32 that the rows do not have yet, and what was asked."""
+
+    token_ids: torch.Tensor
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...]
+    prompt_logprobs: RowSpans
 
 
 class GpuStepper:
@@ -73,6 +86,7 @@ class GpuStepper:
         self._is_first = spec.rank == 0
         self._is_shared = spec.world_size > 1
         self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
+        self._scoring = ScoringTable()
         self._pooler = Pooler()
         self._rows = ResidentRows(
             spec.max_rows,
@@ -101,6 +115,7 @@ class GpuStepper:
         """Take note of what a plan has changed; see `LaggedStepper`."""
         for opened in plan.opens:
             self._table.open(opened)
+            self._scoring.open(opened)
             self._pooler.open(opened)
         self._rows.mirror(plan, rows)
 
@@ -141,56 +156,61 @@ class GpuStepper:
         made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
-        logprobs = tuple(entry for _, (_, told) in made.parts for entry in told)
+        logprobs = tuple(entry for _, part in made.parts for entry in part.logprobs)
+        prompt_logprobs = tuple(entry for _, part in made.parts for entry in part.prompt_logprobs)
         pooled = np.setdiff1d(forward.pooled_rows, made.failed) if self._is_first else NO_ROWS
         vectors = self._fetch_vectors(pooled)
         if got_token.size == 0:
             nothing = torch.zeros(sampled.size, dtype=torch.int32)
             event = None if vectors is None else self._record()
-            return LaunchedTokens(
-                nothing, np.arange(sampled.size), event, failed=made.failed, pooled=pooled, vectors=vectors
-            )
+            launched = LaunchedTokens(nothing, np.arange(sampled.size), event, failed=made.failed)
+            return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
         host = self._host_memory(got_token.size)
-        token_ids = torch.cat([tokens for _, (tokens, _) in made.parts])
+        token_ids = torch.cat([part.token_ids for _, part in made.parts])
         slots = to_device(sampled[got_token].astype(np.int32), self._runner.device)
         row_state.append(self._rows.cells, slots, token_ids)
         order = np.zeros(sampled.size, np.int64)
         order[got_token] = np.arange(got_token.size)
-        return replace(self._fetch(token_ids, host, order, logprobs, made.failed), pooled=pooled, vectors=vectors)
+        launched = self._fetch(token_ids, host, order, logprobs, made.failed)
+        return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
-    def _compute_part(
-        self, rows: RowTable, forward: ForwardPass
-    ) -> tuple[torch.Tensor, tuple[tuple[RowSlot, TokenLogprob], ...]]:
-        """Return the tokens of a pass, [samples] int32, which the rows do not have yet, and log probabilities."""
-        logits = self._compute_mixed(rows, forward)
+    def _compute_part(self, rows: RowTable, forward: ForwardPass) -> _Part:
+        """Return what a pass brings."""
+        logits, prompt_logprobs = self._compute_mixed(rows, forward)
         sampled, device = forward.sampled_rows, self._runner.device
         token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
         if sampled.size == 0:
-            return token_ids, ()
+            return _Part(token_ids, (), prompt_logprobs)
         if self._needs_host(rows, sampled):
             samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
-            return samples.token_ids.to(torch.int32), samples.logprobs
+            return _Part(samples.token_ids.to(torch.int32), samples.logprobs, prompt_logprobs)
         if self._is_first:
             filtered = bool(self._table.needs_of(sampled) & _FILTERS)
             slots = to_device(sampled.astype(np.int32), device)
             self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=filtered)
-        return self._runner.broadcast_tokens(token_ids), ()
+        return _Part(self._runner.broadcast_tokens(token_ids), (), prompt_logprobs)
 
-    def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> torch.Tensor:
+    def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+        """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
         host = with_pooled(gather(rows, forward))
+        scored = self._scoring.of(rows, forward)
+        others = host.sample_indices.size
+        host = with_scored(host, scored) if scored else host
         batch = replace(batch_to_device(host, self._runner.device), host=host)
         decoding = forward.decode_rows
         if decoding.size:
             # The host may not know yet what these rows sampled last.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
-        if not host.pooled_indices.size:
-            return self._runner.compute(batch)
+        if not (host.pooled_indices.size or scored):
+            return self._runner.compute(batch), ()
         hidden = self._runner.hidden_states(batch)
-        samples = len(hidden) - host.pooled_indices.size
-        if self._is_first:
-            self._pooler.add(host.pooled_slots, hidden[samples:])
-        return self._runner.logits(hidden[:samples])
+        samples = others - host.pooled_indices.size
+        if self._is_first and samples < others:
+            self._pooler.add(host.pooled_slots, hidden[samples:others])
+        vocabulary_size, logits_of = self._table.vocabulary_size, self._runner.logits
+        spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first)
+        return logits_of(hidden[:samples]), spans
 
     def _needs_host(self, rows: RowTable, slots: RowIndices) -> bool:
         if slots.size == 0:

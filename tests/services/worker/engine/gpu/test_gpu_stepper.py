@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.prompt_logprobs import PromptLogprobs
 from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, SamplingParams, StepId
 from services.worker.engine.engine import OutOfMemoryError
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
-from tests.fakes.simulated_worker import VOCABULARY, expected_output
+from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.worker.engine.lagged_worker import LaggedHarness, LaggedWorker
 from tests.services.worker.engine.plans.test_lagged_plan_runner import lives
 from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
@@ -83,6 +84,27 @@ def test_a_row_with_penalties_waits_for_its_history_and_others_do_not() -> None:
     results = one.run(plan) + one.settle()
     assert [tokens_by_row(result).get(0) for result in results[:4]] == expected_output(PROMPT, 9)
     assert [tokens_by_row(result)[3] for result in results] == expected_output([21, 22], 9)
+
+
+def test_prompts_are_scored_beside_rows_that_decode() -> None:
+    prompt = list(range(40, 52))
+    one = LaggedWorker(4000, PAGE_SIZE, 8, stepper(CheckingRunner(), 8))
+    scored = replace(open_row(3, prompt, [6, 7, 8, 9], total=16), prompt_logprobs=PromptLogprobs(2, 1, (5,)))
+    plans = [
+        StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2, 3], total=16),), prefills=(chunk(0, 0, 5),)),
+        StepPlan(StepId(2), opens=(scored,), prefills=(chunk(3, 0, 7),)),
+        StepPlan(StepId(3), prefills=(chunk(3, 7, 5),)),
+    ]
+    results = [result for plan in plans for result in one.run(plan)] + one.settle()
+    spans = [span for result in results for _, span in result.prompt_logprobs]
+    assert [span.first for span in spans] == [3, 8]
+    assert [token for span in spans for token in span.token_ids.tolist()] == prompt[3:]
+    best = [token for span in spans for token in span.top_ids[:, 0].tolist()]
+    assert best == [next_token(prompt[:position]) for position in range(3, 12)]
+    assert [result.partial for result in results if result.prompt_logprobs] == [True, True]
+    told = [tokens_by_row(result).get(0) for result in results if not result.partial]
+    assert told == expected_output(PROMPT, 8)
+    assert tokens_by_row(results[-1])[3] == next_token(prompt)
 
 
 def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:
