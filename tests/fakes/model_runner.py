@@ -36,6 +36,8 @@ class CheckingRunner:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     # slot -> (token, position)
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # The same of the layers that attend to a window only, where these have pages of their own.
+    window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
     batches: list[ForwardBatch] = field(default_factory=list)
     closed: bool = False
     host_pool: HostPool | None = None
@@ -62,6 +64,7 @@ class CheckingRunner:
             for i, token in enumerate(range(starts[row], starts[row + 1])):
                 assert int(batch.positions[token]) == first + i, "positions continue where the row stood"
                 histories[token] = self._read(batch.page_table[row].tolist(), first + i + 1)
+                self._check_window(batch, row, histories[token])
         logits = torch.zeros(len(batch.sample_indices), VOCABULARY)
         for sample, token in enumerate(batch.sample_indices.tolist()):
             logits[sample, next_token(histories[token])] = 1.0
@@ -84,8 +87,20 @@ class CheckingRunner:
         assert all(int(length) == 1 for length in queries[: batch.decode_rows])
 
     def _write(self, batch: ForwardBatch, tokens: range) -> None:
+        assert (batch.window_table is None) == (batch.window_slots is None) == (self.capacity.window_pool is None)
         for token in tokens:
             self.kv[int(batch.write_slots[token])] = (int(batch.token_ids[token]), int(batch.positions[token]))
+            if batch.window_slots is not None:
+                self.window_kv[int(batch.window_slots[token])] = self.kv[int(batch.write_slots[token])]
+
+    def _check_window(self, batch: ForwardBatch, row: int, history: list[int]) -> None:
+        """Look at what the last token of `history` sees in layers with a window."""
+        if batch.window_table is None or self.capacity.window_pool is None:
+            return
+        pages = batch.window_table[row].tolist()
+        for position in range(max(len(history) - self.capacity.window_pool.window_tokens, 0), len(history)):
+            slot = pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            assert self.window_kv[slot] == (history[position], position), "a page of the window holds something else"
 
     def _read(self, pages: list[int], length: int) -> list[int]:
         history = []

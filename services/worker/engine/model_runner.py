@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
-from common.steps import EngineCapacity
+from common.steps import EngineCapacity, WindowPool
 from services.worker.engine.backends import (
     Backend,
     RunnerOptions,
@@ -32,9 +32,10 @@ from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.measuring.calibration import calibrate
 from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
 from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
+from services.worker.engine.measuring.window_pool import divide, has_window_pool
 from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.config import FAMILIES
-from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token
+from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
 from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.parallel.group import RankGroup, join_group
@@ -191,9 +192,9 @@ class _Loader:
         model = self._decoder(group, context)
         self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
         reserve = self._reserve(model, context)
-        pages = group.minimum(self._count_pages(context, free_before, reserve))
+        pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # Rows that fill a captured batch up write to a page behind the last one.
-        pool = self._pool(pages + self._is_resident, model.kv_layout)
+        pool = self._pool(pages + self._is_resident, model.kv_layout, window_pages)
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
@@ -261,8 +262,30 @@ class _Loader:
             score_scale=config.attention_scale, score_cap=config.score_cap,
         )  # fmt: skip
 
-    def _pool(self, pages: int, layout: KvLayout) -> KvPool:
-        return allocate_pool(self._shape, self._config.layers, pages, layout, dtype=self._kv_dtype, device=self._device)
+    def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
+        """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
+        config, options = self._config, {"dtype": self._kv_dtype, "device": self._device}
+        if not window_pages:
+            return allocate_pool(self._shape, config.layers, pages, layout, **options)
+        local = sum(self._is_local)
+        return join_pools(
+            allocate_pool(self._shape, config.layers - local, pages, layout, **options),
+            allocate_pool(self._shape, local, window_pages + self._is_resident, layout, **options),
+            self._is_local,
+        )
+
+    @property
+    def _is_local(self) -> tuple[bool, ...]:
+        """Which layers attend to a window only."""
+        return tuple(self._config.window_of(i) is not None for i in range(self._config.layers))
+
+    @property
+    def _window(self) -> int:
+        """Tokens that any of them sees; 0: they have no pages of their own."""
+        # What runs through transformers reads all layers' pages by one table.
+        if isinstance(self._checkpoint, TransformersCheckpoint) or not has_window_pool(self._spec, self._is_local):
+            return 0
+        return max(window for window in self._config.windows if window is not None)
 
     def _reserve(self, model: Decoder, context: int) -> int:
         """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
@@ -285,14 +308,22 @@ class _Loader:
         # Sampling parameters that the host looks at take copies of the logits.
         return peak + 3 * spec.max_rows * self._config.vocabulary_size * 4
 
-    def _count_pages(self, context: int, free_before: int, reserve: int) -> int:
+    def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
+        """Return how many pages to allocate, and how many for the layers with a window alone."""
         is_host = self._device.type == "cpu"
         memory = MemoryMeasure(
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
         )
-        return count_pages(
-            self._spec, context, bytes_per_token(self._shape, self._config.layers, self._kv_dtype), reserve, memory
+        layers, local = self._config.layers, sum(self._is_local)
+        if not self._window:
+            return count_pages(
+                self._spec, context, bytes_per_token(self._shape, layers, self._kv_dtype), reserve, memory
+            ), 0
+        token_bytes = (
+            bytes_per_token(self._shape, layers - local, self._kv_dtype),
+            bytes_per_token(self._shape, local, self._kv_dtype),
         )
+        return divide(self._spec, context, token_bytes, reserve, memory, self._window)
 
     def _count_host_pages(self, pool: KvPool) -> int:
         page_bytes = pool.bytes_per_token * pool.page_size
@@ -318,4 +349,11 @@ class _Loader:
             fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32],
             device=str(self._device),
             layers=self._config.layers,
+            window_pool=self._window_pool(pool),
         )
+
+    def _window_pool(self, pool: KvPool) -> WindowPool | None:
+        if not pool.window_pages:
+            return None
+        pages = pool.window_pages - self._is_resident
+        return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)

@@ -100,13 +100,16 @@ class TorchEngine:
             self._runner = self._load_runner(spec, report)
             self._spec = spec
         capacity = self._runner.capacity
-        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
+        window = capacity.window_pool
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
         limits = PlanLimits(
             capacity.vocabulary_size,
             capacity.device_pages,
             spec.max_step_tokens,
             capacity.host_pages,
             is_encoder=capacity.is_encoder,
+            window_pages=window.pages if window else 0,
+            window_tokens=window.window_tokens if window else 0,
         )
         if isinstance(self._runner, EncoderRunner):
             self._plans = PlanRunner(rows, limits, EncoderStepper(self._runner))
@@ -199,9 +202,13 @@ class TorchEngine:
         return (
             spec.device_pages in (self._spec.device_pages, capacity.device_pages)
             and spec.host_pages in (self._spec.host_pages, capacity.host_pages)
-            and replace(spec, device_pages=None, host_pages=None)
-            == replace(self._spec, device_pages=None, host_pages=None)
+            and spec.window_pages in (self._spec.window_pages, capacity.window_pool and capacity.window_pool.pages)
+            and _without_pages(spec) == _without_pages(self._spec)
         )
+
+
+def _without_pages(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, device_pages=None, host_pages=None, window_pages=None)
 
 
 class TorchStepper:
@@ -263,8 +270,10 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
     # Fields of one type travel packed in one buffer.
     longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
     ints = (batch.query_starts, batch.key_lengths, batch.page_table)
-    token_ids, positions, write_slots, sample_indices = _transfer(longs, device)
-    query_starts, key_lengths, page_table = _transfer(ints, device)
+    window_longs = () if batch.window_slots is None else (batch.window_slots,)
+    window_ints = () if batch.window_table is None else (batch.window_table,)
+    token_ids, positions, write_slots, sample_indices, *window_slots = _transfer((*longs, *window_longs), device)
+    query_starts, key_lengths, page_table, *window_table = _transfer((*ints, *window_ints), device)
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -276,6 +285,8 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
         decode_rows=batch.decode_rows,
         max_query_length=batch.max_query_length,
         max_key_length=batch.max_key_length,
+        window_table=window_table[0] if window_table else None,
+        window_slots=window_slots[0] if window_slots else None,
     )
 
 

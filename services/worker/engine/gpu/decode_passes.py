@@ -78,6 +78,8 @@ class DecodePass:
             max_query_length=1,
             max_key_length=rows.page_table.shape[1] * self._page_size,
             table_rows=self.slots,
+            window_table=rows.window_table,
+            window_slots=None if rows.window_table is None else torch.zeros(size, dtype=torch.int64, device=device),
         )
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._members: RowIndices = np.empty(0, np.int64)
@@ -137,6 +139,8 @@ class DecodePass:
             self._rows.cells, self.slots, batch.token_ids, batch.positions, batch.key_lengths, batch.write_slots,
             self._page_size,
         )  # fmt: skip
+        if batch.window_table is not None and batch.window_slots is not None:
+            row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
         self.logits = self._runner.compute(batch)
 
     def _choose(self, *, filtered: bool) -> None:

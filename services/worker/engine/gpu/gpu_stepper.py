@@ -94,6 +94,7 @@ class GpuStepper:
             padding_page=capacity.device_pages,
             vocabulary_size=capacity.vocabulary_size,
             device=device,
+            window_padding_page=capacity.window_pool.pages if capacity.window_pool else None,
         )
         self._chooser = TokenChooser(spec.max_rows, capacity.vocabulary_size, device)
 

@@ -1,6 +1,6 @@
 """The rows' state on the device: what a pass must know of a row without asking the host.
 
-One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page table. The host
+One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page tables. The host
 writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may be a
 pass behind. The last line belongs to padding: rows that fill a captured batch up to its size.
 """
@@ -27,13 +27,24 @@ class ResidentRows:
     """Owns the state; changes gather until `upload` sends them, in the order of the stream."""
 
     def __init__(
-        self, max_rows: int, table_width: int, padding_page: int, vocabulary_size: int, device: torch.device
-    ) -> None:
-        """Make `max_rows` lines with page tables of `table_width`, and one for padding, with a page of its own."""
+        self, max_rows: int, table_width: int, padding_page: int, vocabulary_size: int, device: torch.device,
+        *, window_padding_page: int | None = None,
+    ) -> None:  # fmt: skip
+        """Make `max_rows` lines with page tables of `table_width`, and one for padding, with a page of its own.
+
+        With `window_padding_page`, a second page table follows, of the layers that have pages of their own.
+        """
         self.padding_slot = max_rows
-        self.cells = torch.zeros(max_rows + 1, _PAGES + table_width, dtype=torch.int32, device=device)
+        self._width = table_width
+        columns = _PAGES + table_width * (1 if window_padding_page is None else 2)
+        self.cells = torch.zeros(max_rows + 1, columns, dtype=torch.int32, device=device)
         self.cells[max_rows, row_state.LENGTH.value] = 1
         self.cells[max_rows, _PAGES] = padding_page
+        self.window_table: torch.Tensor | None = None
+        if window_padding_page is not None:
+            self.cells[max_rows, _PAGES + table_width] = window_padding_page
+            # [slots, table_width] int32, a view.
+            self.window_table = self.cells[:, _PAGES + table_width :]
         self._vocabulary_size = vocabulary_size
         self._places: list[NDArray[np.int32]] = []
         self._values: list[NDArray[np.int32]] = []
@@ -41,7 +52,7 @@ class ResidentRows:
     @property
     def page_table(self) -> torch.Tensor:
         """[slots, table_width] int32, a view."""
-        return self.cells[:, _PAGES:]
+        return self.cells[:, _PAGES : _PAGES + self._width]
 
     @property
     def last_tokens(self) -> torch.Tensor:
@@ -89,9 +100,12 @@ class ResidentRows:
 
     def _write_pages(self, row: int, first: int, rows: RowTable) -> None:
         # A row may be granted more pages than its context can use; those are never read.
-        last = min(int(rows.page_counts[row]), self.cells.shape[1] - _PAGES)
-        if last > first:
-            self._write(row, _PAGES + first, rows.page_table[row, first:last])
+        last = min(int(rows.page_counts[row]), self._width)
+        if last <= first:
+            return
+        self._write(row, _PAGES + first, rows.page_table[row, first:last])
+        if rows.window_table is not None:
+            self._write(row, _PAGES + self._width + first, rows.window_table[row, first:last])
 
     def _write(self, row: int, column: int, values: NDArray[np.int32]) -> None:
         start = row * self.cells.shape[1] + column

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import PrefillChunk, RowOpen, StepPlan
+from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
 from services.worker.engine.plans.plan import PlanLimits
@@ -55,11 +55,20 @@ class _Passes:
     """Rows that are open meanwhile, on the first pages."""
 
     def __init__(self, stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) -> None:
-        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
-        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens)
+        window = capacity.window_pool
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        limits = PlanLimits(
+            capacity.vocabulary_size,
+            capacity.device_pages,
+            spec.max_step_tokens,
+            window_pages=window.pages if window else 0,
+            window_tokens=window.window_tokens if window else 0,
+        )
         self._runner = LaggedPlanRunner(rows, limits, stepper)
         self._capacity = capacity
         self._spec = spec
+        # Its rows use the same pages of both pools.
+        self._pages = min(capacity.device_pages, window.pages) if window else capacity.device_pages
         self._next_step = 1
         self._next_page = 0
         self.open_rows = 0
@@ -71,7 +80,7 @@ class _Passes:
         pages = sum(-(-(length + _GROWTH) // size) for length in prompts)
         fits = (
             self.open_rows + len(prompts) <= self._spec.max_rows
-            and self._next_page + pages <= self._capacity.device_pages
+            and self._next_page + pages <= self._pages
             and self.open_rows + sum(prompts) <= self._spec.max_step_tokens
             and max(prompts) + _GROWTH <= self._capacity.max_context
         )
@@ -98,13 +107,15 @@ class _Passes:
         pages = -(-total // self._capacity.page_size)
         self.open_rows += 1
         self._next_page += pages
+        taken = np.arange(self._next_page - pages, self._next_page, dtype=np.int32)
         return RowOpen(
             row=RowSlot(row),
             request_id=RequestId(f"warm-up-{row}"),
             token_ids=np.arange(length, dtype=np.int32) % self._capacity.vocabulary_size,
             prompt_tokens=length,
             computed_tokens=0,
-            pages=np.arange(self._next_page - pages, self._next_page, dtype=np.int32),
+            pages=taken,
+            window_pages=taken if self._capacity.window_pool else NO_PAGES,
             sampling=sampling,
             max_total_tokens=total,
         )

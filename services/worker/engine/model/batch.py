@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +33,18 @@ class ForwardBatch:
     # [rows] int32, each sequence's row of `page_table`; None: its own index
     table_rows: torch.Tensor | None = None
     host: HostBatch | None = None  # the same in host memory, for kernels whose work is planned there
+    # `page_table` and `write_slots` of the layers that attend to a window only; None: they share the others' pool
+    window_table: torch.Tensor | None = None
+    window_slots: torch.Tensor | None = None
+
+    def in_window(self) -> ForwardBatch:
+        """Return the batch as the layers that attend to a window only have to take it."""
+        if self.window_table is None or self.window_slots is None:
+            return self
+        host = self.host
+        if host is not None and host.window_table is not None and host.window_slots is not None:
+            host = replace(host, page_table=host.window_table, write_slots=host.window_slots)
+        return replace(self, page_table=self.window_table, write_slots=self.window_slots, host=host)
 
     @property
     def rows(self) -> int:

@@ -16,17 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Keys and values of `pages` pages; page p of the model is page p of every layer."""
+    """Keys and values of `pages` pages; page p of the model is page p of every layer.
+
+    Layers of which only the newest tokens are kept have pages of their own, if `window_pages` are there: then page p is
+    page p of every other layer, and window page p is page p of each of these.
+    """
 
     layers: Sequence[KvLayer]
     pages: int
     page_size: int
+    window_pages: int = 0
+    # Of one token's keys and values over the layers that have pages of their own.
+    window_bytes_per_token: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
+        """Bytes of one token's keys and values over all layers that `pages` counts."""
         held = sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
-        return held // (self.pages * self.page_size)
+        return held // self.page_size // self.pages - self.window_bytes_per_token * self.window_pages // self.pages
+
+
+def join_pools(pool: KvPool, window_pool: KvPool, is_local: Sequence[bool]) -> KvPool:
+    """Return one pool of layers of two, of which `is_local` [layers] says which are of the second."""
+    others, locals_ = iter(pool.layers), iter(window_pool.layers)
+    layers = tuple(next(locals_) if local else next(others) for local in is_local)
+    return KvPool(layers, pool.pages, pool.page_size, window_pool.pages, window_pool.bytes_per_token)
 
 
 def bytes_per_token(shape: AttentionShape, layers: int, dtype: torch.dtype) -> int:

@@ -68,6 +68,7 @@ class Transformer:
         # Rounded to the activations' type, as the reference rounds it.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
         self._logit_cap = config.logit_cap
+        self._is_local = [config.window_of(i) is not None for i in range(config.layers)]
         self._vocabulary = vocabulary
         self._kernels = kernels
         self._attention = attention
@@ -95,25 +96,28 @@ class Transformer:
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
         hidden = self._embed(batch.token_ids)
-        *inner, last = zip(self._weights.layers, self._attention, pool.layers, strict=True)
-        for layer, attention, kv in inner:
-            attended = attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, batch)
+        # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
+        kinds = (batch, batch.in_window())
+        views = [kinds[is_local] for is_local in self._is_local]
+        *inner, last = zip(self._weights.layers, self._attention, pool.layers, views, strict=True)
+        for layer, attention, kv, view in inner:
+            attended = attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, view)
             self._finish_layer(layer, hidden, attended)
-        layer, attention, kv = last
+        layer, attention, kv, view = last
         projected = self._project(layer, hidden)
         if batch.sample_indices.shape[0] == 0:
-            attention.store(projected, kv, layer.head_norms, batch)
+            attention.store(projected, kv, layer.head_norms, view)
             return hidden[:0]
-        sampled = sampled_rows(batch)
+        sampled = sampled_rows(view)
         if sampled is None:
-            attended = attention.store_and_attend(projected, kv, layer.head_norms, batch)
+            attended = attention.store_and_attend(projected, kv, layer.head_norms, view)
             self._finish_layer(layer, hidden, attended)
             # A pass that only decodes samples every token.
             hidden = hidden if batch.decode_rows == hidden.shape[0] else hidden[batch.sample_indices]
         else:
             # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
             hidden = hidden[batch.sample_indices]
-            queries = attention.store(projected, kv, layer.head_norms, batch)
+            queries = attention.store(projected, kv, layer.head_norms, view)
             self._finish_layer(layer, hidden, attention.attend(queries[batch.sample_indices], kv, sampled))
         return self._kernels.rms_norm(hidden, self._weights.output_norm, self._epsilon)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +87,9 @@ class HostBatch:
     # Tokens whose hidden states are pooled, and the row slot of each; a row's tokens are neighbours.
     pooled_indices: IntArray = field(default_factory=lambda: NO_INDICES)
     pooled_slots: IntArray = field(default_factory=lambda: NO_INDICES)
+    # `page_table` and `write_slots` of the layers that attend to a window only; None: they share the others' pool.
+    window_table: NDArray[np.int32] | None = None
+    window_slots: IntArray | None = None
 
 
 def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
@@ -96,23 +99,37 @@ def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
     return _gather_mixed(rows, forward)
 
 
+def _with_window(
+    batch: HostBatch, rows: RowTable, taking_part: RowIndices, token_rows: RowIndices, positions: IntArray
+) -> HostBatch:
+    """Add where the layers with a window find and store what they see, if they have a pool of their own."""
+    if rows.window_table is None:
+        return batch
+    return replace(
+        batch,
+        window_table=rows.window_table[taking_part, : batch.page_table.shape[1]],
+        window_slots=_slots(rows.window_table, rows.page_size, token_rows, positions),
+    )
+
+
 def _gather_decode(rows: RowTable, taking_part: RowIndices) -> HostBatch:
     count = taking_part.size
     key_lengths = rows.lengths[taking_part]
     positions = key_lengths - 1
     max_key_length = int(key_lengths.max())
-    return HostBatch(
+    batch = HostBatch(
         token_ids=rows.token_ids[taking_part, positions].astype(np.int64),
         positions=positions,
         query_starts=np.arange(count + 1, dtype=np.int32),
         key_lengths=key_lengths.astype(np.int32),
         page_table=_page_table(rows, taking_part, max_key_length),
-        write_slots=_write_slots(rows, taking_part, positions),
+        write_slots=_slots(rows.page_table, rows.page_size, taking_part, positions),
         sample_indices=np.arange(count),
         decode_rows=count,
         max_query_length=1,
         max_key_length=max_key_length,
     )
+    return _with_window(batch, rows, taking_part, taking_part, positions)
 
 
 def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
@@ -128,13 +145,13 @@ def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
     sampling = np.concatenate([np.ones(decoding.size, np.bool_), chunks.samples])
     max_key_length = int(key_lengths.max())
     pooled_indices, pooled_slots = _pooled_tokens(rows, chunks, query_starts[decoding.size :])
-    return HostBatch(
+    batch = HostBatch(
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         query_starts=query_starts.astype(np.int32),
         key_lengths=key_lengths.astype(np.int32),
         page_table=_page_table(rows, taking_part, max_key_length),
-        write_slots=_write_slots(rows, token_rows, positions),
+        write_slots=_slots(rows.page_table, rows.page_size, token_rows, positions),
         sample_indices=query_starts[1:][sampling] - 1,
         decode_rows=int(decoding.size),
         max_query_length=int(query_lengths.max()),
@@ -142,6 +159,7 @@ def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
         pooled_indices=pooled_indices,
         pooled_slots=pooled_slots,
     )
+    return _with_window(batch, rows, taking_part, token_rows, positions)
 
 
 def _pooled_tokens(rows: RowTable, chunks: Chunks, query_starts: IntArray) -> tuple[IntArray, IntArray]:
@@ -165,7 +183,7 @@ def _page_table(rows: RowTable, taking_part: RowIndices, max_key_length: int) ->
     return rows.page_table[taking_part, : -(-max_key_length // rows.page_size)]
 
 
-def _write_slots(rows: RowTable, token_rows: RowIndices, positions: IntArray) -> IntArray:
-    block, offset = np.divmod(positions, rows.page_size)
-    slots: IntArray = rows.page_table[token_rows, block].astype(np.int64) * rows.page_size + offset
+def _slots(table: NDArray[np.int32], page_size: int, token_rows: RowIndices, positions: IntArray) -> IntArray:
+    block, offset = np.divmod(positions, page_size)
+    slots: IntArray = table[token_rows, block].astype(np.int64) * page_size + offset
     return slots

@@ -30,6 +30,9 @@ class PlanLimits:
     host_pages: int = 0
     # Rows only embed, without pages, and are computed in one piece.
     is_encoder: bool = False
+    # Pages of the layers that see so many tokens only; 0: these have no pool of their own.
+    window_pages: int = 0
+    window_tokens: int = 0
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
@@ -48,10 +51,10 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
         rows.open(opened)
     for replacement in plan.replacements:
         _check_replacement(replacement, rows, limits)
-        rows.replace_pages(replacement.row, replacement.first, replacement.pages)
+        rows.replace_pages(replacement.row, replacement.first, replacement.pages, replacement.window_pages)
     for grant in plan.grants:
         _check_grant(grant, rows, limits)
-        rows.append_pages(grant.row, grant.pages)
+        rows.append_pages(grant.row, grant.pages, grant.window_pages)
     chunks = _take_chunks(plan.prefills, rows)
     _check_size(chunks, rows, limits)
     if limits.is_encoder:
@@ -90,6 +93,8 @@ def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
     if opened.pages.size * rows.page_size < opened.computed_tokens:
         raise InvalidPlanError(f"open of row {row}: its pages do not hold {opened.computed_tokens} computed tokens")
     _check_pages(opened.pages, limits, f"open of row {row}")
+    unseen = _unseen_pages(opened.computed_tokens, rows, limits)
+    _check_window(opened.pages, opened.window_pages, unseen, limits, f"open of row {row}")
     _check_scoring(opened, limits)
 
 
@@ -114,6 +119,29 @@ def _check_pooling(opened: RowOpen, limits: PlanLimits) -> None:
         )
 
 
+def _check_window(
+    pages: NDArray[np.int32], window_pages: NDArray[np.int32], most_missing: int, limits: PlanLimits, what: str
+) -> None:
+    """Check the window pool's pages for the last of `pages`; those before are at most `most_missing`."""
+    missing = pages.size - window_pages.size
+    if not limits.window_pages:
+        if window_pages.size:
+            raise InvalidPlanError(f"{what}: pages of a window pool, which there is not")
+        return
+    if not 0 <= missing <= most_missing:
+        raise InvalidPlanError(
+            f"{what}: {window_pages.size} pages of the window pool for {pages.size} pages, all but the first "
+            f"{most_missing} of which need one"
+        )
+    if window_pages.size and (window_pages.min() < 0 or window_pages.max() >= limits.window_pages):
+        raise InvalidPlanError(f"{what}: a page of the window pool outside [0, {limits.window_pages})")
+
+
+def _unseen_pages(computed: int, rows: RowTable, limits: PlanLimits) -> int:
+    """Return how many of a row's first pages no token from position `computed` on sees in layers with a window."""
+    return max(computed - limits.window_tokens + 1, 0) // rows.page_size
+
+
 def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: PlanLimits) -> None:
     row = replacement.row
     _require_open(rows, row, "page replacement")
@@ -123,11 +151,17 @@ def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: Pla
             f"in a table of {rows.page_counts[row]}"
         )
     _check_pages(replacement.pages, limits, f"page replacement of row {row}")
+    # Of a row that has stopped itself, the scheduler may think that it went on.
+    stopped = rows.phase[row] == Phase.STOPPED
+    unseen = replacement.pages.size if stopped else _unseen_pages(int(rows.computed[row]), rows, limits)
+    most_missing = max(unseen - replacement.first, 0)
+    _check_window(replacement.pages, replacement.window_pages, most_missing, limits, f"page replacement of row {row}")
 
 
 def _check_grant(grant: PageGrant, rows: RowTable, limits: PlanLimits) -> None:
     _require_open(rows, grant.row, "page grant")
     _check_pages(grant.pages, limits, f"page grant of row {grant.row}")
+    _check_window(grant.pages, grant.window_pages, 0, limits, f"page grant of row {grant.row}")
 
 
 def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:

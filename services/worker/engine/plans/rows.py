@@ -33,7 +33,7 @@ class RowTable:
     output), `computed` those whose KV is stored, which while decoding is one less.
     """
 
-    def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
+    def __init__(self, max_rows: int, max_context: int, page_size: int, *, has_window_pool: bool = False) -> None:
         """Make `max_rows` free slots for up to `max_context` tokens each."""
         self.page_size = page_size
         self.max_rows = max_rows
@@ -52,6 +52,9 @@ class RowTable:
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
         self.token_ids = np.zeros((max_rows, max_context), np.int32)
         self.page_table = np.zeros((max_rows, -(-max_context // page_size)), np.int32)
+        # The same for the layers that attend to a window only, where these have a pool of their own. What lies before a
+        # row's window may name any page.
+        self.window_table = np.zeros_like(self.page_table) if has_window_pool else None
 
     @property
     def open_count(self) -> int:
@@ -79,24 +82,31 @@ class RowTable:
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))
         self.token_ids[row, :length] = opened.token_ids
         self.page_counts[row] = 0
-        self.append_pages(row, opened.pages)
+        self.append_pages(row, opened.pages, opened.window_pages)
 
     def close(self, row: RowSlot) -> None:
         """Free a slot."""
         self.phase[row] = Phase.FREE
 
-    def append_pages(self, row: RowSlot, pages: NDArray[np.int32]) -> None:
-        """Put pages at the end of a row's page table."""
+    def append_pages(self, row: RowSlot, pages: NDArray[np.int32], window_pages: NDArray[np.int32]) -> None:
+        """Put pages at the end of a row's page table; `window_pages` are the window pool's for the last of them."""
         start = int(self.page_counts[row])
         end = start + pages.size
         if end > self.page_table.shape[1]:
             self._widen_page_table(end)
         self.page_table[row, start:end] = pages
+        if self.window_table is not None:
+            self.window_table[row, end - window_pages.size : end] = window_pages
         self.page_counts[row] = end
 
-    def replace_pages(self, row: RowSlot, first: int, pages: NDArray[np.int32]) -> None:
+    def replace_pages(
+        self, row: RowSlot, first: int, pages: NDArray[np.int32], window_pages: NDArray[np.int32]
+    ) -> None:
         """Overwrite part of a row's page table."""
-        self.page_table[row, first : first + pages.size] = pages
+        end = first + pages.size
+        self.page_table[row, first:end] = pages
+        if self.window_table is not None:
+            self.window_table[row, end - window_pages.size : end] = window_pages
 
     def advance_prefill(self, rows: RowIndices, lengths: NDArray[np.int64]) -> None:
         """Count chunks as computed."""
@@ -149,3 +159,5 @@ class RowTable:
     def _widen_page_table(self, width: int) -> None:
         extra = np.zeros((self.max_rows, width - self.page_table.shape[1]), np.int32)
         self.page_table = np.concatenate([self.page_table, extra], axis=1)
+        if self.window_table is not None:
+            self.window_table = np.concatenate([self.window_table, extra], axis=1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from common.steps import WindowPool
 from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan import PlanLimits
@@ -83,10 +84,20 @@ class LateStepper:
 class LaggedWorker(SimulatedWorker):
     """Results come when the runner emits them."""
 
-    def __init__(self, pages: int, page_size: int, max_rows: int, stepper: LaggedStepper) -> None:
+    def __init__(
+        self, pages: int, page_size: int, max_rows: int, stepper: LaggedStepper, window: WindowPool | None = None
+    ) -> None:
         super().__init__(pages, page_size)
         self.emitted: deque[StepResult] = deque()
-        self.runner = LaggedPlanRunner(RowTable(max_rows, 128, page_size), PlanLimits(VOCABULARY, pages, 64), stepper)
+        limits = PlanLimits(
+            VOCABULARY,
+            pages,
+            64,
+            window_pages=window.pages if window else 0,
+            window_tokens=window.window_tokens if window else 0,
+        )
+        rows = RowTable(max_rows, 128, page_size, has_window_pool=window is not None)
+        self.runner = LaggedPlanRunner(rows, limits, stepper)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         self.runner.run(plan, self.emitted.append)
@@ -108,6 +119,8 @@ class LaggedHarness(Harness):
     def __init__(self, make_stepper: Callable[[CheckingRunner], LaggedStepper], **options: object) -> None:
         super().__init__(page_size=4, **options)  # type: ignore[arg-type]  # whatever a test wants to change
         self._make_stepper = make_stepper
+        worker = self.worker
+        self._window = WindowPool(worker.window_pool, worker.window, 1, 1) if worker.window else None
         self._renew()
 
     def result(self) -> bool:
@@ -120,7 +133,12 @@ class LaggedHarness(Harness):
         self._renew()
 
     def _renew(self) -> None:
-        capacity = replace(CheckingRunner().capacity, device_pages=self.config.device_pages, max_context=128)
+        capacity = replace(
+            CheckingRunner().capacity,
+            device_pages=self.config.device_pages,
+            max_context=128,
+            window_pool=self._window,
+        )
         stepper = self._make_stepper(CheckingRunner(capacity))
         pages, rows = self.config.device_pages, self.config.max_rows
-        self.worker = LaggedWorker(pages, 4, rows, stepper)
+        self.worker = LaggedWorker(pages, 4, rows, stepper, self._window)

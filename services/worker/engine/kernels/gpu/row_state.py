@@ -50,6 +50,16 @@ def _prepare(
 
 
 @triton.jit(do_not_specialize=["count"])
+def _place(table, slots, positions, write_slots, count, stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    row = table + tl.load(slots + at, mask=inside, other=0).to(tl.int64) * stride
+    position = tl.load(positions + at, mask=inside, other=0)
+    page = tl.load(row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    tl.store(write_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
 def _append(cells, slots, token_ids, count, stride, padding_slot, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < count, other=0)
@@ -86,6 +96,16 @@ def prepare(
         cells, slots, token_ids, positions, lengths, write_slots, count, cells.stride(0), PAGE_SIZE=page_size,
         BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+def place(
+    table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, write_slots: torch.Tensor, page_size: int
+) -> None:
+    """Fill `write_slots` [rows] int64, where KV of rows `slots` goes by another page table [slots, pages] int32."""
+    count = slots.shape[0]
+    _place[(triton.cdiv(count, _BLOCK),)](
+        table, slots, positions, write_slots, count, table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4
+    )
 
 
 def append(cells: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor) -> None:

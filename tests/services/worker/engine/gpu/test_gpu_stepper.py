@@ -58,7 +58,12 @@ class ResidentCheckingRunner(CheckingRunner):
             decode_rows=count,
             max_key_length=int(batch.key_lengths[live].max()),
             table_rows=None,
+            window_table=None if batch.window_table is None else batch.window_table[batch.table_rows[live].long()],
+            window_slots=None if batch.window_slots is None else batch.window_slots[live],
         )
+        if self.capacity.window_pool is not None:
+            padding = batch.window_slots[~live] // PAGE_SIZE
+            assert bool((padding == self.capacity.window_pool.pages).all()), "there, too"
         assert bool((batch.write_slots[~live] // PAGE_SIZE == self.capacity.device_pages).all()), "padding has its page"
         logits[live] = self.forward(plain).half()
         return logits
@@ -73,6 +78,15 @@ def stepper(runner: CheckingRunner, max_rows: int = 4) -> GpuStepper:
 @given(st.data(), st.integers(14, 40), st.integers(1, 3))
 def test_rows_on_the_device_follow_the_plans(data: st.DataObject, pages: int, depth: int) -> None:
     lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004), data)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(1, 24), st.integers(2, 12))
+def test_rows_with_two_page_tables_follow_the_plans(
+    data: st.DataObject, pages: int, depth: int, window: int, spare: int
+) -> None:
+    pool = (window + 4) // 4 + 2 + spare
+    lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
 
 
 def test_a_row_with_penalties_waits_for_its_history_and_others_do_not() -> None:

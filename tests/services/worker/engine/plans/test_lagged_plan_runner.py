@@ -74,6 +74,16 @@ def test_whatever_the_scheduler_asks_for_tokens_are_right(
     lives(LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=lease_s), data)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(1, 24), st.integers(2, 12))
+def test_rows_with_two_page_tables_read_what_they_should_in_both(
+    data: st.DataObject, pages: int, depth: int, window: int, spare: int
+) -> None:
+    pool = (window + 4) // 4 + 2 + spare
+    harness = LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool)
+    lives(harness, data)
+
+
 def worker() -> LaggedWorker:
     return LaggedWorker(64, 4, 8, LateStepper(CheckingRunner()))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.steps import PageReplacement, StepPlan
@@ -138,3 +140,44 @@ def test_more_pages_than_the_context_needs_are_kept() -> None:
     table = rows(OPEN)
     apply_bookkeeping(StepPlan(StepId(2), grants=(grant(0, range(3, 20)),)), table, LIMITS)
     assert table.page_table[0, : table.page_counts[0]].tolist() == [1, 2, *range(3, 20)]
+
+
+WINDOWED = PlanLimits(vocabulary_size=100, device_pages=50, max_step_tokens=16, window_pages=8, window_tokens=6)
+# With 9 tokens computed, the next one sees 6 from position 4 on: the first of 3 pages is out of its sight.
+OPEN_WINDOWED = replace(open_row(0, range(10), [1, 2, 3], computed=9, total=40), window_pages=ids([6, 7]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (StepPlan(StepId(2), opens=(replace(OPEN_WINDOWED, row=RowSlot(1), window_pages=ids([6])),)), "open of row 1"),
+        (StepPlan(StepId(2), opens=(replace(OPEN_WINDOWED, row=RowSlot(1), window_pages=ids([6, 8])),)), "outside"),
+        (StepPlan(StepId(2), grants=(grant(0, [4]),)), "page grant of row 0: 0 pages of the window pool for 1"),
+        (StepPlan(StepId(2), grants=(replace(grant(0, [4]), window_pages=ids([-1])),)), "outside"),
+        (StepPlan(StepId(2), replacements=(replacement(0, 0, [4, 5]),)), "0 pages of the window pool for 2"),
+    ],
+)
+def test_a_plan_that_leaves_a_window_without_pages_is_refused(plan: StepPlan, complaint: str) -> None:
+    table = RowTable(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
+    apply_bookkeeping(StepPlan(StepId(1), opens=(OPEN_WINDOWED,)), table, WINDOWED)
+    with pytest.raises(InvalidPlanError, match=complaint):
+        apply_bookkeeping(plan, table, WINDOWED)
+
+
+def test_window_pages_are_the_last_of_a_table() -> None:
+    table = RowTable(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
+    apply_bookkeeping(StepPlan(StepId(1), opens=(OPEN_WINDOWED,)), table, WINDOWED)
+    plan = StepPlan(
+        StepId(2),
+        replacements=(replace(replacement(0, 0, [20, 21]), window_pages=ids([5])),),
+        grants=(replace(grant(0, [22]), window_pages=ids([4])),),
+    )
+    apply_bookkeeping(plan, table, WINDOWED)
+    assert table.window_table is not None
+    assert table.page_table[0, :4].tolist() == [20, 21, 3, 22]
+    assert table.window_table[0, 1:4].tolist() == [5, 7, 4]
+
+
+def test_a_uniform_model_has_no_window_pages() -> None:
+    with pytest.raises(InvalidPlanError, match="which there is not"):
+        rows(StepPlan(StepId(1), opens=(OPEN_WINDOWED,)))

@@ -1,0 +1,110 @@
+"""A hybrid model with two page pools: the scheduler's plans over the real engine give what `transformers` gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+from common.types import FinishReason
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.torch_engine import TorchEngine
+from tests.fakes.simulated_worker import SimulatedWorker
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.worker.engine.driving import random_ids
+from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WINDOW = 20
+PAGES, POOL, ROWS = 60, 24, 3
+
+
+class EngineWorker(SimulatedWorker):
+    """Runs plans on a real engine."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        super().__init__(0, 0)
+        self._engine = engine
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        results: list[StepResult] = []
+        self._engine.execute(plan, results.append)
+        return results
+
+
+def load(directory: Path, backend: str, page_size: int, **changes: object) -> tuple[TorchEngine, EngineCapacity]:
+    fields: dict[str, object] = {
+        "page_size": page_size, "max_rows": ROWS, "max_step_tokens": 16, "max_context": 128, "device_pages": PAGES,
+        "window_pages": POOL, "window_ratio": 0.5, "dtype": "float32", **changes,
+    }  # fmt: skip
+    options = RunnerOptions(device="cpu", threads=1, backend=backend)
+    engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
+    spec = EngineSpec(str(directory), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
+    return engine, engine.configure(spec, lambda _fraction, _stage: None)
+
+
+@pytest.mark.parametrize(("backend", "page_size"), [("torch", 4), ("compiled", 16)])
+def test_rows_longer_than_the_window_continue_as_transformers_does(
+    backend: str, page_size: int, tmp_path: Path
+) -> None:
+    save_family(tmp_path, "gemma3")
+    engine, capacity = load(tmp_path, backend, page_size)
+    pool = capacity.window_pool
+    assert pool is not None
+    assert (pool.pages, pool.window_tokens, pool.layers) == (POOL, WINDOW, 2)
+    # Two of three layers.
+    assert pool.kv_bytes_per_token == 2 * capacity.kv_bytes_per_token
+    harness = Harness(
+        pages=PAGES, page_size=page_size, max_rows=ROWS, max_context=128, cache="shared", window=WINDOW,
+        window_pool=POOL, lease_s=0.004,
+    )  # fmt: skip
+    harness.worker = EngineWorker(engine)
+    first, second = random_ids(60, VOCABULARY, seed=1), random_ids(90, VOCABULARY, seed=2)
+    prompts = [first, second, second[:33], first[:40] + second[:7], [5], first, second[:50], first[:41]]
+    for number, prompt in enumerate(prompts):
+        harness.core.submit(make_request(f"r{number}", prompt, max_tokens=30), 0.0)
+        harness.plan()
+        harness.result()
+    harness.run()
+    harness.audit()
+    assert max(harness.cached.values()) >= 32, "some prefix was found"
+    for number, prompt in enumerate(prompts):
+        tokens = harness.outputs[f"r{number}", 0]
+        expected = reference_logits(tmp_path, prompt + tokens[:-1])[len(prompt) - 1 :].argmax(dim=-1).tolist()
+        assert tokens == expected
+        stopped = harness.finishes[f"r{number}", 0].reason is FinishReason.STOP
+        assert len(tokens) == 30 or (stopped and tokens[-1] == STOP_ID)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma3", {"window_ratio": 0.0}),
+        ("gemma3", {"host_bytes": 2**20}),
+        # All layers have a window, or none.
+        ("mistral windowed", {}),
+        ("llama", {}),
+    ],
+)
+def test_otherwise_all_layers_share_one_pool(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+    save_family(tmp_path, family)
+    _, capacity = load(tmp_path, "torch", 4, **changes)
+    assert capacity.window_pool is None
+    assert capacity.device_pages == PAGES
+
+
+def test_an_engine_is_reused_by_a_scheduler_that_asks_for_what_it_was_given(tmp_path: Path) -> None:
+    save_family(tmp_path, "gemma3")
+    engine, capacity = load(tmp_path, "torch", 4, device_pages=None, window_pages=None)
+    runner, pool = engine._runner, capacity.window_pool
+    assert pool is not None
+    spec = engine._spec
+    assert spec is not None
+    for pages in (pool.pages, pool.pages + 1):
+        asked = EngineSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"window_pages": pages})
+        engine.configure(asked, lambda _fraction, _stage: None)
+        assert (engine._runner is runner) == (pages == pool.pages)
