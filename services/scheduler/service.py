@@ -90,6 +90,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         core = self._loop.core
         if core is not None:
             _describe_core(core, state)
+            if core.config.is_encoder:
+                state.cache = "chunk"  # whatever the settings say: nothing is kept
             state.cache_accounting.CopyFrom(cache_to_wire(core.memory.cache, self._loop.meter, self.verdicts))
             shown = self._disclosure(context)
             state.sessions.extend(session_to_wire(each, shown, self._loop.now) for each in core.sessions)

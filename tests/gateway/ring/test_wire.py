@@ -11,6 +11,7 @@ from common.types import (
     ErrorCode,
     Finish,
     FinishReason,
+    Pooling,
     Principal,
     ReplyTo,
     RequestFailure,
@@ -22,7 +23,7 @@ from common.types import (
     TraceContext,
 )
 from common.wire import finish_to_wire, sampling_from_wire, stop_from_wire
-from gateway.ring.wire import delta_from_wire, generate_to_wire
+from gateway.ring.wire import delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 
 REPLY_TO = ReplyTo(SubscriberId("gateway-1"))
@@ -83,10 +84,28 @@ def test_conversation_arrives_with_absence_kept() -> None:
     assert not message.HasField("template_variables_json")
 
 
+def test_what_is_embedded_and_what_clients_call_it_arrive() -> None:
+    message = sent(replace(REQUEST, pooling=Pooling.MEAN, prompt_name="text_1"))
+    assert (message.pooling, message.prompt_name) == (common_pb2.POOLING_MEAN, "text_1")
+    message = sent(REQUEST)
+    assert message.pooling == common_pb2.POOLING_UNSPECIFIED
+    assert not message.HasField("prompt_name")
+
+
+def test_how_a_model_embeds_arrives() -> None:
+    card = model_from_wire(
+        tokenizer_pb2.GetModelResponse(
+            model="minilm", is_encoder=True, pooling=common_pb2.POOLING_FIRST, embedding_dimensions=384
+        )
+    )
+    assert (card.is_encoder, card.pooling, card.embedding_dimensions) == (True, Pooling.FIRST, 384)
+
+
 @pytest.mark.parametrize(
     "finish",
     [
         None,
+        Finish(FinishReason.STOP, embedding=b"\x00\x00\x80\x3f"),
         Finish(FinishReason.STOP, matched_text="\n"),
         Finish(FinishReason.ERROR, error=RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True)),
     ],

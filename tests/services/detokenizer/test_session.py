@@ -7,7 +7,7 @@ import pytest
 
 from common.deltas import LogprobText, TokenText
 from common.errors import InvalidRequestError, UnavailableError
-from common.types import ErrorCode, FinishReason, SubscriberId, TokenLogprob
+from common.types import ErrorCode, Finish, FinishReason, SubscriberId, TokenLogprob
 from services.detokenizer.messages import Push
 from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec
 
@@ -139,3 +139,10 @@ async def test_a_pattern_that_nobody_has_checked_ends_its_choice_and_no_other(
     assert ended.finish.error is not None
     assert ended.finish.error.param == "stop_regex"
     assert pushing.session.open_choices == 1
+
+
+async def test_an_embedding_passes_through_without_text(pushing: Pushing) -> None:
+    finish = Finish(FinishReason.STOP, embedding=b"\x00\x00\x80\x3f")
+    (delta,) = await pushing.push(opens=[spec(1)], finishes={1: finish})
+    assert delta.finish == finish
+    assert (delta.text, list(delta.token_ids)) == ("", [])

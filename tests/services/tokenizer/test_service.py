@@ -367,6 +367,7 @@ async def test_the_model_is_described(ring: Ring) -> None:
     assert (answer.model, answer.max_context_tokens, answer.vocabulary_size) == (MODEL, 8192, 49152)
     assert answer.has_chat_template
     assert answer.created_unix_s > 1_700_000_000
+    assert (answer.is_encoder, answer.pooling, answer.embedding_dimensions) == (False, common_pb2.POOLING_LAST, 576)
 
 
 async def test_ids_survive_both_hops(ring: Ring) -> None:

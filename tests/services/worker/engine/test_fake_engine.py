@@ -9,7 +9,7 @@ import pytest
 
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
-from common.types import SamplingParams, StepId
+from common.types import Pooling, SamplingParams, StepId
 from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeEngine, FakeOptions
 from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
@@ -55,6 +55,19 @@ def test_tokens_are_words_of_the_vocabulary_and_never_its_end() -> None:
     assert tokens.min() >= 1000
     assert tokens.max() < 2000
     assert configured().configure(SPEC, lambda _fraction, _stage: None).vocabulary_size > FIRST_WORD
+
+
+def test_an_embedding_is_a_function_of_all_ids() -> None:
+    engine = configured(FakeOptions(embedding_dimensions=8))
+    prompts = ([1, 2, 3], [1, 2, 4], [1, 2, 3])
+    opens = tuple(replace(open_row(i, prompt, [i], total=3), pooling=Pooling.MEAN) for i, prompt in enumerate(prompts))
+    results: list[StepResult] = []
+    engine.execute(StepPlan(StepId(1), opens=opens, prefills=tuple(chunk(i, 0, 3) for i in range(3))), results.append)
+    first, other, again = (np.frombuffer(embedding, "<f4") for _, embedding in results[0].embeddings)
+    assert first.shape == (8,)
+    assert abs(float(np.linalg.norm(first)) - 1) < 1e-6
+    np.testing.assert_array_equal(first, again)
+    assert abs(float(first @ other)) < 0.999
 
 
 def test_the_end_comes_as_often_as_asked() -> None:
