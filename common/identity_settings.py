@@ -20,6 +20,9 @@ class IdentitySettings(Section):
     """TOML file of API keys, written by `pando keys`; read again when it changes. Absent: no key is asked for."""
     limits_file: Path | None = None
     """TOML file with limits of tenants and their users; read again when it changes. Absent: no limits."""
+    max_priority: int = 0
+    """Highest `priority` that requests may ask for whose key does not say another (`pando keys create --max-priority`);
+    administrators may ask for any."""
     default_tenant: str = Field(default="default", min_length=1, max_length=64)
     """Tenant of every caller while no keys are asked for."""
     trusted_proxies: tuple[str, ...] = ()

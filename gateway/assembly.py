@@ -179,4 +179,5 @@ def limits(settings: GatewaySettings) -> Limits:
         stream_buffer_bytes=settings.stream_buffer_bytes,
         request_timeout_ms=None if timeout_s is None else round(timeout_s * 1000),
         keep_alive_s=settings.keep_alive_s,
+        max_priority=settings.max_priority,
     )

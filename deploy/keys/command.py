@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--admin", action="store_true", help="it may also use the endpoints of administrators")
     modes = [mode.value for mode in CacheMode]
     create.add_argument("--cache", choices=modes, default="default", help="the most that its requests may cache")
+    create.add_argument("--max-priority", type=int, metavar="N", help="the highest priority that it may ask for")
     shown = actions.add_parser("list", help="print all keys, as far as they are known")
     revoke = actions.add_parser("revoke", help="make a key invalid, within a second")
     revoke.add_argument("id", help="the key's id, as `list` shows it and the key itself begins with it")
@@ -65,6 +66,7 @@ def _create(arguments: argparse.Namespace) -> int:
             admin=arguments.admin,
             cache=CacheMode(arguments.cache),
             created=datetime.now(UTC).date().isoformat(),
+            max_priority=arguments.max_priority,
         )
     except InvalidRequestError as error:
         raise ConfigurationError(error.message) from error

@@ -45,6 +45,7 @@ class Limits:
     stream_buffer_bytes: int
     request_timeout_ms: int | None
     keep_alive_s: float
+    max_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Context:
             sampling=body.sampling(body.logprobs_wanted),
             stop=body.stop_conditions(body.token_limit),
             n=body.choices,
-            priority=body.priority or 0,
+            priority=asker.priority(body.priority, self.limits.max_priority),
             cache_mode=asker.cache_mode(body.cache_mode),
             skip_special_tokens=body.skip_special_tokens is not False,
             timeout_ms=self.limits.request_timeout_ms,

@@ -39,7 +39,7 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.EMBEDDINGS)
         body = parse(EmbeddingBody, raw)
-        asker = identify(caller, body.user_names)
+        asker = identify(caller, body.user_names, body.session)
         card = await context.models.require_named(body.model)
         check_dimensions(body.dimensions, card)
         embedding = _Embedding(context, request, asker, body, card, f"embd-{uuid.uuid4().hex}")
@@ -56,7 +56,7 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.SCORE)
         body = parse(ScoreBody, raw)
-        asker = identify(caller, body.user_names)
+        asker = identify(caller, body.user_names, body.session)
         card = await context.models.require(body.model)
         head = context.head(f"score-{uuid.uuid4().hex}", card.name)
         embedding = _Embedding(context, request, asker, body, card, head.id)
@@ -72,7 +72,7 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.RERANK)
         body = parse(RerankBody, raw)
-        asker = identify(caller, body.user_names)
+        asker = identify(caller, body.user_names, body.session)
         card = await context.models.require(body.model)
         head = context.head(f"rerank-{uuid.uuid4().hex}", card.name)
         embedding = _Embedding(context, request, asker, body, card, head.id)
@@ -111,7 +111,7 @@ class _Embedding:
             prompt=prompt,
             sampling=SamplingParams(),
             stop=StopConditions(),
-            priority=body.priority or 0,
+            priority=self._asker.priority(body.priority, context.limits.max_priority),
             cache_mode=self._asker.cache_mode(body.cache_mode),
             timeout_ms=context.limits.request_timeout_ms,
             trace=trace_of(self._request.headers),

@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.errors import PermissionDeniedError
 from common.names import MAX_NAME_BYTES, check_name
 from common.types import CacheMode, Principal
 
@@ -32,6 +33,8 @@ class Caller:
     may_act_for: bool = False
     is_admin: bool = False
     cache: CacheMode = CacheMode.DEFAULT
+    # The highest priority that its requests may ask for; None: what the gateway's settings say.
+    max_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,20 @@ class Asker:
     def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
         """Return the stricter one of what the request wants and what its credential allows."""
         return self.caller.cache.at_least(wanted or CacheMode.DEFAULT)
+
+    def priority(self, wanted: int | None, default_limit: int) -> int:
+        """Return the priority of a request; who asks for none gets 0, or less where that is the limit.
+
+        Raises:
+            PermissionDeniedError: it asks for more than its credential allows.
+        """
+        limit = default_limit if self.caller.max_priority is None else self.caller.max_priority
+        if self.caller.is_admin:
+            return wanted or 0
+        if wanted is not None and wanted > limit:
+            message = f"This credential may ask for priorities up to {limit}, not for {wanted}."
+            raise PermissionDeniedError(message, param="priority")
+        return min(0, limit) if wanted is None else wanted
 
 
 def identify(caller: Caller, named: Sequence[tuple[str, str | None]], session: str | None = None) -> Asker:

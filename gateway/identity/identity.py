@@ -76,7 +76,7 @@ class Identity:
         key = self._keys.find(credential) if self._keys is not None else None
         if key is None:
             raise UnauthenticatedError(WRONG_KEY)
-        return Caller(key.tenant, key.user, key.id, key.act_for_users, key.admin, key.cache)
+        return Caller(key.tenant, key.user, key.id, key.act_for_users, key.admin, key.cache, key.max_priority)
 
 
 def _credential(headers: Headers) -> str:

@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError, InvalidRequestError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 KEY_BYTES = 32
+KINDS = MappingProxyType({str: "text", bool: "truth value", int: "whole number"})
 MAX_ID_CHARACTERS = 64
 HEADER = "# API keys of Pando, by their SHA-256; written by `pando keys`. A running gateway reads changes by itself.\n"
 
@@ -40,6 +42,7 @@ class ApiKey:
     cache: CacheMode = CacheMode.DEFAULT
     # ISO date, for people.
     created: str | None = None
+    max_priority: int | None = None
 
 
 class KeyRing:
@@ -120,14 +123,14 @@ def _dump_key(key: ApiKey) -> str:
 
 def _parse_key(where: str, entry: object) -> ApiKey:
     values = dict(entry) if isinstance(entry, dict) else {}
-    kinds = {field.name: str for field in fields(ApiKey)} | {"act_for_users": bool, "admin": bool}
+    kinds = {field.name: str for field in fields(ApiKey)} | {"act_for_users": bool, "admin": bool, "max_priority": int}
     if unknown := values.keys() - kinds.keys():
         raise ConfigurationError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
     if missing := {"id", "sha256", "tenant"} - values.keys():
         raise ConfigurationError(f"{where} lacks {', '.join(sorted(missing))}")
     for name, value in values.items():
-        if not isinstance(value, kinds[name]) or value == "":
-            raise ConfigurationError(f"{where}: {name} must be a {'text' if kinds[name] is str else 'truth value'}")
+        if type(value) is not kinds[name] or value == "":
+            raise ConfigurationError(f"{where}: {name} must be a {KINDS[kinds[name]]}")
     if not SHA256_HEX.fullmatch(values["sha256"]):
         raise ConfigurationError(f"{where}: sha256 must be 64 lowercase hexadecimal digits")
     try:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 def test_a_key_is_made_shown_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     there = ["--file", str(file)]
-    assert main(["keys", "create", "--tenant", "acme", "--user", "ann", "--cache", "none", *there]) == 0
+    assert main(["keys", "create", "--tenant", "acme", "--user", "ann", "--cache", "none", "--max-priority", "7", *there]) == 0
     secret = capsys.readouterr().out.strip()
     assert main(["keys", "create", "--tenant", "acme", "--admin", "--act-for-users", *there]) == 0
     capsys.readouterr()
     key = KeyRing(load_keys(file)).find(secret)
     assert key is not None
     assert (key.tenant, key.user, key.cache, key.admin) == ("acme", "ann", CacheMode.NONE, False)
+    assert key.max_priority == 7
     assert secret.startswith(f"pando-{key.id}-")
     assert secret not in file.read_text()
     assert main(["keys", "list", *there]) == 0

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from common.errors import InvalidRequestError, UnauthenticatedError
+from common.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from common.types import CacheMode, Principal
-from gateway.identity.caller import Caller, Subject, identify
+from gateway.identity.caller import Caller, Subject, identify, owns
 from gateway.identity.identity import Identity
 from gateway.identity.keys import ApiKey, KeyRing, hash_of
 from gateway.identity.proxies import TrustedProxy, parse_networks
@@ -220,3 +220,43 @@ async def test_proxy_headers_count_by_the_direct_peer_over_http() -> None:
     stranger, trusted = (request.principal for request in gateway.ring.submitted)
     assert stranger.tenant == "default"
     assert trusted == Principal("acme", "ada")
+
+
+@pytest.mark.parametrize(
+    ("caller", "wanted", "got"),
+    [
+        (Caller("t", key_id="k"), None, 0),
+        (Caller("t", key_id="k"), -3, -3),
+        (Caller("t", key_id="k"), 1, None),
+        (Caller("t", key_id="k", max_priority=5), 5, 5),
+        (Caller("t", key_id="k", max_priority=5), 6, None),
+        (Caller("t", key_id="batch", max_priority=-10), None, -10),
+        (Caller("t", key_id="batch", max_priority=-10), 0, None),
+        (Caller("t", key_id="k", is_admin=True), 1_000, 1_000),
+    ],
+)
+def test_a_credential_bounds_the_priorities_of_its_requests(
+    caller: Caller, wanted: int | None, got: int | None
+) -> None:
+    asker = identify(caller, [])
+    if got is None:
+        with pytest.raises(PermissionDeniedError, match=f"not for {wanted}") as refused:
+            asker.priority(wanted, 0)
+        assert refused.value.param == "priority"
+    else:
+        assert asker.priority(wanted, 0) == got
+
+
+def test_a_conversation_of_nobody_is_a_user_of_its_own() -> None:
+    caller = Caller("acme", key_id="k")
+    first, second = identify(caller, [], "one"), identify(caller, [], "two")
+    assert first.principal == identify(caller, [], "one").principal
+    assert first.principal != second.principal
+    assert first.subject == second.subject == identify(caller, []).subject
+    assert owns(caller, first.principal)
+    # Whoever is named, or whom the credential stands for, has the session.
+    assert identify(caller, [("user", "ann")], "one").principal == identify(caller, [("user", "ann")]).principal
+    assert identify(Caller("acme", "ann", "k2"), [], "one").principal == Principal("acme", "ann")
+    acting = Caller("acme", key_id="k3", may_act_for=True)
+    assert identify(acting, [], "one").principal == Principal("acme", "session:one")
+    assert identify(acting, [], "one").subject == identify(acting, []).subject

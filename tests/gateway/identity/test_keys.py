@@ -31,7 +31,7 @@ def test_keys_file_is_read(tmp_path: Path) -> None:
 
 def test_what_is_saved_is_read_again_and_only_the_owner_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "keys.toml"
-    full = ApiKey("k2", hash_of("x"), 'a"\\c', "ünïcode", True, True, CacheMode.NONE, "2026-01-01")
+    full = ApiKey("k2", hash_of("x"), 'a"\\c', "ünïcode", True, True, CacheMode.NONE, "2026-01-01", -3)
     save_keys(path, [KEY, full])
     assert load_keys(path) == [KEY, full]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
