@@ -209,6 +209,10 @@ class SchedulerSettings(QueueSettings):
     """KV pages on the device; absent: sized by the worker from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of free memory that the worker may take for weights and KV."""
+    window_ratio: float = Field(default=0.25, ge=0, le=1)
+    """For models of which some layers attend to a window only (Gemma 3): pages of those layers for each page of the
+    others, but enough for the windows of all rows if there is room. 0: all layers keep all tokens, in one pool, as they
+    do with a host tier or cache_decision_log."""
     queue_depth: int = Field(default=2, ge=1, le=16)
     """Plans in flight: 2 hides the network behind the step before."""
     lease_ms: float = Field(default=8.0, ge=0)

@@ -133,6 +133,8 @@ def engine_spec(settings: Settings) -> EngineSpec:
         memory_fraction=scheduler.memory_fraction,
         host_pages=scheduler.cache_host_pages,
         host_bytes=int(scheduler.cache_host_gigabytes * 1024**3),
+        # A log of the cache's decisions says nothing of a second pool, which these depend on.
+        window_ratio=0.0 if scheduler.cache_decision_log else scheduler.window_ratio,
     )
 
 

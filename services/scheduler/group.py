@@ -191,7 +191,13 @@ class WorkerGroup:
         # A page is stored whole or not at all.
         has_storage = all(capacity.has_storage for capacity in capacities)
         # Pages must be as many again after a restart: what waits was admitted by this capacity.
-        self._spec = replace(self._spec, device_pages=capacities[0].device_pages, host_pages=capacities[0].host_pages)
+        first = capacities[0]
+        self._spec = replace(
+            self._spec,
+            device_pages=first.device_pages,
+            host_pages=first.host_pages,
+            window_pages=first.window_pool.pages if first.window_pool else None,
+        )
         return replace(capacities[0], has_storage=has_storage)
 
     async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:

@@ -163,6 +163,7 @@ class SchedulerLoop:
             host = resolve_host(self._settings, capacity.host_pages)
             # An encoder keeps nothing.
             name = "chunk" if capacity.is_encoder else self._settings.cache
+            allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
             cache = make_cache(name, allocator, config.page_size, rules, host)
             storage = self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
@@ -299,10 +300,22 @@ class SchedulerLoop:
             metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
             self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
 
+    def _check_windows(self, core: SchedulerCore) -> None:
+        """The same of the pool of layers with a window."""
+        accounts = core.memory.account_windows(core.rows)
+        if accounts is None:
+            return
+        for state in STATES:
+            metrics.PAGES.labels("device_window", state).set(getattr(accounts, state))
+        if not accounts.is_exact:
+            self._log.error("memory.window_leak", faults=core.memory.window_faults(core.rows))
+            core.memory.repair_windows()
+
     def _check_accounts(self, core: SchedulerCore) -> None:
         accounts = core.memory.account(core.rows)
         for state in STATES:
             metrics.PAGES.labels("device", state).set(getattr(accounts, state))
+        self._check_windows(core)
         metrics.KV_USAGE_PERCENT.set(100 * accounts.protected / max(1, accounts.capacity))
         metrics.WAITING_REQUESTS.set(len(core.queue))
         metrics.RUNNING_ROWS.set(core.rows.running)

@@ -292,6 +292,9 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.preemptions = core.preemptions
     state.leaked_pages = core.memory.leaked_pages
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
+    windows = core.memory.account_windows(core.rows)
+    if windows is not None:
+        state.tiers.append(tier_to_wire("device_window", windows))
     if core.memory.cache.host is not None:
         state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))
         if core.memory.cache.host.storage is not None:

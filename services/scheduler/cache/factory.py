@@ -5,17 +5,41 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
+from common.errors import ConfigurationError
 from services.scheduler.cache.chunk import ChunkCache
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.window_pages import WindowPages
 
 if TYPE_CHECKING:
     from common.cache_settings import CacheSettings
+    from common.steps import WindowPool
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.cache.pages import PageAllocator
 
 CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
+
+
+def make_allocator(name: CacheName, pages: int, page_size: int, window: WindowPool | None) -> PageAllocator:
+    """Return an allocator of free pages for the cache called `name`; with twins, if some layers have their own pool.
+
+    Raises:
+        ConfigurationError: not even one row could go on in that pool.
+    """
+    allocator = PageAllocator(pages)
+    if window is None:
+        return allocator
+    allocator.twins = twins = WindowPages(
+        window.pages, pages, page_size=page_size, window_tokens=window.window_tokens, keeps=name != "chunk"
+    )
+    least = min(twins.row_pages(page_size), pages)
+    if window.pages < least:
+        raise ConfigurationError(
+            f"{window.pages} pages for the layers with a window of {window.window_tokens} tokens, but one row needs "
+            f"{least}: raise scheduler.window_ratio or the memory, or set window_ratio to 0"
+        )
+    return allocator
 
 
 def make_cache(

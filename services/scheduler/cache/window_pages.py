@@ -149,6 +149,12 @@ class WindowPages:
             del self._idle[page]
             self._idle[heir] = None
 
+    def repair(self) -> None:
+        """Take note that no row needs anything."""
+        for page in np.flatnonzero(self._needed).tolist():
+            self._idle[page] = None
+        self._needed[:] = 0
+
     def faults(self, needed: NDArray[np.int64]) -> list[str]:
         """Return what is wrong, if pages lie in `needed` [device pages] rows' windows; O(capacity), for audits."""
         twins = self._twins[self._twins >= 0]

@@ -249,12 +249,21 @@ class KvMemory:
         held = int(rows.page_count.sum()) + self.pinned_pages
         return account(self.allocator, self.cache, held + in_transfers)
 
-    def account_windows(self) -> Accounting | None:
-        """Take the accounts of the window pool, if there is one; nothing there is soft-free."""
+    def account_windows(self, rows: RowTable) -> Accounting | None:
+        """Take the accounts of the window pool, if there is one; nothing there is soft-free.
+
+        What is held while nobody can hold anything has leaked.
+        """
         if self.windows is None:
             return None
         pool = self.windows.pool
-        return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, 0)
+        leaked = 0 if rows.running or self._pins else pool.protected_pages
+        return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, leaked)
+
+    def repair_windows(self) -> None:
+        """Let nobody need anything of the window pool; only while no row runs and no session holds anything."""
+        if self.windows is not None:
+            self.windows.pool.repair()
 
     def window_faults(self, rows: RowTable) -> list[str]:
         """Count anew what rows and sessions need of the window pool."""

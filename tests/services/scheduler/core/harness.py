@@ -248,7 +248,7 @@ class Harness:
         assert total == accounts.capacity
         if self.core.memory.loads is not None:
             assert self.core.memory.loads.host.account().is_exact
-        windows = self.core.memory.account_windows()
+        windows = self.core.memory.account_windows(self.core.rows)
         if windows is not None:
             assert windows.is_exact
             assert windows.free + windows.soft_free + windows.evictable + windows.protected == windows.capacity

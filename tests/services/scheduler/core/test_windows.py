@@ -7,6 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from common.errors import ConfigurationError
+from common.steps import WindowPool
+from services.scheduler.cache.factory import make_allocator
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
@@ -31,7 +34,7 @@ def test_a_row_needs_no_more_of_the_window_pool_than_its_window(cache: str) -> N
     for _ in range(1000):
         harness.plan()
         harness.check_accounts()
-        windows = harness.core.memory.account_windows()
+        windows = harness.core.memory.account_windows(harness.core.rows)
         assert windows is not None
         most = max(most, windows.protected)
         if not harness.result():
@@ -39,7 +42,7 @@ def test_a_row_needs_no_more_of_the_window_pool_than_its_window(cache: str) -> N
     assert harness.outputs["long", 0] == expected_output(PROMPT, 88, (STOP_ID,))
     assert 3 <= most <= 9
     harness.core.memory.cache.flush()
-    windows = harness.core.memory.account_windows()
+    windows = harness.core.memory.account_windows(harness.core.rows)
     assert windows is not None
     assert windows.free == windows.capacity
 
@@ -79,10 +82,35 @@ def test_rows_of_other_users_do_not_lose_their_windows_to_whoever_comes() -> Non
         assert harness.outputs[user, 0] == expected_output(prompt, 60, (STOP_ID,))
 
 
+def test_what_is_held_while_nobody_can_hold_anything_is_found_and_repaired() -> None:
+    harness = Harness(pages=60, window=10, window_pool=40, cache="shared", max_context=100)
+    serve(harness, "first", PROMPT[:40])
+    memory = harness.core.memory
+    assert memory.windows is not None
+    (node,) = memory.cache.dump()
+    memory.windows.pool.need(node.pages[-3:])
+    accounts = memory.account_windows(harness.core.rows)
+    assert accounts is not None
+    assert not accounts.is_exact
+    assert memory.window_faults(harness.core.rows)
+    memory.repair_windows()
+    harness.audit()
+    serve(harness, "second", PROMPT[:50])
+    assert harness.cached["second", 0] == 40
+
+
+def test_a_pool_in_which_no_row_could_go_on_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"scheduler\.window_ratio"):
+        make_allocator("shared", 100, 16, WindowPool(pages=5, window_tokens=1024, layers=1, kv_bytes_per_token=1))
+    twins = make_allocator("chunk", 3, 16, WindowPool(3, 1024, 1, 1)).twins
+    assert twins is not None
+    assert twins.capacity == 3
+
+
 def test_a_uniform_model_has_no_second_pool() -> None:
     harness = Harness()
     serve(harness, "any", PROMPT[:20])
-    assert harness.core.memory.account_windows() is None
+    assert harness.core.memory.account_windows(harness.core.rows) is None
     assert all(not len(grant.window_pages) for plan in harness.plans for grant in plan.grants)
 
 
@@ -112,7 +140,7 @@ class WindowMachine(CoreMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "harness"):
-            windows = self.harness.core.memory.account_windows()
+            windows = self.harness.core.memory.account_windows(self.harness.core.rows)
             assert windows is not None
             assert windows.free == windows.capacity
 
