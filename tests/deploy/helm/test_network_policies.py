@@ -62,6 +62,17 @@ def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fet
     assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "worker"}
 
 
+def test_another_releases_gateway_reaches_what_a_gateway_asks_and_no_worker() -> None:
+    rules = _ingress(render(VALUE_SETS["model-for-another-gateway"]))
+    front = VALUE_SETS["model-for-another-gateway"]["networkPolicy"]["otherGateways"]
+    open_to_it = {name: rule["ports"] for name, found in rules.items() for rule in found if rule.get("from") == front}
+    assert open_to_it == {
+        "tokenizer": [{"port": 50051}],
+        "detokenizer": [{"port": 50054}],
+        "scheduler": [{"port": 50052}],
+    }
+
+
 def ring_of(objects: list[Manifest]) -> set[Edge]:
     """Return the connections that the services of a release open between pods, as their settings say."""
     edges: set[Edge] = set()

@@ -138,6 +138,36 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "gateway": {"certificateSecret": "llm-https", "clientAuthoritySecret": "partners"},
         "monitoring": {"serviceMonitor": {"enabled": True}},
     },
+    "gateway-of-several-models": {
+        "settings": {
+            "gateway": {
+                "models": {
+                    "small": {"tokenizer": "demo-pando-tokenizer:50051", "detokenizer": "demo-pando-detokenizer:50054"},
+                    "large": {
+                        "tokenizer": "large-pando-tokenizer:50051",
+                        "detokenizer": "large-pando-detokenizer:50054",
+                    },
+                }
+            }
+        },
+        "networkPolicy": {
+            "gatewayEgress": [{"to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "large"}}}]}]
+        },
+    },
+    "model-for-another-gateway": {
+        "networkPolicy": {
+            "otherGateways": [
+                {
+                    "podSelector": {
+                        "matchLabels": {
+                            "app.kubernetes.io/instance": "front",
+                            "app.kubernetes.io/component": "gateway",
+                        }
+                    }
+                }
+            ]
+        }
+    },
     "given-certificate": {"tls": {"enabled": True, "existingSecret": "ring"}},
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
