@@ -16,7 +16,9 @@ from gateway.render.chat import ChatStream, WholeChat
 from gateway.render.parsed_chat import ParsedChatStream, WholeParsedChat
 from gateway.schemas import refusals
 from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.chat_grammar import chat_grammar
 from gateway.schemas.parse import parse
+from gateway.schemas.structure import refuse_beside
 
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
@@ -73,6 +75,10 @@ def chat_request(
     """
     reading = body.reading(card)
     generate = context.generate_request(request, head, asker, body, body.to_prompt(reading.prefix))
+    grammar = chat_grammar(body, reading)
+    if grammar != generate.sampling.grammar:
+        refuse_beside(grammar, min_tokens=body.min_tokens, ignore_eos=body.ignore_eos)
+        generate = replace(generate, sampling=replace(generate.sampling, grammar=grammar))
     if reading.needs_special_tokens and body.skip_special_tokens is None:
         generate = replace(generate, skip_special_tokens=False)
     return generate, reading

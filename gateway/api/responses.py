@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ from gateway.identity.caller import identify
 from gateway.render.response import ResponseDraft, ResponseStream, WholeResponse
 from gateway.schemas import refusals
 from gateway.schemas.parse import parse
-from gateway.schemas.responses import ResponseBody, to_messages
+from gateway.schemas.responses import FORMAT, ResponseBody, to_messages
 from gateway.stored_responses import Holder, StoredResponse
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from common.requests import GenerateRequest
     from gateway.api.context import Context
     from gateway.identity.caller import Caller
 
@@ -50,6 +52,7 @@ def create_router(context: Context) -> APIRouter:
         response_id = f"resp_{secrets.token_hex(24)}"
         head = context.head(response_id, card.name)
         generate, reading = chat_request(context, request, head, asker, chat, card)
+        generate = _with_own_names(generate)
         keep = partial(_keep, context, holder, body, messages) if body.store is not False else lambda _response: None
         draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, keep)
         if body.stream:
@@ -79,6 +82,14 @@ def create_router(context: Context) -> APIRouter:
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     return router
+
+
+def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
+    """Return a chat's request with this API's name for the format of the text, which errors name."""
+    grammar = generate.sampling.grammar
+    if grammar is None or not grammar.param.startswith("response_format"):
+        return generate
+    return replace(generate, sampling=replace(generate.sampling, grammar=replace(grammar, param=FORMAT)))
 
 
 def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:

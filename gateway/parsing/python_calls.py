@@ -127,7 +127,7 @@ class PythonCallParser:
 def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
     """Return name and JSON arguments of a Python call; None if it is no call of `tools` with plain values."""
     try:
-        tree = ast.parse(source, mode="eval").body
+        tree = _WithConstants().visit(ast.parse(source, mode="eval")).body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
         name = ast.unparse(tree.func)
@@ -137,3 +137,11 @@ def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
         return name, json.dumps(arguments, ensure_ascii=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
+
+
+class _WithConstants(ast.NodeTransformer):
+    """Takes JSON's names of constants for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(constants[node.id]), node) if node.id in constants else node

@@ -14,6 +14,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.sampling import MASK_64
 from common.types import CacheMode, SamplingParams, StopConditions
 from gateway.schemas.parse import Schema
+from gateway.schemas.structure import StructureFields, refuse_beside
 
 MAX_CHOICES = 128
 MAX_STOP_TEXTS = 16
@@ -70,7 +71,7 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class GenerationFields(Schema):
+class GenerationFields(StructureFields):
     """What both completion endpoints accept; null means the default everywhere."""
 
     model: str | None = None
@@ -152,7 +153,17 @@ class GenerationFields(Schema):
         return check_name("session_id", self.session_id) if self.session_id else None
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
-        """Return how tokens are drawn; a seed is drawn here if none is given, so that a resumed request repeats."""
+        """Return how tokens are drawn; a seed is drawn here if none is given, so that a resumed request repeats.
+
+        Raises:
+            InvalidRequestError: another field contradicts the grammar.
+        """
+        refuse_beside(
+            self.grammar,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            allowed_token_ids=self.allowed_token_ids,
+        )
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
@@ -165,6 +176,7 @@ class GenerationFields(Schema):
             logit_bias={int(key): bias for key, bias in (self.logit_bias or {}).items()},
             top_logprobs=top_logprobs,
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            grammar=self.grammar,
         )
 
     def stop_conditions(self, max_tokens: int | None) -> StopConditions:

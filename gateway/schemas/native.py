@@ -40,6 +40,10 @@ class NativeSampling(Schema):
     logit_bias: Biases = None
     sampling_seed: int | None = None
     n: int | None = None
+    json_schema: str | bool | dict[str, Any] | None = None  # Any: free JSON
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 def _ids(value: object) -> object:

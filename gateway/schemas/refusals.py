@@ -37,10 +37,6 @@ def _is_empty(value: object) -> bool:
     return value in (False, "", 0) or value == [] or value == {}
 
 
-def _is_text_format(value: object) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 def _is_optional_choice(value: object) -> bool:
     return value in ("none", "auto")
 
@@ -54,16 +50,6 @@ LEAVE_OUT = "leave it out"
 COMMON = (
     Refusal("use_beam_search", _is_empty, LEAVE_OUT),
     Refusal("logits_processors", _is_empty, LEAVE_OUT),
-    Refusal("response_format", _is_text_format, 'only {"type": "text"} is'),
-    Refusal("structured_outputs", _is_empty, LEAVE_OUT),
-    Refusal("guided_json", _is_empty, LEAVE_OUT),
-    Refusal("guided_regex", _is_empty, LEAVE_OUT),
-    Refusal("guided_choice", _is_empty, LEAVE_OUT),
-    Refusal("guided_grammar", _is_empty, LEAVE_OUT),
-    Refusal("regex", _is_empty, LEAVE_OUT),
-    Refusal("ebnf", _is_empty, LEAVE_OUT),
-    Refusal("json_schema", _is_empty, LEAVE_OUT),
-    Refusal("structural_tag", _is_empty, LEAVE_OUT),
     Refusal("lora_path", _is_empty, LEAVE_OUT),
     Refusal("session_params", _is_empty, "use 'session_id', or /generate"),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
@@ -116,10 +102,7 @@ NATIVE = (
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
 )
 
-NATIVE_SAMPLING = tuple(
-    Refusal(name, _is_empty, LEAVE_OUT)
-    for name in ("json_schema", "regex", "ebnf", "structural_tag", "custom_params", "beam_width")
-)
+NATIVE_SAMPLING = tuple(Refusal(name, _is_empty, LEAVE_OUT) for name in ("custom_params", "beam_width"))
 
 COMPLETIONS = (
     *COMMON,

@@ -17,6 +17,7 @@ from gateway.schemas.tools import MAX_TOOLS
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+FORMAT = "text.format"
 LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDES = 32
 MAX_METADATA = 16
@@ -49,7 +50,7 @@ Input: TypeAlias = Annotated[
 
 
 class TextOptions(Schema):
-    """`text`: only plain text can be asked for."""
+    """`text`: what form it has."""
 
     format: Json | None = None
     verbosity: Literal["medium"] | None = None
@@ -108,9 +109,6 @@ class ResponseBody(Schema):
         Raises:
             InvalidRequestError: a value is out of range, or cannot be honoured.
         """
-        if self.text is not None and self.text.format not in (None, {"type": "text"}):
-            message = '\'text.format\' is not supported by this server with this value; only {"type": "text"} is.'
-            raise InvalidRequestError(message, param="text.format")
         head = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "stream", "parallel_tool_calls", "priority", "cache_mode")
         fields: Json = {name: getattr(self, name) for name in same}
@@ -122,13 +120,19 @@ class ResponseBody(Schema):
             "top_logprobs": self.top_logprobs,
             "tools": [_chat_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
             "tool_choice": self.tool_choice,
+            "response_format": _response_format(self.text.format if self.text else None),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "user_id": self.user_id,
             "user": self.user,
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
-        return parse(ChatCompletionBody, fields)
+        try:
+            return parse(ChatCompletionBody, fields)
+        except InvalidRequestError as error:
+            if error.param is None or not error.param.startswith("response_format"):
+                raise
+            raise InvalidRequestError(error.message.replace(error.param, FORMAT), param=FORMAT) from error
 
 
 def to_messages(items: list[Json]) -> list[Json]:
@@ -192,6 +196,14 @@ def _content(item: Json, where: str) -> str | None:
 def _output(item: Json, where: str) -> object:
     output = item.get("output")
     return _content({"content": output}, where) if isinstance(output, list) else output
+
+
+def _response_format(format_: Json | None) -> Json | None:
+    """Return what a chat calls the format of the text."""
+    if format_ is None or format_.get("type") != "json_schema":
+        return format_
+    named = {name: format_[name] for name in ("name", "description", "schema", "strict") if name in format_}
+    return {"type": "json_schema", "json_schema": named}
 
 
 def _chat_tool(number: int, tool: Json) -> Json:

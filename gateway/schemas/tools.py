@@ -58,7 +58,7 @@ def _choice(value: object) -> object:
 
 
 def _tools(value: object) -> object:
-    for number, tool in enumerate(value if isinstance(value, list) else []):
+    for tool in value if isinstance(value, list) else []:
         kind = tool.get("type") if isinstance(tool, dict) else None
         function = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
@@ -67,10 +67,8 @@ def _tools(value: object) -> object:
         if not 0 < len(name) <= MAX_TOOL_NAME_CHARACTERS:
             limit = {"limit": MAX_TOOL_NAME_CHARACTERS}
             raise PydanticCustomError("tools", "each name should have 1 to {limit} characters", limit)
-        if function.get("strict"):
-            param = f"tools[{number}].function.strict"
-            message = f"'{param}' is not supported by this server yet; leave it out."
-            raise InvalidRequestError(message, param=param)
+        if function.get("strict") is not None and not isinstance(function["strict"], bool):
+            raise PydanticCustomError("tools", "strict should be true or false")
     return value
 
 

@@ -122,7 +122,7 @@ async def test_one_call_only_if_none_may_be_parallel() -> None:
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "required", "add_generation_prompt": False}, "tool_choice"),
         ({"tools": [WEATHER] * 300}, "tools"),
