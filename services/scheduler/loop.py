@@ -11,9 +11,8 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.types import Admission, RequestId
 from services.scheduler import metrics
-from services.scheduler.cache.factory import make_cache, resolve_host
+from services.scheduler.cache.factory import make_allocator, make_cache, resolve_host
 from services.scheduler.cache.factory import resolve as resolve_cache
-from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode_header
 from services.scheduler.cache.sampling import InvariantSampler
@@ -158,7 +157,6 @@ class SchedulerLoop:
             self.core = None
         if self.core is None:
             config = resolve(self._settings, capacity)
-            allocator = PageAllocator(config.device_pages)
             rules = resolve_cache(self._settings)
             host = resolve_host(self._settings, capacity.host_pages)
             # An encoder keeps nothing.

@@ -83,7 +83,9 @@ class WindowPages:
         That is one page more than its next token sees: what it has computed ends within a page, and whoever finds it
         later begins before that page.
         """
-        return np.maximum(np.asarray(tokens) - self.window_tokens + 1 - self._page_size, 0) // self._page_size
+        before = np.maximum(np.asarray(tokens, np.int64) - self.window_tokens + 1 - self._page_size, 0)
+        first: NDArray[np.int64] = before // self._page_size
+        return first
 
     def row_pages(self, tokens: int) -> int:
         """Return how many twins a row needs at most while it computes `tokens` at once."""

@@ -264,15 +264,15 @@ class _Loader:
 
     def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
         """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
-        config, options = self._config, {"dtype": self._kv_dtype, "device": self._device}
+
+        def allocate(layers: int, pages: int) -> KvPool:
+            return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
+
+        layers, local = self._config.layers, sum(self._is_local)
         if not window_pages:
-            return allocate_pool(self._shape, config.layers, pages, layout, **options)
-        local = sum(self._is_local)
-        return join_pools(
-            allocate_pool(self._shape, config.layers - local, pages, layout, **options),
-            allocate_pool(self._shape, local, window_pages + self._is_resident, layout, **options),
-            self._is_local,
-        )
+            return allocate(layers, pages)
+        window_pool = allocate(local, window_pages + self._is_resident)
+        return join_pools(allocate(layers - local, pages), window_pool, self._is_local)
 
     @property
     def _is_local(self) -> tuple[bool, ...]:

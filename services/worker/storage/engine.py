@@ -87,7 +87,7 @@ class StoringEngine:
 
     def keep_warm(self) -> None:
         """Let an idle device do a little."""
-        self._engine.keep_warm()
+        self._inner.keep_warm()
 
     def reset(self) -> None:
         """Free all rows; open transfers are void."""

@@ -18,8 +18,8 @@ class DeviceWarmer:
 
     def __init__(self, device: torch.device) -> None:
         """Allocate, on a GPU."""
-        lowest, _ = torch.cuda.Stream.priority_range()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._stream = torch.cuda.Stream(device, priority=lowest)
+        lowest, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static, whatever torch's stubs say
+        self._stream = torch.cuda.Stream(device, priority=lowest)  # type: ignore[no-untyped-call]  # torch leaves it so
         # Zeros stay zeros: nothing overflows however often.
         self._factors = torch.zeros(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
         self._product = torch.zeros_like(self._factors)

@@ -123,7 +123,7 @@ class WindowMachine(CoreMachine):
         window=st.integers(1, 30),
         spare=st.integers(2, 20),
     )
-    def start(self, pages: int, depth: int, lease: float, cache: str, window: int, spare: int) -> None:  # type: ignore[override]
+    def start(self, pages: int, depth: int, lease: float, cache: str, window: int, spare: int) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
