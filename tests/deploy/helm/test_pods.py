@@ -194,6 +194,15 @@ def test_models_are_where_the_settings_say(name: str) -> None:
             assert any("safetensors" in argument for argument in fetching["args"]) == (not weights_too)
 
 
+def test_workers_on_gpus_can_keep_the_kernels_that_they_compile() -> None:
+    # The file system of the image cannot be written.
+    for name, source in (("two-ranks-in-a-pod", "persistentVolumeClaim"), ("groups-keda", "emptyDir")):
+        [worker] = [each for each in running(render(VALUE_SETS[name])) if each.service == "worker"]
+        [mount] = [mount for mount in worker.container["volumeMounts"] if mount["mountPath"] == "/cache"]
+        [volume] = [volume for volume in worker.template["spec"]["volumes"] if volume["name"] == mount["name"]]
+        assert source in volume
+
+
 def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
     assert settings_of(objects)["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"

@@ -48,7 +48,10 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "adminToken": {"existingSecret": "admin"},
         "monitoring": {"serviceMonitor": {"enabled": True}},
     },
-    "two-ranks-in-a-pod": {"worker": {"device": "cuda", "tensorParallel": 2}, "model": _CLAIM},
+    "two-ranks-in-a-pod": {
+        "worker": {"device": "cuda", "tensorParallel": 2, "kernelCache": {"existingClaim": "kernels"}},
+        "model": _CLAIM,
+    },
     "four-pods-on-a-node": {
         "worker": {
             "device": "cuda",

@@ -29,7 +29,15 @@ def labels() -> dict[str, Any]:
 
 def inside(program: str) -> Any:
     """Run a Python program in the image, as strictly as compose does; return what it prints, as JSON."""
-    options = ["--rm", "--read-only", "--cap-drop=ALL", "--network=none", "--tmpfs=/tmp", "--tmpfs=/cache:mode=1777"]
+    # FlashInfer asks for the GPU, unless it is told which one is meant.
+    options = [
+        "--rm",
+        "--read-only",
+        "--cap-drop=ALL",
+        "--network=none",
+        "--tmpfs=/tmp",
+        "--env=FLASHINFER_CUDA_ARCH_LIST=9.0a",
+    ]
     command = ["docker", "run", *options, IMAGE, "python", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

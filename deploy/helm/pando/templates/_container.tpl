@@ -67,6 +67,9 @@
     - {name: tmp, mountPath: /tmp}
     {{- if $isWorker }}
     - {name: shared-memory, mountPath: /dev/shm}
+    {{- if eq $values.device "cuda" }}
+    - {name: kernels, mountPath: /cache}
+    {{- end }}
     {{- end }}
     {{- if and (eq .name "gateway") $root.Values.apiKeys.existingSecret }}
     - {name: keys, mountPath: /etc/pando/keys, readOnly: true}

@@ -82,6 +82,14 @@ volumes:
   {{- if $hasWorker }}
   - name: shared-memory
     emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory | quote }}}
+  {{- if eq $values.device "cuda" }}
+  - name: kernels
+    {{- if $values.kernelCache.existingClaim }}
+    persistentVolumeClaim: {claimName: {{ $values.kernelCache.existingClaim | quote }}}
+    {{- else }}
+    emptyDir: {sizeLimit: {{ $values.kernelCache.sizeLimit | quote }}}
+    {{- end }}
+  {{- end }}
   {{- end }}
   {{- if and (eq .name "gateway") $root.Values.apiKeys.existingSecret }}
   - name: keys
