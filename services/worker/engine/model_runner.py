@@ -282,8 +282,7 @@ class _Loader:
     @property
     def _window(self) -> int:
         """Tokens that any of them sees; 0: they have no pages of their own."""
-        # What runs through transformers reads all layers' pages by one table.
-        if isinstance(self._checkpoint, TransformersCheckpoint) or not has_window_pool(self._spec, self._is_local):
+        if not has_window_pool(self._spec, self._is_local):
             return 0
         return max(window for window in self._config.windows if window is not None)
 

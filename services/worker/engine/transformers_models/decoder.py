@@ -51,7 +51,7 @@ class TransformersDecoder:
         self._output_type: type | None = None
         self._attention: Sequence[AttentionBackend] = ()
         self._activation_dtype = dtype
-        self._pass: tuple[ForwardBatch, KvPool] | None = None
+        self._pass: tuple[ForwardBatch, ForwardBatch, KvPool] | None = None
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -69,7 +69,8 @@ class TransformersDecoder:
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return what the head makes logits of, [samples, hidden]."""
-        self._pass = batch, pool
+        # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
+        self._pass = batch, batch.in_window(), pool
         try:
             output = self._decoder(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
         finally:
@@ -124,8 +125,9 @@ class TransformersDecoder:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Attend as models ask for it: heads [1, heads, tokens, head_dim] in, [1, tokens, heads, head_dim] out."""
         assert self._pass is not None, "only passes attend"
-        batch, pool = self._pass
+        whole, local, pool = self._pass
         i = self._layer_of[module]
+        batch = whole if self.config.window_of(i) is None else local
         # [tokens, (query_heads + 2 kv_heads) * head_dim]
         qkv = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value)], dim=1)
         attended = self._attention[i].store_and_attend(qkv.to(self._activation_dtype), pool.layers[i], None, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,7 +14,8 @@ from services.worker.engine.torch_engine import TorchEngine
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.worker.engine.driving import random_ids
-from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
+from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,25 +34,33 @@ class EngineWorker(SimulatedWorker):
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
         self._engine.execute(plan, results.append)
+        self._engine.settle(lambda: False)
         return results
 
 
-def load(directory: Path, backend: str, page_size: int, **changes: object) -> tuple[TorchEngine, EngineCapacity]:
+def load(
+    directory: Path, backend: str, page_size: int, device: str = "cpu", **changes: object
+) -> tuple[TorchEngine, EngineCapacity]:
     fields: dict[str, object] = {
         "page_size": page_size, "max_rows": ROWS, "max_step_tokens": 16, "max_context": 128, "device_pages": PAGES,
         "window_pages": POOL, "window_ratio": 0.5, "dtype": "float32", **changes,
     }  # fmt: skip
-    options = RunnerOptions(device="cpu", threads=1, backend=backend)
+    options = RunnerOptions(device=device, threads=1, backend=backend)
     engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
     spec = EngineSpec(str(directory), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
     return engine, engine.configure(spec, lambda _fraction, _stage: None)
 
 
-@pytest.mark.parametrize(("backend", "page_size"), [("torch", 4), ("compiled", 16)])
+@pytest.mark.parametrize(
+    ("model", "backend", "page_size"),
+    # Of the last one nothing but the attention is our own.
+    [(FAMILIES["gemma3"], "torch", 4), (FAMILIES["gemma3"], "compiled", 16), (OTHERS["gemma2"], "torch", 4)],
+    ids=["torch", "compiled", "through transformers"],
+)
 def test_rows_longer_than_the_window_continue_as_transformers_does(
-    backend: str, page_size: int, tmp_path: Path
+    model: tuple[str, dict[str, Any]], backend: str, page_size: int, tmp_path: Path
 ) -> None:
-    save_family(tmp_path, "gemma3")
+    save_model(tmp_path, *model)
     engine, capacity = load(tmp_path, backend, page_size)
     pool = capacity.window_pool
     assert pool is not None
@@ -78,6 +87,32 @@ def test_rows_longer_than_the_window_continue_as_transformers_does(
         assert tokens == expected
         stopped = harness.finishes[f"r{number}", 0].reason is FinishReason.STOP
         assert len(tokens) == 30 or (stopped and tokens[-1] == STOP_ID)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_on_a_gpu_two_pools_give_what_one_gives(head_dim: int, tmp_path: Path) -> None:
+    save_family(tmp_path, "gemma3", head_dim=head_dim)
+    prompts = [random_ids(length, VOCABULARY, seed=length) for length in (60, 90, 5, 41, 1)]
+    outputs = []
+    for window in (0, WINDOW):
+        engine, capacity = load(
+            tmp_path, "gpu", 16, device="cuda", dtype="bfloat16", window_ratio=0.5 if window else 0.0,
+            window_pages=POOL if window else None,
+        )  # fmt: skip
+        assert (capacity.window_pool is not None) == bool(window)
+        # Without reuse the passes are the same, so that all numbers are.
+        harness = Harness(
+            pages=PAGES, page_size=16, max_rows=ROWS, max_context=128, cache="chunk", window=window, window_pool=POOL
+        )
+        harness.worker = EngineWorker(engine)
+        for number, prompt in enumerate(prompts):
+            harness.core.submit(make_request(f"r{number}", prompt, max_tokens=30), 0.0)
+        harness.run()
+        harness.audit()
+        outputs.append(harness.outputs)
+        engine.close()
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize(
