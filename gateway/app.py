@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from common.errors import PandoError
+from common.types import ErrorCode
 from gateway.api import (
     administration,
     chat,
@@ -25,7 +26,7 @@ from gateway.api import (
 from gateway.api.schema import describe
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
-from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, RequestContext
+from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, REFUSAL, RequestContext
 from gateway.quotas.quotas import LimitedError
 from gateway.schemas.anthropic import MessagesBody
 from gateway.schemas.chat import ChatCompletionBody
@@ -39,6 +40,13 @@ from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, Token
 if TYPE_CHECKING:
     from gateway.api.context import Context
 
+# Errors that are refusals, by what metrics call them.
+REFUSALS = {
+    ErrorCode.QUEUE_FULL: "queue_full",
+    ErrorCode.UNAVAILABLE: "unavailable",
+    ErrorCode.UNAUTHENTICATED: "unauthenticated",
+    ErrorCode.PERMISSION_DENIED: "permission_denied",
+}
 BODIES = (
     ChatCompletionBody,
     CompletionBody,
@@ -77,6 +85,9 @@ async def _on_pando_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PandoError)
     if isinstance(error, LimitedError):
         request.scope[EXTRA_HEADERS].extend(error.headers)
+    cause = "limit" if isinstance(error, LimitedError) else REFUSALS.get(error.code)
+    if cause is not None:
+        request.scope[REFUSAL] = cause
     return error_response(error)
 
 

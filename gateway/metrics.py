@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+# Tenants that metrics tell apart.
+MOST_TENANTS = 100
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
 
@@ -62,6 +64,13 @@ class GatewayMetrics:
         self.aborts = Counter(
             "pando_gateway_aborts_total", "Requests ended before their finish.", ["cause"], registry=registry
         )
+        self.refusals = Counter(
+            "pando_gateway_refusals_total",
+            "Requests that were not taken, as limits were reached or nobody may ask for it.",
+            ["tenant", "cause"],
+            registry=registry,
+        )
+        self._tenants = FewLabels(MOST_TENANTS)
         self.resumptions = Counter(
             "pando_gateway_resumptions_total", "Choices submitted again after a failure.", ["model"], registry=registry
         )
@@ -72,9 +81,33 @@ class GatewayMetrics:
             registry=registry,
         )
 
+    def refuse(self, tenant: str | None, cause: str) -> None:
+        """Count a request that was not taken; nobody's is one without a credential that is known."""
+        self.refusals.labels("" if tenant is None else self._tenants.of(tenant), cause).inc()
+
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class FewLabels:
+    """Keeps a label to few values: those seen first, and OTHER for all that come after."""
+
+    OTHER = "other"
+
+    def __init__(self, limit: int) -> None:
+        """Keep `limit` values apart."""
+        self._limit = limit
+        self._seen: set[str] = set()
+
+    def of(self, value: str) -> str:
+        """Return the label that `value` gets."""
+        if value in self._seen:
+            return value
+        if len(self._seen) >= self._limit:
+            return self.OTHER
+        self._seen.add(value)
+        return value
 
 
 class Pace:

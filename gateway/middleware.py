@@ -27,6 +27,9 @@ QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 CLIENT_GONE_STATUS = 499
 # Where in the scope of a request stand headers that its answer shall have, whatever becomes of it.
 EXTRA_HEADERS = "pando.headers"
+# Where stands whose request it is, once that is known; and why it was refused, if it was.
+TENANT = "pando.tenant"
+REFUSAL = "pando.refusal"
 
 
 class RequestContext:
@@ -65,6 +68,8 @@ class RequestContext:
         status = exchange.status or CLIENT_GONE_STATUS
         self._metrics.requests.labels(route, str(status)).inc()
         self._metrics.request_seconds.labels(route).observe(seconds)
+        if REFUSAL in scope:
+            self._metrics.refuse(scope.get(TENANT), scope[REFUSAL])
         log = self._log.debug if route in QUIET_ROUTES else self._log.info
         log(
             "request.finished",

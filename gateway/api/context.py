@@ -12,6 +12,7 @@ from common.requests import GenerateRequest
 from common.types import RequestId
 from gateway.body import read_object
 from gateway.estimates import announced_tokens
+from gateway.middleware import TENANT
 from gateway.piecewise import PiecewiseDelivery
 from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
@@ -67,7 +68,9 @@ class Context:
         Raises:
             UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
         """
-        return await self.identity.caller(request.headers, request.client.host if request.client else None)
+        caller = await self.identity.caller(request.headers, request.client.host if request.client else None)
+        request.scope[TENANT] = caller.tenant
+        return caller
 
     async def admin(self, request: Request) -> Caller:
         """Return whose request this is, if that one may administrate.

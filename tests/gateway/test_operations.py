@@ -8,6 +8,7 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from common.errors import UnavailableError
+from gateway.metrics import FewLabels
 from gateway.trace import TRACEPARENT, trace_of
 from tests.gateway.support import HELLO, gateway_saying
 
@@ -149,3 +150,18 @@ def test_malformed_trace_begins_a_new_one(given: str) -> None:
     assert TRACEPARENT.fullmatch(trace.traceparent)
     assert "0af7651916cd43dd8448eb211c80319c" not in trace.traceparent
     assert trace.tracestate is None
+
+
+async def test_refusals_are_counted_by_tenant_and_cause() -> None:
+    gateway = gateway_saying("x")
+    for cause in ("limit", "queue_full"):
+        gateway.metrics.refuse("acme", cause)
+    gateway.metrics.refuse(None, "unauthenticated")
+    text = (await gateway.get("/metrics")).text
+    assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in text
+    assert 'pando_gateway_refusals_total{cause="unauthenticated",tenant=""} 1.0' in text
+
+
+def test_the_number_of_labels_is_bounded() -> None:
+    labels = FewLabels(2)
+    assert [labels.of(name) for name in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
