@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # A JSON object of somebody else's making; what is read from it is checked where it is read.
 JsonObject = dict[str, Any]
 
+# Of families whose files leave out what is as in `transformers`.
+_UNSTATED_CONTEXTS: Final = {"gemma3": 131_072, "gemma3_text": 131_072}
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
@@ -65,12 +67,12 @@ def read_json(path: Path) -> JsonObject:
 
 
 def context_length(config: JsonObject) -> int | None:
-    """Return the context length that a config.json states, if it states one."""
+    """Return the context length that a config.json states, or that its family has unless it does; None: neither."""
     for source in (config, config.get("text_config") or {}):
         for key in _CONTEXT_KEYS:
             if isinstance(source.get(key), int):
                 return int(source[key])
-    return None
+    return _UNSTATED_CONTEXTS.get(str(config.get("model_type")))
 
 
 def embedding_traits(path: Path, config: JsonObject) -> EmbeddingTraits:

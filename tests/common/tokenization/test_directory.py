@@ -99,6 +99,11 @@ def test_limits_of_a_nested_text_model_are_found(directory: Path) -> None:
     assert (model.max_context_tokens, model.vocabulary_size) == (77, 50_000)
 
 
+def test_a_family_may_leave_its_usual_context_out(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"hidden_size": 2560}}))
+    assert load(directory).max_context_tokens == 131_072
+
+
 def test_the_template_file_wins_over_the_config(directory: Path) -> None:
     edit(directory / "tokenizer_config.json", chat_template="from the config")
     assert load(directory).chat_templates == {"default": "from the file"}
