@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ GOOD: dict[str, dict[str, Any]] = {
         "n": 2,
         "logprobs": 1,
         "stop_regex": "a+",
+        "echo": True,
+        "prompt_logprobs": 1,
+        "bad_words": ["b"],
+        "allowed_token_ids": [97, 98, 99],
     },
     "/v1/responses": {
         "model": "tiny",
@@ -41,7 +46,12 @@ GOOD: dict[str, dict[str, Any]] = {
         "stream": True,
     },
     "/v1/messages": {"model": "tiny", "max_tokens": 2, "messages": HELLO, "tools": [{"name": "f", "input_schema": {}}]},
-    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": "a"}, "return_logprob": True},
+    "/generate": {
+        "text": "a",
+        "sampling_params": {"max_new_tokens": 2, "stop": "a"},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    },
     "/v1/embeddings": {
         "model": "tiny",
         "input": ["a", "b"],
@@ -176,6 +186,60 @@ async def send(port: int, content: bytes, *, is_short: bool = False, patience_s:
         return b""
     finally:
         writer.close()
+
+
+async def loiter(port: int, seed: int, until: asyncio.Event, *, lanes: int = 8) -> int:
+    """Open connections as bad clients do, until an event; return how many there were.
+
+    Some say nothing, some send a byte now and then, some close one direction in the middle, some never read.
+    """
+    opened = 0
+
+    async def run(lane: int) -> None:
+        nonlocal opened
+        generator = random.Random(seed * 1000 + lane)
+        while not until.is_set():
+            try:
+                await _loiter_once(port, generator, until)
+            except OSError:
+                await asyncio.sleep(0.1)
+            opened += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for lane in range(lanes):
+            tasks.create_task(run(lane))
+    return opened
+
+
+async def _loiter_once(port: int, generator: random.Random, until: asyncio.Event) -> None:
+    body = dump({**GOOD["/v1/completions"], "stream": True, "max_tokens": 500, "ignore_eos": True})
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        patience = generator.uniform(0.5, 6.0)
+        match generator.randrange(5):
+            case 0:
+                pass
+            case 1:
+                for place in range(generator.randrange(5, 60)):
+                    writer.write(whole[place : place + 1])
+                    await asyncio.sleep(0.05)
+            case 2:
+                writer.write(whole[: generator.randrange(len(whole))])
+                writer.write_eof()
+            case 3:
+                # Nothing is ever read of the stream.
+                writer.write(whole)
+            case _:
+                writer.write(whole)
+                await asyncio.sleep(generator.uniform(0.0, 0.3))
+                writer.transport.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await until.wait()
+    finally:
+        writer.transport.abort()
 
 
 async def fuzz(
