@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 RPC_SECONDS = Histogram(
     "pando_rpc_seconds", "Duration of unary calls and of streams, as the server saw it.", ["method", "status"]
 )
 RPC_TOTAL = Counter("pando_rpc_total", "Calls and streams that ended, as the server saw it.", ["method", "status"])
+MODEL_INFO = Gauge(
+    "pando_model_info",
+    "1 for the model that this process serves; join it with its other metrics.",
+    ["model"],
+)
 
 
 def start_metrics_server(port: int) -> None:

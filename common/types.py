@@ -258,6 +258,7 @@ class ScheduleRequest:
     # The conversation it belongs to, within its principal.
     session: str | None = None
     turn: SessionTurn | None = None
+    max_context_tokens: int | None = None
     # Set: the prompt is embedded, and nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -318,6 +318,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         trace=trace_to_wire(request.trace),
         session=request.session,
         turn=turn_to_wire(request.turn),
+        max_context_tokens=request.max_context_tokens,
         pooling=pooling_to_wire(request.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(request.prompt_logprobs),
     )
@@ -352,6 +353,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         trace=trace_from_wire(message.trace),
         session=session_from_wire(message),
         turn=turn_from_wire(message),
+        max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
     )

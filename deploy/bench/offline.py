@@ -116,14 +116,16 @@ def find_ring(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
     """Return the addresses of scheduler and detokenizer, and the model's name.
 
     Raises:
-        ConfigurationError: they are not given, and not exactly one deployment runs here.
+        ConfigurationError: they are not given, and not exactly one deployment runs here, or it serves several models.
     """
     if arguments.scheduler and arguments.detokenizer:
         return (arguments.scheduler, arguments.detokenizer), arguments.model or "unknown"
     if arguments.scheduler or arguments.detokenizer:
         raise ConfigurationError("give both --scheduler and --detokenizer, or neither")
     state = find_state(port=arguments.port)
-    return (state.address_of("scheduler"), state.address_of("detokenizer")), arguments.model or state.model
+    model = arguments.model if len(state.models) > 1 else None
+    addresses = (state.address_of("scheduler", model), state.address_of("detokenizer", model))
+    return addresses, arguments.model or state.model
 
 
 async def _measure(

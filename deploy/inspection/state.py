@@ -35,6 +35,8 @@ def _show(connection: Connection, *, include_requests: bool) -> None:
     if state.HasField("host_tier"):
         connection.console.print(traffic(state))
         connection.console.print(load_cost(state.host_tier.load_cost))
+    if state.sessions:
+        connection.console.print(sessions(state))
     if include_requests:
         connection.console.print(requests(state))
 
@@ -102,6 +104,25 @@ def load_cost(cost: scheduler_pb2.LoadCost) -> str:
         f"{cost.load_bytes_per_s / 1e9:.2f} GB/s, {cost.bytes_per_token:,} bytes per token, "
         f"{cost.load_latency_s * 1e3:.1f} ms until it is seen)"
     )
+
+
+def sessions(state: scheduler_pb2.GetStateResponse) -> Table:
+    """Return the open sessions, oldest first; whose they are and their names are an administrator's to see."""
+    table = Table(title="open sessions", title_justify="left")
+    for name in ("user", "session", "holds", "of tokens", "turns", "running", "ends in"):
+        table.add_column(name, justify="left" if name in ("user", "session") else "right")
+    for session in state.sessions:
+        whose = f"{session.principal.tenant}/{session.principal.user}" if session.HasField("principal") else ""
+        table.add_row(
+            whose or session.fingerprint,
+            session.session,
+            f"{session.pinned_tokens:,}",
+            f"{session.capacity_tokens:,}",
+            f"{session.turns:,}",
+            f"{session.open_requests:,}",
+            "" if session.open_requests else f"{session.expires_in_ms / 1000:.0f} s",
+        )
+    return table
 
 
 def requests(state: scheduler_pb2.GetStateResponse) -> Table:

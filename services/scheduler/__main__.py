@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
@@ -34,6 +35,7 @@ HEALTH_INTERVAL_S = 0.1
 def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
+    MODEL_INFO.labels(settings.model.name).set(1)
     run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler.metrics_port)
 
 

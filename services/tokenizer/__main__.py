@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.security import read_security
@@ -48,6 +49,7 @@ def main() -> None:
     settings = load_settings("python -m services.tokenizer", "Chat templates, text to token ids, request validation.")
     # The tokenizers library sizes its own thread pool by this, when it first encodes.
     os.environ.setdefault("RAYON_NUM_THREADS", str(settings.tokenizer.threads))
+    MODEL_INFO.labels(settings.model.name).set(1)
     run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer.metrics_port)
 
 

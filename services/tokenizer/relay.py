@@ -277,6 +277,7 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
         trace=request.trace,
         session=request.session,
         turn=request.turn,
+        max_context_tokens=request.max_context_tokens,
         prompt_logprobs=request.prompt_logprobs,
         pooling=request.pooling,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from common.types import (
     Resume,
     SamplingParams,
     ScheduleRequest,
+    SessionTurn,
     StopConditions,
     SubscriberId,
     TokenLogprob,
@@ -89,7 +92,15 @@ prompt_logprobs = st.builds(
     PromptLogprobs, start=COUNT, top=st.integers(0, 20), token_ids=st.lists(TOKEN, max_size=3).map(tuple)
 )
 traces = st.builds(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES)
-schedule_requests = st.builds(
+turns = st.builds(
+    SessionTurn,
+    name=NAMES,
+    after=st.none() | NAMES,
+    offset=st.none() | st.integers(-1000, 1000).filter(bool),
+    drop_previous_output=st.booleans(),
+    replace=st.booleans(),
+)
+single_requests = st.builds(
     ScheduleRequest,
     request_id=NAMES.map(RequestId),
     principal=principals,
@@ -107,4 +118,9 @@ schedule_requests = st.builds(
     prompt_logprobs=st.none() | prompt_logprobs,
     session=st.none() | NAMES,
     pooling=st.none() | st.sampled_from(Pooling),
+    max_context_tokens=st.none() | COUNT,
+)
+# Only a session has turns.
+schedule_requests = single_requests | st.builds(
+    lambda request, session, turn: replace(request, session=session, turn=turn), single_requests, NAMES, turns
 )

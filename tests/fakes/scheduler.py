@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves `Submit` only."""
+    """Serves `Submit`, and knows who opened a session here."""
 
     def __init__(self) -> None:
         self.messages: list[scheduler_pb2.SchedulerSubmitRequest] = []
         # Set to False to leave requests unanswered.
         self.answers = True
         self.rejection: common_pb2.RequestError | None = None
+        self.sessions: set[tuple[str, str]] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -50,6 +51,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                         for schedule in message.schedules
                     ]
                 )
+
+    async def OpenSession(
+        self, request: common_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.OpenSessionResponse:
+        self.sessions.add((request.principal.user, request.session))
+        return common_pb2.OpenSessionResponse(capacity_tokens=request.capacity_tokens or 96, timeout_ms=1000)
+
+    async def CloseSession(
+        self, request: common_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.CloseSessionResponse:
+        session = request.principal.user, request.session
+        was_open = session in self.sessions
+        self.sessions.discard(session)
+        return common_pb2.CloseSessionResponse(was_open=was_open)
 
     async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 10.0) -> None:
         """Wait until `condition` holds for what has been received."""

@@ -157,7 +157,7 @@ class SchedulerCore:
         if request.resume is not None and request.n != 1:
             raise InvalidRequestError("a resumed request has exactly one choice", param="n")
         known = len(request.token_ids) + (len(request.resume.token_ids) if request.resume else 0)
-        limit = min(self.config.max_context, self.config.capacity_tokens)
+        limit = self._context_of(request)
         if request.pooling is None and known >= limit:
             raise ContextLengthError(
                 f"the prompt has {known} tokens, but at most {limit - 1} fit beside one token of output", param="prompt"
@@ -167,7 +167,7 @@ class SchedulerCore:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
 
     def _new_sequence(self, request: ScheduleRequest, index: int, leader: Sequence | None, now: float) -> Sequence:
-        limit = min(self.config.max_context, self.config.capacity_tokens)
+        limit = self._context_of(request)
         if request.pooling is not None:
             limit = len(request.token_ids)
         elif request.stop.max_tokens is not None:
@@ -180,6 +180,11 @@ class SchedulerCore:
         if request.prompt_logprobs is not None and leader is None:
             sequence.scoring = PromptScoring(request.prompt_logprobs, request.token_ids)
         return sequence
+
+    def _context_of(self, request: ScheduleRequest) -> int:
+        """Return how many tokens prompt and output may have together."""
+        limit = min(self.config.max_context, self.config.capacity_tokens)
+        return limit if request.max_context_tokens is None else min(limit, request.max_context_tokens)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request by its exact id, if it is open; return whether it was."""

@@ -73,6 +73,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         open_request = scheduler_pb2.RequestState(request_id="abc", phase="DECODE", prompt_tokens=12, age_ms=1_500)
         return scheduler_pb2.GetStateResponse(
             worker_group="READY",
+            sessions=[
+                scheduler_pb2.SessionState(fingerprint="00ff", capacity_tokens=4_096, pinned_tokens=1_232, turns=3),
+                scheduler_pb2.SessionState(principal=OWNER, session="chat", open_requests=1),
+            ],
             running_rows=5,
             max_rows=64,
             page_size_tokens=16,
@@ -141,6 +145,17 @@ def test_state_shows_rows_pages_and_open_requests(
     shown = capsys.readouterr().out
     for text in ("READY", "5 of 64", "1,000", "700", "abc#0", "1.5 s"):
         assert text in shown
+
+
+def test_state_shows_sessions_as_far_as_the_scheduler_tells(
+    scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["state", "--scheduler", scheduler[1]]) == 0
+    shown = capsys.readouterr().out
+    assert "open sessions" in shown
+    stranger, known = (next(line for line in shown.splitlines() if word in line) for word in ("00ff", "acme/ann"))
+    assert all(word in stranger for word in ("1,232", "4,096", "3"))
+    assert "chat" in known
 
 
 def test_tree_hangs_children_below_their_parents(

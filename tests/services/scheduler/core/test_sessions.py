@@ -330,3 +330,20 @@ def test_what_may_not_be_cached_is_not_held() -> None:
     harness.core.submit(replace(request, session="chat"), 0.0)
     harness.run()
     assert pinned(harness) == [0]
+
+
+def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
+    harness = harness_with()
+    open_session(harness)
+    for name, after in (("one", None), ("two", "one")):
+        request = make_request(name, FIRST, max_tokens=None)
+        turn = SessionTurn(name, after=after)
+        request = replace(request, session="chat", turn=turn, max_context_tokens=30)
+        rejected = harness.core.submit(request, 0.0).rejected
+        harness.run()
+        if after is None:
+            assert rejected is None
+            assert len(whole(harness, name, FIRST)) == 30
+        else:
+            assert rejected is not None
+            assert rejected.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED

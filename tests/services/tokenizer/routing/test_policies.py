@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.types import Principal
 from services.tokenizer.routing.policies import (
     FREE_LOAD,
     Candidate,
@@ -18,7 +19,9 @@ from services.tokenizer.routing.policies import (
     PrefixAware,
     RoundRobin,
     affinity_key,
+    favourite,
     make_policy,
+    session_key,
 )
 from tests.services.tokenizer.routing.requests import schedule
 
@@ -103,3 +106,12 @@ def test_ids_of_any_integer_type_have_one_key() -> None:
 def test_every_policy_of_the_settings_is_there() -> None:
     kinds = [type(make_policy(name, 1.25)) for name in ("round_robin", "least_loaded", "prefix_aware")]
     assert kinds == [RoundRobin, LeastLoaded, PrefixAware]
+
+
+def test_sessions_of_one_name_are_apart_for_different_users_and_move_only_with_their_group() -> None:
+    names = ["a", "b", "c"]
+    keys = {session_key(Principal("acme", user), session) for user in ("ann", "bob") for session in ("s", "t")}
+    assert len(keys) == 4
+    many = [session_key(Principal("acme", f"user-{number}"), "chat") for number in range(200)]
+    homes = {key: favourite(key, names) for key in many}
+    assert all(homes[key] == favourite(key, ["a", "b"]) for key in many if homes[key] != "c")
