@@ -96,30 +96,33 @@ class Transformer:
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
         hidden = self._embed(batch.token_ids)
+        layers = self._weights.layers
+        normed = self._kernels.rms_norm(hidden, layers[0].input_norm, self._epsilon)
+        # What normalises the residual stream behind each layer.
+        following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
         # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
-        *inner, last = zip(self._weights.layers, self._attention, pool.layers, views, strict=True)
-        for layer, attention, kv, view in inner:
-            attended = attention.store_and_attend(self._project(layer, hidden), kv, layer.head_norms, view)
-            self._finish_layer(layer, hidden, attended)
-        layer, attention, kv, view = last
-        projected = self._project(layer, hidden)
+        *inner, last = zip(layers, self._attention, pool.layers, views, following, strict=True)
+        for layer, attention, kv, view, next_norm in inner:
+            attended = attention.store_and_attend(layer.qkv(normed), kv, layer.head_norms, view)
+            normed = self._finish_layer(layer, hidden, attended, next_norm)
+        layer, attention, kv, view, next_norm = last
+        projected = layer.qkv(normed)
         if batch.sample_indices.shape[0] == 0:
             attention.store(projected, kv, layer.head_norms, view)
             return hidden[:0]
         sampled = sampled_rows(view)
         if sampled is None:
             attended = attention.store_and_attend(projected, kv, layer.head_norms, view)
-            self._finish_layer(layer, hidden, attended)
+            normed = self._finish_layer(layer, hidden, attended, next_norm)
             # A pass that only decodes samples every token.
-            hidden = hidden if batch.decode_rows == hidden.shape[0] else hidden[batch.sample_indices]
-        else:
-            # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
-            hidden = hidden[batch.sample_indices]
-            queries = attention.store(projected, kv, layer.head_norms, view)
-            self._finish_layer(layer, hidden, attention.attend(queries[batch.sample_indices], kv, sampled))
-        return self._kernels.rms_norm(hidden, self._weights.output_norm, self._epsilon)
+            return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
+        # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
+        hidden = hidden[batch.sample_indices]
+        queries = attention.store(projected, kv, layer.head_norms, view)
+        attended = attention.attend(queries[batch.sample_indices], kv, sampled)
+        return self._finish_layer(layer, hidden, attended, next_norm)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._look_up(token_ids)
@@ -133,25 +136,33 @@ class Transformer:
         rows = self._weights.embedding[(token_ids - mine.start) * is_mine].to(self._kernels.activation_dtype)
         return self._group.sum(rows * is_mine[:, None])
 
-    def _project(self, layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
-        return layer.qkv(self._kernels.rms_norm(hidden, layer.input_norm, self._epsilon))
+    def _finish_layer(
+        self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Add what attention and feed-forward of `layer` contribute to the residual stream `hidden`, in place.
 
-    def _finish_layer(self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> None:
-        """Add what attention and feed-forward of `layer` contribute to the residual stream `hidden`, in place."""
+        Returns it normalised by `next_norm`.
+        """
         after_attention, after_feed_forward = layer.output_norms or (None, None)
-        self._add(layer.attention_output, attended, hidden, after_attention)
-        normed = self._kernels.rms_norm(hidden, layer.feed_forward_norm, self._epsilon)
-        self._add(layer.feed_forward, normed, hidden, after_feed_forward)
+        normed = self._add(layer.attention_output, attended, hidden, after_attention, layer.feed_forward_norm)
+        return self._add(layer.feed_forward, normed, hidden, after_feed_forward, next_norm)
 
     def _add(
-        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None
-    ) -> None:
+        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None,
+        next_norm: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Add what `part` makes of `inputs`, normalised by `norm` if given; return the stream behind `next_norm`."""
         if norm is not None:
             hidden += self._kernels.rms_norm(self._group.sum(part(inputs)), norm, self._epsilon)
         elif self._group.world_size == 1:
             part.add_to(inputs, hidden)
         else:
-            hidden += self._group.sum(part(inputs))
+            partial = part(inputs)
+            normed = self._group.try_add_sum(partial, hidden, next_norm, self._epsilon)
+            if normed is not None:
+                return normed
+            hidden += self._group.sum(partial)
+        return self._kernels.rms_norm(hidden, next_norm, self._epsilon)
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:

@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from services.worker.engine.kernels.gpu.rank_sums import RankSums
     from services.worker.engine.parallel.shards import Span
 
 log = logging.getLogger(__name__)
@@ -29,12 +30,20 @@ log = logging.getLogger(__name__)
 # Sums beyond the largest size are left to NCCL, which has the bandwidth.
 SIZES = tuple(1 << exponent for exponent in range(12, 24))  # 4 KiB to 8 MiB
 _TYPES = (torch.bfloat16, torch.float32)
+# What one rank reads of the others' in a sum that is joined to what follows; with more, two stages read less.
+_MOST_READ = 8 * 1024**2
+_MOST_ROWS = 1024
 # Ranks for which the programs that sum in two stages were compiled.
 _TWO_STAGE_RANKS = (2, 4, 8)
 # What all of them read and write at once.
 _ALIGNMENT = 16
 _CALLS, _REPLAYS = 20, 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+# One entry for each time that this process has met others. Torch numbers what ranks tell each other from the start of
+# the process, whoever the others are, so that processes of different histories would wait for each other for ever.
+_MEETINGS: list[int] = []
 
 
 class Method(Enum):
@@ -49,9 +58,10 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """What ranks will exchange: activations and logits of `dtype`, logits [up to rows, vocabulary]."""
+    """What ranks will exchange: activations [tokens, hidden] and logits [up to rows, vocabulary] of `dtype`."""
 
     dtype: torch.dtype
+    hidden: int
     rows: int
     vocabulary: int
 
@@ -65,17 +75,27 @@ class SymmetricMemory:
         Raises:
             RuntimeError: the devices cannot reach each other's memory.
         """
-        import torch.distributed._symmetric_memory as symmetric  # not there in torch builds without distributed
-
         self._rank = rank
         self._world_size = world_size
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # the group exists by now
-        self._sums = symmetric.empty(SIZES[-1] // shape.dtype.itemsize, dtype=shape.dtype, device=device)
-        symmetric.rendezvous(self._sums, self._name)
-        self._logits = symmetric.empty(shape.rows * shape.vocabulary, dtype=shape.dtype, device=device)
-        self._logits_handle = symmetric.rendezvous(self._logits, self._name)
+        self._device = device
+        # Nobody else keeps the others' memory mapped.
+        self._handles: list[Any] = []
+        self._sums = self._allocate(SIZES[-1] // shape.dtype.itemsize, shape.dtype)
+        self._logits = self._allocate(shape.rows * shape.vocabulary, shape.dtype)
+        self._logits_handle = self._handles[-1]
+        self._joined_rows, self._joined = self._make_joined(shape)
         self._methods = self._choose(device)
-        log.info("symmetric_memory.measured sums=%s", describe(self._methods))
+        log.info("symmetric_memory.measured sums=%s joined_rows=%d", describe(self._methods), self._joined_rows)
+
+    def try_add_sum(
+        self, partial: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor | None:
+        """Do what `RankGroup.try_add_sum` says where that is the fastest way."""
+        fits = hidden.shape[0] <= self._joined_rows and hidden.is_contiguous() and partial.is_contiguous()
+        if not fits or {partial.dtype, hidden.dtype} != {self._sums.dtype}:
+            return None
+        return self._joined.add(partial, hidden, weight, epsilon)
 
     def try_sum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return `tensor` summed over all ranks, perhaps in place, or None where NCCL is to do it."""
@@ -85,19 +105,20 @@ class SymmetricMemory:
         return self._sum(self._methods[bisect.bisect_left(SIZES, size)], tensor)
 
     def try_gather_columns(self, part: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor | None:
-        """Write the parts of all ranks into rank 0's memory, which is returned there; see `RankGroup.gather_columns`.
-
-        The result is overwritten by the next call. That none begins before rank 0 has read it is left to the passes:
-        between two of these calls all ranks meet in a sum, which rank 0 launches behind what reads the result.
-        """
+        """Write the parts of all ranks into rank 0's memory; see `RankGroup.gather_columns`."""
         rows, width = part.shape[0], spans[-1].stop
         if part.dtype != self._logits.dtype or rows * width > self._logits.numel():
             return None
         logits = self._logits if self._rank == 0 else self._logits_handle.get_buffer(0, self._logits.shape, part.dtype)
         whole = logits[: rows * width].view(rows, width)
+        # Rank 0 may still read what was gathered before.
+        self._logits_handle.barrier()
         whole[:, spans[self._rank].scaled(1)] = part
         self._logits_handle.barrier()
-        return whole if self._rank == 0 else part.new_empty(0, width)
+        if self._rank != 0:
+            return part.new_empty(0, width)
+        # A captured pass uses its logits before the next one is launched; nobody knows how long others keep theirs.
+        return whole if torch.cuda.is_current_stream_capturing() else whole.clone()
 
     def _sum(self, method: Method, tensor: torch.Tensor) -> torch.Tensor | None:
         if method is Method.NCCL:
@@ -109,6 +130,40 @@ class SymmetricMemory:
         shared.copy_(tensor)
         torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, tensor)
         return tensor
+
+    def _make_joined(self, shape: ExchangeShape) -> tuple[int, RankSums]:
+        """Return what sums, adds and normalises at once, and for how many tokens; none if it does not do it right."""
+        # Only here: the CPU does without Triton.
+        from services.worker.engine.kernels.gpu.rank_sums import RankSums
+
+        row_bytes = shape.hidden * shape.dtype.itemsize
+        rows = min(_MOST_ROWS, _MOST_READ // ((self._world_size - 1) * row_bytes))
+        turns = []
+        for _ in range(2):
+            memory = self._allocate(rows * shape.hidden, shape.dtype)
+            turns.append((memory, self._addresses()))
+        pads = self._allocate(rows * self._world_size, torch.int32)
+        pads.zero_()
+        self._logits_handle.barrier()
+        torch.cuda.synchronize(self._device)
+        joined = RankSums(self._rank, turns, (pads, self._addresses()), rows)
+        is_right = torch.tensor([joined.check(shape.hidden, shape.dtype)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(is_right, op=dist.ReduceOp.MIN)
+        if not is_right.item():
+            log.warning("Ranks sum, add and normalise in steps, slower: doing so at once gave wrong results here")
+        return rows * int(is_right.item() and row_bytes % _ALIGNMENT == 0), joined
+
+    def _allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that the others map, as many elements on every rank."""
+        import torch.distributed._symmetric_memory as symmetric  # not there in torch builds without distributed
+
+        memory = symmetric.empty(elements, dtype=dtype, device=self._device)
+        self._handles.append(symmetric.rendezvous(memory, self._name))
+        return memory
+
+    def _addresses(self) -> torch.Tensor:
+        """Return where the memory that was allocated last lies on each rank."""
+        return torch.tensor(self._handles[-1].buffer_ptrs, dtype=torch.int64, device=self._device)
 
     def _choose(self, device: torch.device) -> tuple[Method, ...]:
         """Return the fastest method for each of `SIZES`: the same on all ranks, whose slowest counts."""
@@ -134,13 +189,14 @@ def join_symmetric_memory(
     rank: int, world_size: int, shape: ExchangeShape, device: torch.device
 ) -> SymmetricMemory | None:
     """Return the ranks' shared memory, or None where they cannot have it; all ranks call this at the same time."""
-    if not (device.type == "cuda" and shape.dtype in _TYPES and _share_a_host(world_size)):
+    if not (device.type == "cuda" and shape.dtype in _TYPES and _can_meet(world_size)):
         return None
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    _MEETINGS.append(1)
     made: SymmetricMemory | None = None
     try:
         made = SymmetricMemory(rank, world_size, shape, device)
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, AttributeError) as error:
         log.warning("Ranks exchange over NCCL alone, slower at small sizes: %s", error)
     has_all = torch.tensor([made is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_all, op=dist.ReduceOp.MIN)
@@ -153,11 +209,15 @@ def describe(methods: Sequence[Method]) -> str:
     return ", ".join(f"{methods[i].value} to {SIZES[i] >> 10} KiB" for i in ends)
 
 
-def _share_a_host(world_size: int) -> bool:
-    hosts: list[object] = [None] * world_size
+def _can_meet(world_size: int) -> bool:
+    """Return whether all ranks are on one host, and none has met others before; they come to the same answer."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
-    dist.all_gather_object(hosts, (socket.gethostname(), boot))
-    return len(set(hosts)) == 1
+    ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(ranks, (socket.gethostname(), boot, len(_MEETINGS)))
+    if any(meetings for _, _, meetings in ranks):
+        log.warning("Ranks that meet anew exchange over NCCL alone, slower at small sizes, until they are started anew")
+        return False
+    return len({(host, boot) for host, boot, _ in ranks}) == 1
 
 
 def _graph_time(run: Callable[[], None]) -> float:

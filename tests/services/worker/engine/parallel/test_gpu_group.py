@@ -14,27 +14,57 @@ from services.worker.engine.parallel.group import DistributedGroup, join_group
 from services.worker.engine.parallel.shards import split_evenly
 from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShape, Method
 from tests.services.worker.engine.driving import Driver, random_ids
+from tests.services.worker.engine.parallel.ranks import Ranks
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
-
-    from tests.services.worker.engine.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 WORLD = 2
-VOCABULARY, ROWS = 10, 4
+VOCABULARY, ROWS, HIDDEN = 10, 4, 96
 # Sums of every method, and some that only NCCL makes: too many, of odd size.
 ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Ranks]:
+    """Processes that have not met yet: only these share memory."""
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
 
 
 def join(rank: int, rendezvous: str) -> DistributedGroup:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, ROWS, VOCABULARY))
+    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, HIDDEN, ROWS, VOCABULARY))
     assert isinstance(group, DistributedGroup)
     return group
+
+
+def add_sums(group: DistributedGroup, rank: int) -> tuple[list[torch.Tensor], list[bool]]:
+    """Join some partial sums to a residual stream; return it after each, and whether it and its norm are right."""
+    streams, are_right = [], []
+    weight = torch.full((HIDDEN,), 0.5, device=f"cuda:{rank}").bfloat16()
+    for call, tokens in enumerate((1, 700, 5, 1, 64, 64, 700)):
+        generator = torch.Generator().manual_seed(call)
+        parts = torch.randn(WORLD, tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
+        hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
+        expected = hidden.float() + parts.float().sum(0)
+        normed = group.try_add_sum(parts[rank].contiguous(), hidden, weight, 1e-6)
+        if normed is None:
+            return [], [group._shared is None]
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * 0.5
+        are_right += [
+            torch.allclose(wide, expected, atol=5e-2, rtol=1e-2),
+            torch.allclose(normed.float(), scaled, atol=2e-2, rtol=1e-2),
+        ]
+        streams.append(hidden.cpu())
+    return streams, are_right
 
 
 def part(elements: int, rank: int) -> torch.Tensor:
@@ -58,7 +88,7 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     for rows in (1, ROWS, ROWS + 3):
         mine = columns[spans[rank].scaled(1)] + 10 * torch.arange(rows, device=f"cuda:{rank}")[:, None]
         gathered.append(group.gather_columns(mine.bfloat16(), spans).cpu())
-        group.sum(torch.ones(8, device=f"cuda:{rank}").bfloat16())
+    streams, are_right = add_sums(group, rank)
     given = part(5120, rank)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -66,8 +96,13 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     for _ in range(3):
         graph.replay()
     captured = torch.equal(summed, expected[5120])
+    # NCCL ends a group only after the graphs that use it.
+    del graph
     group.close()
-    return {"sums": sums, "methods": methods, "gathered": gathered, "captured": captured}
+    return {
+        "sums": sums, "methods": methods, "gathered": gathered, "captured": captured, "streams": streams,
+        "are_right": are_right, "shares": shared is not None and shared._joined_rows > 0,
+    }  # fmt: skip
 
 
 def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor:
@@ -83,21 +118,27 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Te
     return logits
 
 
-def test_ranks_on_gpus_exchange_what_they_hold(ranks: Ranks) -> None:
-    first, second = ranks.run(exchange, WORLD)
+@pytest.mark.parametrize("meetings", [1, 2])
+def test_ranks_on_gpus_exchange_what_they_hold(meetings: int, fresh_ranks: Ranks) -> None:
+    for _ in range(meetings):
+        first, second = fresh_ranks.run(exchange, WORLD)
+    shares = meetings == 1 and torch.cuda.can_device_access_peer(0, 1)
     for result in (first, second):
+        assert result["shares"] == shares
         assert all(result["sums"]), result["sums"]
         assert all(result["methods"]), result["methods"]
         assert result["captured"]
+        assert all(result["are_right"]), result["are_right"]
+    assert all(torch.equal(one, other) for one, other in zip(first["streams"], second["streams"], strict=True))
     for rows, whole in zip((1, ROWS, ROWS + 3), first["gathered"], strict=True):
         assert torch.equal(whole, (torch.arange(VOCABULARY) + 10 * torch.arange(rows)[:, None]).bfloat16())
     assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
 
 
-def test_two_gpus_compute_what_one_computes(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_gpus_compute_what_one_computes(fresh_ranks: Ranks, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
-    (alone,) = ranks.run(compute, 1, str(tmp_path))
-    both, nothing = ranks.run(compute, WORLD, str(tmp_path))
+    both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path))
+    (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
     assert tuple(nothing.shape) == (0, alone.shape[1])
     error = (both - alone).norm() / alone.norm()
     assert float(error) < 2e-2
