@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,9 @@ class PromptScores:
 
 def legacy_object(scores: PromptScores, top: int, echo: str) -> tuple[dict[str, list[object]], int]:
     """Return them in the shape of completions, for a prompt that is shown as `echo`; and the offset behind it."""
-    lengths = [len(token.text.decode("utf-8", "replace")) for token in scores.tokens]
+    # Of characters that several tokens make up, the last one counts.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = [len(decoder.decode(token.text)) for token in scores.tokens]
     # From the end, as the prompt's text may lack special tokens at its beginning.
     offsets, end = [], len(echo)
     for length in reversed(lengths):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from common.types import CacheMode
 from tests.e2e.conftest import require_model, serve
 from tests.e2e.greedy.reference import OUTPUT_TOKENS, Reference, read_golden
+from tests.e2e.greedy.score_reference import TOP, read_scores
 from tests.e2e.ring import ask
 
 if TYPE_CHECKING:
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from tests.e2e.served import Served
 
 PAGE = 16
+SCORE_TOLERANCE = 1e-3
 ROWS = 16
 # Two thousand tokens of prefill on a machine that has other work take their time.
 TIMEOUT_S = 400
@@ -130,3 +135,40 @@ def check_retraction(served: Served, cache_mode: CacheMode) -> None:
             )
         check_answers(references, crowded.answers)
         assert crowded.retractions > 0
+
+
+def check_scores(served: Served, names: Sequence[str]) -> None:
+    """Prompts' own log probabilities, of many prompts at once and behind cached prefixes."""
+    known = read_scores()
+
+    def score(name: str, start: int, mode: str) -> dict[str, Any]:
+        body = {
+            "input_ids": list(pick(name)[0].prompt_ids),
+            "return_logprob": True,
+            "logprob_start_len": start,
+            "top_logprobs_num": TOP,
+            "user": "scorer",
+            "cache_mode": mode,
+            "sampling_params": {"max_new_tokens": 0},
+        }
+        with served.http() as http:
+            answer = http.post("/generate", json=body)
+        answer.raise_for_status()
+        meta: dict[str, Any] = answer.json()["meta_info"]
+        return meta
+
+    for start, mode in ((0, "none"), (0, "default"), (20, "default")):
+        names = [name for name in names if len(pick(name)[0].prompt_ids) > start]
+        with ThreadPoolExecutor(len(names)) as pool:
+            found = list(pool.map(lambda name, start=start, mode=mode: score(name, start, mode), names))
+        for name, meta in zip(names, found, strict=True):
+            ids, expected = pick(name)[0].prompt_ids, known[name]
+            assert meta["completion_tokens"] == 0
+            assert meta["cached_tokens"] <= start
+            assert [entry[1] for entry in meta["input_token_logprobs"]] == list(ids[start:])
+            first, *told = [entry[0] for entry in meta["input_token_logprobs"]] or [None]
+            assert first is None
+            assert told == pytest.approx(expected["logprobs"][start:], abs=SCORE_TOLERANCE)
+            for best, wanted in zip(meta["input_top_logprobs"][1:], expected["top"][start:], strict=True):
+                # Near ties may stand in either order.
+                assert [value for value, _, _ in best] == pytest.approx([v for _, v in wanted], abs=SCORE_TOLERANCE)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.greedy.checks import REFERENCES, TIMEOUT_S, check_alone, check_together, pick, serve_rows
+from tests.e2e.greedy.checks import (
+    REFERENCES,
+    TIMEOUT_S,
+    check_alone,
+    check_scores,
+    check_together,
+    pick,
+    serve_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +33,10 @@ def chunked(run_root: Path) -> Iterator[Served]:
 
 def test_alone(chunked: Served) -> None:
     check_alone(chunked, pick("length-65", "length-300", "length-2000-chinese"))
+
+
+def test_prompts_are_scored(chunked: Served) -> None:
+    check_scores(chunked, ("length-300", "english-physics"))
 
 
 def test_sixteen_together_with_cold_and_with_cached_prompts(chunked: Served) -> None:

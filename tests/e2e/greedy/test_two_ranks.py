@@ -15,6 +15,7 @@ from tests.e2e.greedy.checks import (
     check_alone,
     check_cached_answers,
     check_retraction,
+    check_scores,
     check_together,
     pick,
     serve_rows,
@@ -54,6 +55,10 @@ def test_sixteen_together_with_cold_and_with_cached_prompts(two_ranks: Served) -
 
 def test_behind_cached_answers(two_ranks: Served) -> None:
     check_cached_answers(two_ranks, GROWING[1:])
+
+
+def test_prompts_are_scored(two_ranks: Served) -> None:
+    check_scores(two_ranks, ("english-physics", "length-63"))
 
 
 def test_rows_that_were_retracted_end_as_if_they_had_not_been(two_ranks: Served) -> None:

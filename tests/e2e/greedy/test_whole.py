@@ -17,11 +17,14 @@ from tests.e2e.greedy.checks import (
     check_alone,
     check_cache_off,
     check_cached_answers,
+    check_scores,
     check_together,
+    pick,
     serve_rows,
 )
 from tests.e2e.greedy.prompts import PROMPTS
 from tests.e2e.greedy.reference import OUTPUT_TOKENS
+from tests.e2e.greedy.score_reference import NAMES, read_scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
     from tests.e2e.greedy.prompts import Prompt
+    from tests.e2e.greedy.reference import Reference
     from tests.e2e.served import Served
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
@@ -57,6 +61,44 @@ def test_behind_cached_answers(whole: Served) -> None:
 
 def test_with_the_cache_off(whole: Served) -> None:
     check_cache_off(whole, [reference for reference in SHORT if cacheable(len(reference.prompt_ids))])
+
+
+def test_prompts_are_scored(whole: Served) -> None:
+    check_scores(whole, NAMES)
+
+
+def test_evaluation_harnesses_can_score(whole: Served) -> None:
+    """As they do it: several prompts as ids, echoed with log probabilities, with one token of output or none."""
+    asked, scores = pick("english-physics", "chinese-capitals"), read_scores()
+    for max_tokens in (0, 1):
+        body = {
+            "model": whole.model,
+            "prompt": [list(reference.prompt_ids) for reference in asked],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "logprobs": 1,
+            "echo": True,
+        }
+        with whole.http() as http:
+            choices = http.post("/v1/completions", json=body).json()["choices"]
+        for choice, reference in zip(choices, asked, strict=True):
+            told = choice["logprobs"]
+            prompt = len(reference.prompt_ids)
+            assert len(told["tokens"]) == prompt + max_tokens
+            assert told["token_logprobs"][0] is None
+            assert told["token_logprobs"][1:prompt] == pytest.approx(scores[reference.name]["logprobs"], abs=1e-3)
+            assert told["text_offset"] == sorted(told["text_offset"])
+            assert choice["text"].startswith(told["tokens"][0])
+            assert max_tokens == 0 or told["text_offset"][prompt] == len(reference_text(whole, reference))
+
+
+def reference_text(served: Served, reference: Reference) -> str:
+    """Return the text of a prompt."""
+    with served.http() as http:
+        text: str = http.post("/detokenize", json={"model": served.model, "tokens": list(reference.prompt_ids)}).json()[
+            "prompt"
+        ]
+    return text
 
 
 async def test_text_through_gateway_and_tokenizer(whole: Served) -> None:
