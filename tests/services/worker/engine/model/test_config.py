@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.safetensors_directory import read_config
+from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 from services.worker.engine.model.config import RotaryConfig
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.model.config_json import config_from_json
@@ -165,3 +169,24 @@ def test_gguf_defaults_are_those_of_llama_cpp() -> None:
 def test_gguf_models_that_rotate_half_a_head_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="partial rotary"):
         config_from_gguf({**GGUF, "llama.rope.dimension_count": 8}, tied_embeddings=True, divisors=())
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """Return how many weights a model's matrices have."""
+    heads = ("q_proj", "k_proj", "v_proj", "o_proj")
+    names = ["model.embed_tokens.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
+    for layer in range(config.layers):
+        prefix, mixture = f"model.layers.{layer}", config.mixture_of(layer)
+        experts = [""] if mixture is None else [f"experts.{i}." for i in range(mixture.experts)]
+        names += [f"{prefix}.self_attn.{name}.weight" for name in heads]
+        names += [f"{prefix}.mlp.{each}{name}_proj.weight" for each in experts for name in ("gate", "up", "down")]
+    return sum(math.prod(tensor_shape(name, config)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [("qwen3-0.6b", 0.60), ("llama-3.1-8b", 8.03), ("qwen3-14b", 14.77), ("qwen3-30b-a3b", 30.5), ("gemma-3-4b", 3.88)],
+)
+def test_shapes_that_are_measured_are_those_of_the_models(shape: str, billions: float) -> None:
+    config = read_config(Path("tests/benchmarks/shapes") / shape)
+    assert parameters_of(config) / 1e9 == pytest.approx(billions, rel=0.01)
