@@ -30,6 +30,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.configured: list[worker_pb2.ConfigureRequest] = []
         self.plans: list[StepPlan] = []
         self.refusal: str | None = None
+        # Pages of a pool for layers that see so many tokens, if that is asked for.
+        self.window: tuple[int, int] | None = None
         self.fail_at_step: int | None = None
         # A plan with more tokens of prompts than this fails for want of memory.
         self.most_tokens: int | None = None
@@ -62,13 +64,20 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             eos_token_ids=[self.eos_token_id],
             device="fake",
         )
+        if self.window is not None and request.window_ratio:
+            pages, tokens = self.window
+            pool = worker_pb2.WindowPool(pages=pages, window_tokens=tokens, layers=5, kv_bytes_per_token=5)
+            capacity.window_pool.CopyFrom(pool)
         yield worker_pb2.ConfigureResponse(progress=1.0, capacity=capacity)
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
         configured = self.configured[-1]
-        worker = SimulatedWorker(self.pages, configured.page_size_tokens, configured.host_pages)
+        pages, tokens = (self.window if configured.window_ratio else None) or (0, 0)
+        worker = SimulatedWorker(
+            self.pages, configured.page_size_tokens, configured.host_pages, window=tokens, window_pool=pages
+        )
         ages: dict[TransferId, int] = {}
         async for message in request_iterator:
             if self.hangs:

@@ -224,3 +224,26 @@ async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_
     assert sizes[0] == sizes[1]
     assert sorted(sizes[0])[-1] > 20 >= sorted(sizes[0])[-2]
     await ring.stop()
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+async def test_layers_with_a_window_have_a_pool_of_their_own_if_asked_for(tmp_path: Path, is_asked_for: bool) -> None:
+    ring = Ring(tmp_path, **({} if is_asked_for else {"window_ratio": 0.0}))
+    for worker in ring.workers:
+        worker.window, worker.step_s = (20, 10), 0.005
+    await ring.start()
+    await ring.ready()
+    ring.workers[1].fail_at_step = 4
+    for name in ("a", "b"):
+        await ring.submit(name, [ord(name), *PROMPT], max_tokens=20)
+    await ring.finished("a", "b")
+    for name in ("a", "b"):
+        assert ring.detokenizer.output_of(name) == output(20, [ord(name), *PROMPT])
+    state = await ring.state()
+    assert [tier.tier for tier in state.tiers] == (["device", "device_window"] if is_asked_for else ["device"])
+    if is_asked_for:
+        window = state.tiers[1]
+        assert (window.capacity_pages, window.protected_pages) == (20, 0)
+        # After the loss it asks for what it had.
+        assert [request.window_pages for request in ring.workers[0].configured] == [0, 20]
+    await ring.stop()

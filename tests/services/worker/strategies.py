@@ -15,6 +15,7 @@ from common.steps import (
     RowStop,
     StepPlan,
     StepResult,
+    WindowPool,
 )
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import FinishReason, Pooling, TokenIds
@@ -44,6 +45,7 @@ opens = st.builds(
     max_total_tokens=COUNT,
     stop_token_ids=tuples(TOKEN),
     min_new_tokens=COUNT,
+    window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
 )
 plans = st.builds(
@@ -52,10 +54,10 @@ plans = st.builds(
     epoch=st.integers(0, 2**64 - 1),
     closes=tuples(ROW),
     opens=tuples(opens),
-    grants=tuples(st.builds(PageGrant, row=ROW, pages=arrays())),
+    grants=tuples(st.builds(PageGrant, row=ROW, pages=arrays(), window_pages=arrays())),
     prefills=tuples(st.builds(PrefillChunk, row=ROW, start=COUNT, length=COUNT)),
     steps=COUNT,
-    replacements=tuples(st.builds(PageReplacement, row=ROW, first=COUNT, pages=arrays())),
+    replacements=tuples(st.builds(PageReplacement, row=ROW, first=COUNT, pages=arrays(), window_pages=arrays())),
     transfers=tuples(
         st.builds(
             Transfer,
@@ -70,7 +72,7 @@ plans = st.builds(
 stops = st.builds(
     RowStop,
     row=ROW,
-    reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+    reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR]),
     matched_token_id=st.none() | TOKEN,
 )
 results = arrays().flatmap(
@@ -86,6 +88,7 @@ results = arrays().flatmap(
         compute_us=COUNT,
         host_us=COUNT,
         error=st.none() | st.text(),
+        out_of_memory=st.booleans(),
         acks=tuples(st.builds(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
         embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
     )
@@ -107,6 +110,8 @@ specs = st.builds(
     memory_fraction=st.floats(0.015625, 1, width=32),
     host_pages=st.none() | COUNT,
     host_bytes=st.integers(0, 2**64 - 1),
+    window_ratio=st.floats(0, 1, width=32),
+    window_pages=st.none() | COUNT,
 )
 capacities = st.builds(
     EngineCapacity,
@@ -121,6 +126,8 @@ capacities = st.builds(
     layers=COUNT,
     host_pages=COUNT,
     is_encoder=st.booleans(),
+    window_pool=st.none()
+    | st.builds(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
 )

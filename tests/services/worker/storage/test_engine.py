@@ -42,6 +42,9 @@ class InnerEngine:
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
         emit(StepResult(plan.step_id, 0, last=True, acks=acks))
 
+    def keep_warm(self) -> None:
+        self.calls.append("keep_warm")
+
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         self.calls.append("settle")
 
@@ -110,6 +113,11 @@ async def test_what_belongs_to_an_earlier_stream_is_void(bench: Bench) -> None:
     assert bench.storage.objects == {}
     bench.run(transfer(1, STORE, [0], KEYS[:1]))
     assert (await bench.ack()).done_pages == 1
+
+
+async def test_the_inner_engine_is_kept_warm(bench: Bench) -> None:
+    bench.engine.keep_warm()
+    assert "keep_warm" in bench.inner.calls
 
 
 async def test_without_a_host_tier_there_is_no_storage() -> None:
