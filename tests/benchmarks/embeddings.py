@@ -1,7 +1,8 @@
 """Embeddings per second: the bundled encoder through all services, beside reference implementations in this process.
 
 `python -m tests.benchmarks.embeddings` starts a deployment of its own and measures it and its peers in turn, with the
-same texts and the same number of threads. `sentence-transformers` takes part if it is installed.
+same texts and the same number of threads. `sentence-transformers` takes part if it is installed. Processor time is that
+of all services, or of this process; it says more than the rate where others use the machine, too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import numpy as np
+import psutil
 import torch
 from rich.table import Table
 
@@ -54,6 +57,16 @@ class Load:
 LOADS = (Load("64 texts a request, 4 requests at a time", 64, 4), Load("one by one, 32 at a time", 1, 32))
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One implementation under one load: seconds for all texts, and the largest difference from the reference."""
+
+    name: str
+    seconds: Spread
+    processor_seconds: Spread
+    difference: float
+
+
 class Peer(Protocol):
     """Another implementation, called in this process."""
 
@@ -70,21 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args(argv)
     texts = make_texts(arguments.texts)
-    rows: list[tuple[str, Spread, float]] = []
     peers = make_peers()
-    expected = peers["transformers"](texts)
+    stopwatch = Stopwatch(arguments.repeats, peers["transformers"](texts))
+    lines: list[Line] = []
     with LaunchedDeployment(None, arguments.set, [f"model.reference={MODEL}"]) as launched:
+        services = [psutil.Process(process_id) for process_id in launched.process_ids.values()]
         for load in LOADS:
-            measured = repeat(arguments.repeats, lambda load=load: asyncio.run(ask(launched.url, texts, load)))
-            rows.append((f"Pando, {load.name}", measured[0], difference(measured[1], expected)))
+            run = partial(ask_all, launched.url, texts, load)
+            lines.append(stopwatch.measure(f"Pando, {load.name}", run, lambda: sum(map(processor_time, services))))
         # Beside a server that is idle, which takes no time.
         for name, peer in peers.items():
-            measured = repeat(arguments.repeats, lambda peer=peer: peer(texts))
-            rows.append((name, measured[0], difference(measured[1], expected)))
-    show(rows, len(texts))
+            lines.append(stopwatch.measure(name, partial(peer, texts), time.process_time))
+    show(lines, len(texts))
     if arguments.json is not None:
         command = shlex.join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
-        write(arguments.json, rows, len(texts), replace(Provenance.collect(()), command=command))
+        write(arguments.json, lines, len(texts), replace(Provenance.collect(()), command=command))
     return 0
 
 
@@ -94,15 +107,35 @@ def make_texts(count: int) -> list[str]:
     return [" ".join(generator.choices(WORDS, k=round(4 * 30 ** generator.random()))) for _ in range(count)]
 
 
-def repeat(count: int, run: Callable[[], NDArray[np.float32]]) -> tuple[Spread, NDArray[np.float32]]:
-    """Return the seconds that `run` takes, after one run that does not count, and what it returned."""
-    result = run()
-    seconds = []
-    for _ in range(count):
-        started = time.perf_counter()
+class Stopwatch:
+    """Measures implementations, each several times after one run that does not count."""
+
+    def __init__(self, repeats: int, expected: NDArray[np.float32]) -> None:
+        """Compare all results with `expected`."""
+        self._repeats = repeats
+        self._expected = expected
+
+    def measure(self, name: str, run: Callable[[], NDArray[np.float32]], processor: Callable[[], float]) -> Line:
+        """Return how long `run` takes by the clock, and by `processor`, seconds."""
         result = run()
-        seconds.append(time.perf_counter() - started)
-    return Spread.of(seconds), result
+        seconds, processor_seconds = [], []
+        for _ in range(self._repeats):
+            started, processor_started = time.perf_counter(), processor()
+            result = run()
+            seconds.append(time.perf_counter() - started)
+            processor_seconds.append(processor() - processor_started)
+        difference = float(np.abs(result - self._expected).max())
+        return Line(name, Spread.of(seconds), Spread.of(processor_seconds), difference)
+
+
+def processor_time(process: psutil.Process) -> float:
+    """Return the processor time of a process with its children, seconds."""
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+
+
+def ask_all(url: str, texts: Sequence[str], load: Load) -> NDArray[np.float32]:
+    """Return the embeddings of all texts from the server at `url`."""
+    return asyncio.run(ask(url, texts, load))
 
 
 async def ask(url: str, texts: Sequence[str], load: Load) -> NDArray[np.float32]:
@@ -165,28 +198,28 @@ class Transformers:
         return vectors
 
 
-def difference(vectors: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Return the largest difference of a component."""
-    return float(np.abs(vectors - expected).max())
-
-
-def show(rows: Sequence[tuple[str, Spread, float]], texts: int) -> None:
+def show(lines: Sequence[Line], texts: int) -> None:
     """Print one line per measurement."""
     table = Table(title=f"{texts} texts, {torch.get_num_threads()} threads", title_justify="left")
-    for name in ("", "texts/s", "from … to", "largest difference"):
+    for name in ("", "texts/s", "from … to", "processor ms/text", "largest difference"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, seconds, worst in rows:
-        spread = f"{texts / seconds.high:.0f} … {texts / seconds.low:.0f}"
-        table.add_row(name, f"{texts / seconds.median:.0f}", spread, f"{worst:.1e}")
+    for line in lines:
+        spread = f"{texts / line.seconds.high:.0f} … {texts / line.seconds.low:.0f}"
+        processor_ms = f"{line.processor_seconds.median / texts * 1e3:.1f}"
+        table.add_row(line.name, f"{texts / line.seconds.median:.0f}", spread, processor_ms, f"{line.difference:.1e}")
     output_console().print(table)
 
 
-def write(path: Path, rows: Sequence[tuple[str, Spread, float]], texts: int, provenance: Provenance) -> None:
+def write(path: Path, lines: Sequence[Line], texts: int, provenance: Provenance) -> None:
     """Keep the figures in the results file `path`."""
-    for name, seconds, _ in rows:
-        sheet = ResultSheet("embeddings", MODEL, 1, provenance, label=name)
+    for line in lines:
+        sheet = ResultSheet("embeddings", MODEL, 1, provenance, label=line.name)
+        seconds, processor = line.seconds, line.processor_seconds
         rates = Spread(texts / seconds.median, texts / seconds.high, texts / seconds.low, seconds.repeats)
+        scale = 1e3 / texts
+        costs = Spread(processor.median * scale, processor.low * scale, processor.high * scale, processor.repeats)
         sheet.add_spread("throughput", rates, "texts/s")
+        sheet.add_spread("processor time", costs, "ms/text")
         write_results(path, sheet.results)
 
 

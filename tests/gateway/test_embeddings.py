@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
-from openai import AsyncOpenAI
+from openai import Omit, omit
 from openai.types import CreateEmbeddingResponse
 
 from common.deltas import Delta, PromptUsage
@@ -27,6 +27,7 @@ from common.types import (
 from gateway.generations import EMBEDDING_WINDOW
 from tests.fakes.ring import CARD, rejects
 from tests.gateway.support import FakedGateway, error_of, faked
+from tests.gateway.test_openai_sdk import sdk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -106,13 +107,11 @@ async def test_base64_is_little_endian_float32() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
-async def test_the_openai_client_sees_the_same_either_way(encoding: Any) -> None:
-    made = gateway()
-    async with made.client() as http:
-        client = AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=http)
+async def test_the_openai_client_sees_the_same_either_way(encoding: Literal["float", "base64"]) -> None:
+    async with sdk(gateway()) as client:
         # Left out, the client asks for base64 and decodes it.
-        chosen = {} if encoding == "base64" else {"encoding_format": encoding}
-        answer = await client.embeddings.create(model="tiny", input=["cat", "car"], **chosen)
+        chosen: Literal["float"] | Omit = omit if encoding == "base64" else "float"
+        answer = await client.embeddings.create(model="tiny", input=["cat", "car"], encoding_format=chosen)
     assert answer.data[1].embedding == pytest.approx(VECTORS["car"])
     assert answer.usage.prompt_tokens == 10
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_an_encoder_says_what_it_serves_instead_of_generating(prompt: str | Chat
         ("n", {"pooling": Pooling.MEAN, "resume": Resume((1,), 1)}),
     ],
 )
-def test_what_has_no_meaning_is_refused_by_its_field(param: str, changes: dict[str, object]) -> None:
+def test_what_has_no_meaning_is_refused_by_its_field(param: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_request(request(**changes), LIMITS)
     assert caught.value.param == param

@@ -82,12 +82,12 @@ def test_a_lost_worker_and_an_abort_leave_nothing_behind() -> None:
     assert harness.core.memory.allocator.free_pages == harness.config.device_pages
 
 
-def encoder(**changes: int) -> Harness:
-    return Harness(pages=0, cache="chunk", is_encoder=True, max_context=16, **changes)
+def encoder(max_rows: int = 4) -> Harness:
+    return Harness(pages=0, cache="chunk", is_encoder=True, max_context=16, max_rows=max_rows)
 
 
 def test_an_encoder_needs_no_pages_and_computes_each_prompt_in_one_pass() -> None:
-    harness = encoder(max_rows=8, max_step_tokens=16)
+    harness = encoder(max_rows=8)
     prompts = {f"r{length}": PROMPT[:length] for length in (7, 9, 16, 1, 2, 15)}
     for name, prompt in prompts.items():
         embed(harness, name, prompt)
