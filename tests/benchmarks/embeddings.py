@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(stopwatch.measure(name, partial(peer, texts), time.process_time))
     show(lines, len(texts))
     if arguments.json is not None:
-        command = shlex.join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+        command = f"{parser.prog} {shlex.join(sys.argv[1:] if argv is None else argv)}"
         write(arguments.json, lines, len(texts), replace(Provenance.collect(()), command=command))
     return 0
 
