@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.gpu.decode_passes import DecodePass, DecodePasses, ResidentRunner, ladder
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
 from services.worker.engine.kernels.gpu import row_state
@@ -134,6 +135,9 @@ class GpuStepper:
                 # Nothing was appended to the rows yet. What is to be done is decided outside: the error holds memory.
                 if not is_out_of_memory(error):
                     raise
+                if self._is_shared:
+                    # Trying again would meet the other ranks in the middle of their pass.
+                    raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         return self._launch_parts(rows, forward)
 
     def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedTokens:

@@ -218,17 +218,25 @@ def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch:
     assert stops == [(1, 1, FinishReason.ERROR)]
 
 
-def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     checking = ResidentCheckingRunner(CheckingRunner().capacity)
     made = GpuStepper(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
 
-    def nothing_left(_batch):  # type: ignore[no-untyped-def]
-        raise torch.OutOfMemoryError("made up")
+    compute, refusals = checking.compute, []
 
-    monkeypatch.setattr(checking, "compute", nothing_left)
+    def short_of_memory(batch):  # type: ignore[no-untyped-def]
+        if phase == "prefill" or batch.decode_rows:
+            refusals.append(batch)
+            raise torch.OutOfMemoryError("made up")
+        return compute(batch)
+
+    monkeypatch.setattr(checking, "compute", short_of_memory)
     one = LaggedWorker(4000, PAGE_SIZE, 4, made)
     with pytest.raises(OutOfMemoryError):
-        one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+        one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),), steps=3))
+    # A second try would find the other ranks elsewhere.
+    assert len(refusals) == 1
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: sum(lengths) > 1), st.data())
