@@ -111,7 +111,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
             threads=settings.threads,
             backend=settings.backend,
         )
-        return TorchEngine(lambda spec, report: load_runner(spec, report, runner_options))
+        return TorchEngine(lambda spec, report: load_runner(spec, report, runner_options), library)
 
     return SelectedEngine(lambda: FakeEngine(options), make_real)
 
