@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
 from common.wire import schedule_request_to_wire
@@ -59,6 +60,17 @@ async def test_an_abort_frees_row_and_pages(ring: Ring) -> None:
     assert (state.running_rows, state.waiting_requests, len(state.requests)) == (0, 0, 0)
     tier = state.tiers[0]
     assert tier.free_pages + tier.evictable_pages == tier.capacity_pages
+
+
+async def test_the_share_of_pages_in_use_is_told_to_who_scales(ring: Ring) -> None:
+    def percent() -> float:
+        return REGISTRY.get_sample_value("pando_scheduler_kv_usage_percent") or 0.0
+
+    ring.workers[0].step_s = 0.02
+    await ring.submit("endless", max_tokens=None)
+    await until(lambda: 0 < percent() <= 100)
+    await ring.abort("endless")
+    await until(lambda: percent() == 0)
 
 
 async def test_stop_text_found_by_the_detokenizer_ends_the_row(ring: Ring) -> None:
