@@ -125,7 +125,7 @@ def test_on_a_gpu_two_pools_give_what_one_gives(head_dim: int, tmp_path: Path) -
         ("llama", {}),
     ],
 )
-def test_otherwise_all_layers_share_one_pool(family: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_otherwise_all_layers_share_one_pool(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     save_family(tmp_path, family)
     _, capacity = load(tmp_path, "torch", 4, **changes)
     assert capacity.window_pool is None
