@@ -220,7 +220,7 @@ class SchedulerLoop:
         if self.core is None:
             return
         for hit in response.stop_hits:
-            self.core.end_silently(hit.handle)
+            self.core.end_silently(hit.handle, hit.completion_tokens)
         for handle in response.gone_handles:
             self.core.end_silently(handle)
         self._wake.set()

@@ -198,11 +198,16 @@ class SchedulerCore:
         self.sessions.forget(principal, session)
         return self.memory.cache.forget(principal, session)
 
-    def end_silently(self, handle: int) -> None:
-        """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more."""
+    def end_silently(self, handle: int, generated: int | None = None) -> None:
+        """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more.
+
+        Where only the first `generated` tokens count, a session forgets the others.
+        """
         sequence = self._by_handle.get(handle)
         if sequence is not None:
             self._leave(sequence)
+        if generated is not None:
+            self.sessions.trim(handle, generated)
 
     def fail_all(self, error: PandoError) -> None:
         """End every open sequence with an error."""

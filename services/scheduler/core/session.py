@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
@@ -30,8 +30,9 @@ class SessionRules:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """The tokens of a turn, [tokens] int32: its whole prompt, then what was generated."""
+    """The tokens of the turn that was sequence `handle`, [tokens] int32: its whole prompt, then what was generated."""
 
+    handle: int
     prompt_tokens: int
     token_ids: TokenIds
     after: str | None = None
@@ -92,9 +93,18 @@ class Session:
                 gone.add(name)
                 del self.history[name]
 
-    def remember(self, turn: SessionTurn, prompt_tokens: int, token_ids: TokenIds) -> None:
+    def remember(self, turn: SessionTurn, finished: FinishedTurn) -> None:
         """Keep a turn that has ended, so that others can continue it."""
         self.history.pop(turn.name, None)
-        self.history[turn.name] = FinishedTurn(prompt_tokens, token_ids, turn.after)
+        self.history[turn.name] = finished
         while len(self.history) > KEPT_TURNS:
             self.history.popitem(last=False)
+
+    def trim(self, handle: int, generated: int) -> bool:
+        """Keep only the first `generated` tokens of a turn's output; return whether the turn is here."""
+        for name, finished in self.history.items():
+            if finished.handle == handle:
+                ids = finished.token_ids[: finished.prompt_tokens + generated]
+                self.history[name] = replace(finished, token_ids=ids)
+                return True
+        return False

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError, QueueFullError
 from common.types import CacheMode, SessionGrant
-from services.scheduler.core.session import Session
+from services.scheduler.core.session import FinishedTurn, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,9 +158,17 @@ class Sessions:
             return
         session.turns += 1
         if request.turn is not None and sequence.is_prefilled:
-            session.remember(request.turn, sequence.prompt_tokens, token_ids)
+            turn = request.turn
+            finished = FinishedTurn(sequence.handle, sequence.prompt_tokens, token_ids, turn.after)
+            session.remember(turn, finished)
         if request.cache_mode is not CacheMode.NONE:
             self._pin(session, token_ids, request.priority)
+
+    def trim(self, handle: int, generated: int) -> None:
+        """Forget what a choice generated beyond the end that the detokenizer has found: its client has not seen it."""
+        for session in self:
+            if session.history and session.trim(handle, generated):
+                return
 
     # --- pins ---
 

@@ -347,3 +347,23 @@ def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
         else:
             assert rejected is not None
             assert rejected.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+@pytest.mark.parametrize("ended_by_itself", [False, True])
+def test_tokens_behind_a_stop_text_are_no_part_of_the_turn(*, ended_by_itself: bool) -> None:
+    """The detokenizer finds a stop text some steps after it was sampled, perhaps when the row has ended."""
+    harness = harness_with(lease_s=0.01)
+    open_session(harness)
+    ask(harness, "one", FIRST, turn=SessionTurn("one"), max_tokens=6 if ended_by_itself else 30)
+    for _ in range(8):
+        harness.plan()
+        harness.result()
+    if ended_by_itself:
+        harness.run()
+    assert len(harness.outputs["one", 0]) > 3
+    assert (("one", 0) in harness.finishes) is ended_by_itself
+    harness.core.end_silently(1, generated=3)
+    assert ask(harness, "two", [5], turn=SessionTurn("two", after="one")) is None
+    harness.run()
+    prompt = [*FIRST, *harness.outputs["one", 0][:3], 5]
+    assert harness.outputs["two", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
