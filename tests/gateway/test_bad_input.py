@@ -89,13 +89,10 @@ async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, par
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
         {"functions": [{"name": "f"}]},
         {"function_call": {"name": "f"}},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "alloy"}},
-        {"prompt_logprobs": 1},
-        {"guided_json": {"type": "object"}},
         {"chat_template": "{{ x }}"},
         {"use_beam_search": True},
         {"echo": True},
@@ -141,10 +138,16 @@ async def test_values_that_change_nothing_are_accepted(gateway: FakedGateway, fi
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"stop_regex": ["a"] * 5}, "stop_regex"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "truncate_prompt_tokens": 3}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
     ],
 )
 async def test_wrong_completion_field_is_named(gateway: FakedGateway, fields: Any, param: str) -> None:
