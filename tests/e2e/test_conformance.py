@@ -112,7 +112,8 @@ def test_tools_whole_and_streamed(client: openai.OpenAI, served: Served, choice:
 
 def test_completions_whole_and_streamed(client: openai.OpenAI, served: Served) -> None:
     common: Any = {"model": served.model, "max_tokens": 6, "temperature": 0, "logprobs": 2}
-    # The SDK's types forget that a prompt's first token has no log probability, and chunks but the last no reason to end.
+    # The SDK's types forget that a prompt's first token has no log probability, and that chunks but the last have no
+    # reason to end.
     lenient = served.client()
     answer = lenient.completions.create(prompt=["The capital of France is", "One, two,"], echo=True, **common)
     assert [choice.index for choice in answer.choices] == [0, 1]

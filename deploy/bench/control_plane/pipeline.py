@@ -49,6 +49,12 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
         Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client beside it", rates, "tok/s"),
         Figure.of("pipeline_output_per_core", "tokens per second of processor time", per_core, "tok/s"),
         *(Figure.of(f"pipeline_{name}_cpu", f"… {name}, per token", values, "µs") for name, values in shares.items()),
+        Figure.of(
+            "pipeline_gateway_cpu_per_event",
+            "… gateway, per server-sent event",
+            [cost * tokens for cost, tokens in zip(shares["gateway"], batching, strict=True)],
+            "µs",
+        ),
         Figure.of("pipeline_tokens_per_event", "tokens per event: the fake outruns the pipeline", batching, "tokens"),
         Figure.of("pipeline_client_cpu", "… (this client, per token)", client, "µs"),
     ]
