@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
 
 RECONNECT_S = 0.2
+# What fails while it loads is likely to fail again: pauses double up to this one.
+MAX_RECONNECT_S = 5.0
 CONFIGURE_TIMEOUT_S = 3600.0
 WATCH_INTERVAL_S = 1.0
 # How long the other ranks' reasons are waited for when one has failed.
@@ -95,6 +97,7 @@ class WorkerGroup:
         self._last_sign = time.monotonic()
         # Rank 0, which samples, while the group is ready.
         self._first: worker_pb2_grpc.WorkerAsyncStub | None = None
+        self._pause_s = RECONNECT_S
         self._log = get_logger("group")
 
     def send(self, plan: StepPlan) -> None:
@@ -136,7 +139,7 @@ class WorkerGroup:
             finally:
                 for channel in channels:
                     await channel.close()
-            await asyncio.sleep(RECONNECT_S)
+            await asyncio.sleep(self._pause_s)
 
     def _lose(self, error: Exception) -> None:
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
@@ -147,6 +150,7 @@ class WorkerGroup:
             self._listener.on_lost(out_of_memory=isinstance(error, GroupLostError) and error.out_of_memory)
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
+            self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
 
     async def _run_once(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> None:
         """Configure all ranks, then serve them until one fails."""
@@ -163,7 +167,7 @@ class WorkerGroup:
         calls = [rank.Execute(_drain(queue)) for rank, queue in zip(ranks, self._queues, strict=True)]
         try:
             await asyncio.gather(*(call.wait_for_connection() for call in calls))
-            self.state = GroupState.READY
+            self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._first = ranks[0]
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             self._listener.on_ready(capacity)

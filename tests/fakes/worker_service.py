@@ -37,6 +37,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.most_tokens: int | None = None
         # The same, told in the words of a rank whose neighbour has left.
         self.fails_with_others = False
+        self.failures_to_load = 0
         self.hangs = False
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
@@ -54,6 +55,9 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         if self.refusal is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         yield worker_pb2.ConfigureResponse(progress=0.5, stage="loading")
+        if self.failures_to_load:
+            self.failures_to_load -= 1
+            await context.abort(grpc.StatusCode.INTERNAL, "a shard cannot be read")
         capacity = worker_pb2.WorkerCapacity(
             host_pages=request.host_pages,
             kv_bytes_per_token=1,

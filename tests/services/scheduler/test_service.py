@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -107,6 +108,20 @@ async def test_rows_go_on_after_the_workers_come_back(ring: Ring, how: str) -> N
     assert all(len(worker.configured) == 2 for worker in ring.workers)
     # What was found out at the first start is kept, so that what was admitted still fits.
     assert ring.workers[0].configured[1].device_pages == 64
+
+
+async def test_what_fails_while_it_loads_is_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.workers[0].failures_to_load = 3
+    started = time.monotonic()
+    await ring.start()
+    await ring.ready()
+    # 0.4 s, 0.8 s and 1.6 s between them.
+    assert time.monotonic() - started > 2.5
+    assert len(ring.workers[0].configured) == 4
+    await ring.submit("patient")
+    await ring.finished("patient")
+    await ring.stop()
 
 
 async def test_a_worker_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
