@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Device memory between the pool, whose pages are scattered by layers, and the bus, which wants long runs. There are two
-# such buffers for each direction: while the bus works on one, pages are collected in the other or distributed from it.
+# Device memory between the pool, whose pages are scattered by layers, and the bus, which wants long runs.
 STAGING_BYTES = 32 * 1024**2
-BUFFERS = 2
+# For loads there are two such buffers: while the bus fills one, pages are distributed from the other. Backups have one,
+# so that the bus has nothing to do for a moment every 0.6 ms: a pass's tokens go the same way, and would wait for all.
+BUFFERS = {TransferDirection.HOST_TO_DEVICE: 2, TransferDirection.DEVICE_TO_HOST: 1}
 # How long an engine without work stays with its copies before it looks for the next plan, and how often it looks.
 IDLE_BUDGET_S = 0.005
 IDLE_INTERVAL_S = 0.0002
@@ -66,7 +67,7 @@ class StreamTransfers:
         self._pinned = PinnedRange(host, device)
         mover = make_mover(pool)
         self._lanes = {
-            direction: _Lane(mover, host, device, self._pinned.pages_at_once)
+            direction: _Lane(mover, host, device, self._pinned.pages_at_once, BUFFERS[direction])
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()
@@ -119,7 +120,7 @@ class StreamTransfers:
 class _Lane:
     """One direction, in order: a stream for the bus, one for collecting and distributing, and staging memory."""
 
-    def __init__(self, mover: PageMover, host: HostPool, device: torch.device, border: int) -> None:
+    def __init__(self, mover: PageMover, host: HostPool, device: torch.device, border: int, buffers: int) -> None:
         self._mover = mover
         self._border = border
         self._host = host
@@ -130,7 +131,7 @@ class _Lane:
         pages = max(1, min(host.pages, STAGING_BYTES // host.page_bytes))
         self._buffers = [
             _Buffer(torch.empty((pages, layers, halves, elements), dtype=host.memory.dtype, device=device))
-            for _ in range(BUFFERS)
+            for _ in range(buffers)
         ]
         self._turn = 0
         self._running: deque[_Running] = deque()
@@ -171,7 +172,7 @@ class _Lane:
 
     def _copy(self, device_pages: torch.Tensor, host_pages: PageIds, *, is_backup: bool) -> None:
         buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % BUFFERS
+        self._turn = (self._turn + 1) % len(self._buffers)
         first, last = (self._moves, self._bus) if is_backup else (self._bus, self._moves)
         first.wait_event(buffer.is_free)
         with torch.cuda.stream(first):

@@ -157,11 +157,7 @@ class Transformer:
         elif self._group.world_size == 1:
             part.add_to(inputs, hidden)
         else:
-            partial = part(inputs)
-            normed = self._group.try_add_sum(partial, hidden, next_norm, self._epsilon)
-            if normed is not None:
-                return normed
-            hidden += self._group.sum(partial)
+            hidden += self._group.sum(part(inputs))
         return self._kernels.rms_norm(hidden, next_norm, self._epsilon)
 
 

@@ -29,15 +29,6 @@ class RankGroup(Protocol):
         """Add `tensor` over all ranks, in place where that is possible; return the sum."""
         ...
 
-    def try_add_sum(
-        self, partial: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor | None:
-        """Add all ranks' `partial` [tokens, hidden] to `hidden` in place and return its RMS norm with `weight`.
-
-        None where it is as fast in steps; then nothing has changed. In every pass another exchange comes before.
-        """
-        ...
-
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Join parts [rows, len(spans[rank])] to [rows, all] on rank 0; other ranks get [0, all].
 
@@ -67,12 +58,6 @@ class SingleRank:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`."""
         return tensor
-
-    def try_add_sum(
-        self, partial: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor | None:
-        """Return None."""
-        return None
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Return `part`."""
@@ -125,12 +110,6 @@ class DistributedGroup:
             return summed
         dist.all_reduce(tensor)
         return tensor
-
-    def try_add_sum(
-        self, partial: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor | None:
-        """Do all at once where the GPUs share memory and tokens are few."""
-        return self._shared.try_add_sum(partial, hidden, weight, epsilon) if self._shared is not None else None
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Join column parts on rank 0. Collectives want equal shapes, so narrower parts travel padded."""

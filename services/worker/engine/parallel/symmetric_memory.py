@@ -22,7 +22,6 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from services.worker.engine.kernels.gpu.rank_sums import RankSums
     from services.worker.engine.parallel.shards import Span
 
 log = logging.getLogger(__name__)
@@ -30,9 +29,6 @@ log = logging.getLogger(__name__)
 # Sums beyond the largest size are left to NCCL, which has the bandwidth.
 SIZES = tuple(1 << exponent for exponent in range(12, 24))  # 4 KiB to 8 MiB
 _TYPES = (torch.bfloat16, torch.float32)
-# What one rank reads of the others' in a sum that is joined to what follows; with more, two stages read less.
-_MOST_READ = 8 * 1024**2
-_MOST_ROWS = 1024
 # Ranks for which the programs that sum in two stages were compiled.
 _TWO_STAGE_RANKS = (2, 4, 8)
 # What all of them read and write at once.
@@ -58,10 +54,9 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """What ranks will exchange: activations [tokens, hidden] and logits [up to rows, vocabulary] of `dtype`."""
+    """What ranks will exchange: activations and logits of `dtype`, logits [up to rows, vocabulary]."""
 
     dtype: torch.dtype
-    hidden: int
     rows: int
     vocabulary: int
 
@@ -84,18 +79,8 @@ class SymmetricMemory:
         self._sums = self._allocate(SIZES[-1] // shape.dtype.itemsize, shape.dtype)
         self._logits = self._allocate(shape.rows * shape.vocabulary, shape.dtype)
         self._logits_handle = self._handles[-1]
-        self._joined_rows, self._joined = self._make_joined(shape)
         self._methods = self._choose(device)
-        log.info("symmetric_memory.measured sums=%s joined_rows=%d", describe(self._methods), self._joined_rows)
-
-    def try_add_sum(
-        self, partial: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor | None:
-        """Do what `RankGroup.try_add_sum` says where that is the fastest way."""
-        fits = hidden.shape[0] <= self._joined_rows and hidden.is_contiguous() and partial.is_contiguous()
-        if not fits or {partial.dtype, hidden.dtype} != {self._sums.dtype}:
-            return None
-        return self._joined.add(partial, hidden, weight, epsilon)
+        log.info("symmetric_memory.measured sums=%s", describe(self._methods))
 
     def try_sum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return `tensor` summed over all ranks, perhaps in place, or None where NCCL is to do it."""
@@ -131,28 +116,6 @@ class SymmetricMemory:
         torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, tensor)
         return tensor
 
-    def _make_joined(self, shape: ExchangeShape) -> tuple[int, RankSums]:
-        """Return what sums, adds and normalises at once, and for how many tokens; none if it does not do it right."""
-        # Only here: the CPU does without Triton.
-        from services.worker.engine.kernels.gpu.rank_sums import RankSums
-
-        row_bytes = shape.hidden * shape.dtype.itemsize
-        rows = min(_MOST_ROWS, _MOST_READ // ((self._world_size - 1) * row_bytes))
-        turns = []
-        for _ in range(2):
-            memory = self._allocate(rows * shape.hidden, shape.dtype)
-            turns.append((memory, self._addresses()))
-        pads = self._allocate(rows * self._world_size, torch.int32)
-        pads.zero_()
-        self._logits_handle.barrier()
-        torch.cuda.synchronize(self._device)
-        joined = RankSums(self._rank, turns, (pads, self._addresses()), rows)
-        is_right = torch.tensor([joined.check(shape.hidden, shape.dtype)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(is_right, op=dist.ReduceOp.MIN)
-        if not is_right.item():
-            log.warning("Ranks sum, add and normalise in steps, slower: doing so at once gave wrong results here")
-        return rows * int(is_right.item() and row_bytes % _ALIGNMENT == 0), joined
-
     def _allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that the others map, as many elements on every rank."""
         import torch.distributed._symmetric_memory as symmetric  # not there in torch builds without distributed
@@ -160,10 +123,6 @@ class SymmetricMemory:
         memory = symmetric.empty(elements, dtype=dtype, device=self._device)
         self._handles.append(symmetric.rendezvous(memory, self._name))
         return memory
-
-    def _addresses(self) -> torch.Tensor:
-        """Return where the memory that was allocated last lies on each rank."""
-        return torch.tensor(self._handles[-1].buffer_ptrs, dtype=torch.int64, device=self._device)
 
     def _choose(self, device: torch.device) -> tuple[Method, ...]:
         """Return the fastest method for each of `SIZES`: the same on all ranks, whose slowest counts."""

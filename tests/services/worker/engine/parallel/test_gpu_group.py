@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 WORLD = 2
-VOCABULARY, ROWS, HIDDEN = 10, 4, 96
+VOCABULARY, ROWS = 10, 4
 # Sums of every method, and some that only NCCL makes: too many, of odd size.
 ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
 
@@ -40,31 +40,9 @@ def fresh_ranks() -> Iterator[Ranks]:
 def join(rank: int, rendezvous: str) -> DistributedGroup:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, HIDDEN, ROWS, VOCABULARY))
+    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, ROWS, VOCABULARY))
     assert isinstance(group, DistributedGroup)
     return group
-
-
-def add_sums(group: DistributedGroup, rank: int) -> tuple[list[torch.Tensor], list[bool]]:
-    """Join some partial sums to a residual stream; return it after each, and whether it and its norm are right."""
-    streams, are_right = [], []
-    weight = torch.full((HIDDEN,), 0.5, device=f"cuda:{rank}").bfloat16()
-    for call, tokens in enumerate((1, 700, 5, 1, 64, 64, 700)):
-        generator = torch.Generator().manual_seed(call)
-        parts = torch.randn(WORLD, tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
-        hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
-        expected = hidden.float() + parts.float().sum(0)
-        normed = group.try_add_sum(parts[rank].contiguous(), hidden, weight, 1e-6)
-        if normed is None:
-            return [], [group._shared is None]
-        wide = hidden.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * 0.5
-        are_right += [
-            torch.allclose(wide, expected, atol=5e-2, rtol=1e-2),
-            torch.allclose(normed.float(), scaled, atol=2e-2, rtol=1e-2),
-        ]
-        streams.append(hidden.cpu())
-    return streams, are_right
 
 
 def part(elements: int, rank: int) -> torch.Tensor:
@@ -88,7 +66,6 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     for rows in (1, ROWS, ROWS + 3):
         mine = columns[spans[rank].scaled(1)] + 10 * torch.arange(rows, device=f"cuda:{rank}")[:, None]
         gathered.append(group.gather_columns(mine.bfloat16(), spans).cpu())
-    streams, are_right = add_sums(group, rank)
     given = part(5120, rank)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -100,8 +77,7 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     del graph
     group.close()
     return {
-        "sums": sums, "methods": methods, "gathered": gathered, "captured": captured, "streams": streams,
-        "are_right": are_right, "shares": shared is not None and shared._joined_rows > 0,
+        "sums": sums, "methods": methods, "gathered": gathered, "captured": captured, "shares": shared is not None,
     }  # fmt: skip
 
 
@@ -128,8 +104,6 @@ def test_ranks_on_gpus_exchange_what_they_hold(meetings: int, fresh_ranks: Ranks
         assert all(result["sums"]), result["sums"]
         assert all(result["methods"]), result["methods"]
         assert result["captured"]
-        assert all(result["are_right"]), result["are_right"]
-    assert all(torch.equal(one, other) for one, other in zip(first["streams"], second["streams"], strict=True))
     for rows, whole in zip((1, ROWS, ROWS + 3), first["gathered"], strict=True):
         assert torch.equal(whole, (torch.arange(VOCABULARY) + 10 * torch.arange(rows)[:, None]).bfloat16())
     assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
