@@ -1,0 +1,193 @@
+"""Outputs that conform, over all five services and the real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
+
+import jsonschema
+import pytest
+from openai import BadRequestError
+from pydantic import BaseModel, Field
+
+from tests.services.worker.engine.grammars.outputs import CORPUS
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from tests.e2e.served import Served
+
+CHAT: Any = [{"role": "user", "content": "Tell me about the weather in Paris."}]
+REPORT = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 40},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        "sunny": {"type": "boolean"},
+    },
+    "required": ["city", "days", "sunny"],
+    "additionalProperties": False,
+}
+TAG = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</n>"}
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 10, "maximum": 99}, "minItems": 40, "maxItems": 40}
+
+
+class Reading(BaseModel):
+    hour: int = Field(ge=0, le=23)
+    sky: Literal["clear", "cloudy"]
+
+
+class Report(BaseModel):
+    city: Literal["Paris", "Rome"]
+    readings: list[Reading] = Field(min_length=1, max_length=2)
+    is_warm: bool | None
+
+
+def format_of(schema: object, *, strict: bool = True) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": strict}}
+
+
+def chat(served: Served, schema: object, **fields: Any) -> Any:
+    return served.client().chat.completions.create(
+        model=served.model,
+        messages=CHAT,
+        max_tokens=fields.pop("max_tokens", 200),
+        response_format=format_of(schema),
+        **fields,
+    )
+
+
+def generate(served: Served, **sampling: Any) -> str:
+    with served.http() as http:
+        answer = http.post(
+            "/generate", json={"text": "Here it is: ", "sampling_params": {"max_new_tokens": 60, **sampling}}
+        )
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["text"]
+    return text
+
+
+def test_the_sdk_parses_what_comes_into_models(served: Served) -> None:
+    chat_client, responses = served.client().chat.completions, served.client().responses
+    answer = chat_client.parse(model=served.model, messages=CHAT, response_format=Report, max_tokens=200, temperature=1)
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Report)
+    response = responses.parse(model=served.model, input="Weather?", text_format=Report, max_output_tokens=200)
+    assert isinstance(response.output_parsed, Report)
+
+
+def test_choices_that_are_streamed_conform_each(served: Served) -> None:
+    texts: dict[int, str] = {0: "", 1: ""}
+    finishes = {}
+    for event in chat(served, REPORT, n=2, stream=True, seed=3, temperature=1.3):
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            finishes[choice.index] = choice.finish_reason or finishes.get(choice.index)
+    for text in texts.values():
+        jsonschema.validate(json.loads(text), REPORT)
+    assert finishes == {0: "stop", 1: "stop"}
+
+
+def test_each_way_to_ask_for_a_form_is_honoured(served: Served) -> None:
+    complete = served.client().completions
+    plain: Any = {"model": served.model, "prompt": "x", "max_tokens": 60}
+    for field, value, pattern in (
+        ("regex", "[a-c]{3}-[0-9]{2}", "[a-c]{3}-[0-9]{2}"),
+        ("guided_regex", "(yes|no)!", "(yes|no)!"),
+        ("ebnf", 'root ::= "<" [0-9] [0-9]? ">"', "<[0-9]{1,2}>"),
+        ("guided_grammar", 'root ::= "a" | "b" "c"', "a|bc"),
+        ("guided_choice", ['say "hi"', "grün", "🙂"], 'say "hi"|grün|🙂'),
+        ("structured_outputs", {"choice": ["left", "right"]}, "left|right"),
+        ("structural_tag", {"type": "structural_tag", "format": TAG}, "<n>[0-9]</n>"),
+    ):
+        [choice] = complete.create(extra_body={field: value}, **plain).choices
+        assert re.fullmatch(pattern, choice.text), (field, choice.text)
+        assert choice.finish_reason == "stop"
+    assert re.fullmatch("[0-9]{4}", generate(served, regex="[0-9]{4}"))
+    jsonschema.validate(json.loads(generate(served, json_schema=json.dumps(REPORT))), REPORT)
+    answer = chat(served, {"type": "object", "properties": {}, "additionalProperties": False})
+    assert answer.choices[0].message.content == "{}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"regex": "(abc"}, "regex"),
+        ({"ebnf": "root ::= root"}, "ebnf"),
+        ({"ebnf": "root ::= other"}, "ebnf"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+        ({"json_schema": '{"items":' * 100 + "{}" + "}" * 100}, "json_schema"),
+        ({"regex": "a" * 200_000}, "regex"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_its_name(served: Served, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        served.client().completions.create(model=served.model, prompt="x", max_tokens=4, extra_body=body)
+    assert refused.value.param == param
+    assert served.complete()
+
+
+def test_others_do_not_wait_for_a_grammar_that_takes_long(served: Served) -> None:
+    ended: list[str] = []
+
+    def slow() -> None:
+        # Some seconds to compile; each run of the suite has its own, so that none is there already.
+        chat(served, {"type": "string", "maxLength": 150}, max_tokens=4)
+        ended.append("bound")
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    served.complete(max_tokens=2)
+    ended.append("free")
+    thread.join()
+    assert ended == ["free", "bound"]
+
+
+def test_the_same_seed_gives_the_same_output_whatever_else_runs(served: Served) -> None:
+    def one(seed: int) -> str:
+        return str(chat(served, REPORT, seed=seed, temperature=1.2).choices[0].message.content)
+
+    alone = one(11)
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(one, (1, 2, 11, 3, 4)))
+    assert together[2] == alone
+    assert len(set(together)) > 1
+
+
+@pytest.mark.slow
+def test_an_output_goes_on_conforming_after_its_worker_was_killed(served: Served) -> None:
+    whole = str(chat(served, NUMBERS, seed=5, temperature=1, max_tokens=400).choices[0].message.content)
+    text, was_killed = "", False
+    for event in chat(served, NUMBERS, seed=5, temperature=1, max_tokens=400, stream=True):
+        for choice in event.choices:
+            text += choice.delta.content or ""
+        if len(text) > 20 and not was_killed:
+            served.deployment.kill("worker", signal.SIGKILL)
+            was_killed = True
+    assert was_killed
+    assert text == whole
+    jsonschema.validate(json.loads(text), NUMBERS)
+    wait_until(served.is_ready, timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_real_model_writes_what_is_valid(served: Served, name: str) -> None:
+    answer = chat(served, CORPUS[name], temperature=0.7, seed=1, max_tokens=400).choices[0]
+    if answer.finish_reason == "stop":
+        jsonschema.validate(json.loads(str(answer.message.content)), CORPUS[name])

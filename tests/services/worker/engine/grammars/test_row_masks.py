@@ -1,0 +1,166 @@
+"""What a bound row samples depends on its seed and its ids alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from common.grammars import Grammar, GrammarKind
+from services.worker.engine.grammars.matcher import mask_words
+from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.plans.rows import RowTable
+from tests.services.worker.engine.grammars.outputs import (
+    CORPUS,
+    EOS,
+    VOCABULARY_SIZE,
+    Rows,
+    bound_row,
+    finished,
+    schema_grammar,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from services.worker.engine.grammars.matcher import Mask
+
+ORDER = schema_grammar(CORPUS["order"])
+LISTS = schema_grammar(CORPUS["array of arrays"])
+
+
+def test_equal_whatever_rows_are_beside_it() -> None:
+    [alone] = finished([bound_row(0, ORDER, seed=4)])
+    together = finished(
+        [
+            bound_row(0, LISTS, seed=1),
+            bound_row(1, None, seed=2, length=40),
+            bound_row(2, ORDER, seed=4),
+            bound_row(3, ORDER, seed=5),
+        ]
+    )
+    assert together[2] == alone
+    assert together[3] != alone
+
+
+def test_rows_without_a_grammar_are_as_without_those_that_have_one() -> None:
+    [alone] = finished([bound_row(0, None, seed=2, length=30)])
+    assert finished([bound_row(1, ORDER, seed=4), bound_row(0, None, seed=2, length=30)])[1] == alone
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 20])
+def test_equal_after_a_retraction_or_in_another_process(kept: int) -> None:
+    [whole] = finished([bound_row(0, ORDER, seed=4)])
+    rows = Rows([bound_row(0, ORDER, seed=4)])
+    for _ in range(kept):
+        rows.step()
+    before = rows.output(rows.running[0])
+    assert before == whole[:kept]
+    rows.close(rows.running[0])
+    rows.open(bound_row(5, LISTS, seed=9))
+    again = bound_row(0, ORDER, seed=4, more=before)
+    rows.open(again)
+    while again in rows.running:
+        rows.step()
+    assert rows.output(again) == whole
+
+
+def test_it_ends_with_the_end_of_the_sequence_and_not_before() -> None:
+    rows = Rows([bound_row(0, Grammar(GrammarKind.REGEX, "[0-9]{6}", "regex"), seed=1)])
+    opened = rows.running[0]
+    while rows.running:
+        rows.step()
+    assert rows.rows.token_ids[0, rows.rows.lengths[0] - 1] == EOS
+    assert len(text_of(rows.output(opened))) == 6
+
+
+def test_a_slot_forgets_its_last_tenant() -> None:
+    rows = Rows([bound_row(0, ORDER, seed=4)])
+    rows.step()
+    rows.close(rows.running[0])
+    free = bound_row(0, None, seed=2, length=30)
+    rows.open(free)
+    while rows.running:
+        rows.step()
+    assert [rows.output(free)] == finished([bound_row(0, None, seed=2, length=30)])
+
+
+class Walk:
+    """A matcher that allows one token after the other, and then nothing."""
+
+    def __init__(self, path: list[int]) -> None:
+        self.path = path
+        self.is_terminated = False
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self.path) and self.path.pop(0) == token_id
+
+    def mask(self) -> Mask:
+        bits = np.zeros(mask_words(VOCABULARY_SIZE) * 32, np.uint8)
+        bits[self.path[:1]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Library:
+    def __init__(self, path: list[int]) -> None:
+        self.path = path
+
+    def compiled(self, grammar: Grammar) -> None:
+        pass
+
+    def matcher(self, grammar: Grammar) -> Walk:
+        return Walk(list(self.path))
+
+
+def allowed(masks: RowMasks, rows: RowTable) -> list[int]:
+    bits = np.unpackbits(masks.masks(np.array([0]), rows).view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def table_of(masks: RowMasks, *more: int) -> RowTable:
+    rows = RowTable(1, 64, 16)
+    opened = bound_row(0, ORDER, seed=1, length=40, more=more)
+    rows.open(opened)
+    masks.open(opened)
+    return rows
+
+
+def test_where_nothing_is_allowed_the_row_ends(caplog: pytest.LogCaptureFixture) -> None:
+    masks = RowMasks(Library([100, 101]), VOCABULARY_SIZE)
+    rows = table_of(masks, 100)
+    assert allowed(masks, rows) == [101]
+    rows.append_tokens(np.array([0]), np.array([101], np.int32))
+    with caplog.at_level(logging.WARNING):
+        assert allowed(masks, rows) == [EOS]
+    assert "it ends there" in caplog.text
+
+
+def test_ids_that_the_grammar_does_not_allow_end_the_row() -> None:
+    masks = RowMasks(Library([100, 101]), VOCABULARY_SIZE)
+    assert allowed(masks, table_of(masks, 7)) == [EOS]
+
+
+def test_a_row_whose_masks_take_too_long_ends() -> None:
+    seconds = iter(range(100))
+    masks = RowMasks(Library([100, 101, 102, 103]), VOCABULARY_SIZE, clock=lambda: next(seconds) * 0.7)
+    rows = table_of(masks)
+    assert allowed(masks, rows) == [100]
+    rows.append_tokens(np.array([0]), np.array([100], np.int32))
+    assert allowed(masks, rows) == [101]
+    assert allowed(masks, rows) == [EOS]
+
+
+def test_a_row_that_has_ended_may_take_part_once_more() -> None:
+    class Ended(Walk):
+        is_terminated = True
+
+        def __init__(self, path: list[int]) -> None:
+            self.path = path
+
+    class Endings(Library):
+        def matcher(self, grammar: Grammar) -> Walk:
+            return Ended([])
+
+    masks = RowMasks(Endings([]), VOCABULARY_SIZE)
+    assert len(allowed(masks, table_of(masks))) == mask_words(VOCABULARY_SIZE) * 32
