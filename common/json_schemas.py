@@ -22,10 +22,10 @@ UNSUPPORTED = (
     "maxContains", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor",
 )  # fmt: skip
 # Formats that JSON Schema defines and no grammar here enforces; unknown ones are annotations, as it says.
-UNSUPPORTED_FORMATS = frozenset({"regex", "idn-email", "idn-hostname", "iri", "iri-reference"})
+UNSUPPORTED_FORMATS = frozenset({"regex", "idn-email", "idn-hostname", "iri", "iri-reference", "uri-template"})
 SUPPORTED_FORMATS = frozenset({
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
-    "uri-template", "json-pointer", "relative-json-pointer",
+    "json-pointer", "relative-json-pointer",
 })  # fmt: skip
 # What says nothing about a value.
 ANNOTATIONS = frozenset({
@@ -35,6 +35,7 @@ ANNOTATIONS = frozenset({
 # Values that are no schemas themselves.
 _DATA = frozenset({"const", "enum", "default", "examples", "example", "required", "discriminator"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")
 
 
@@ -101,6 +102,8 @@ def _problem(node: Node) -> str | None:
             return f"'{name}' cannot be enforced"
     if node.get("uniqueItems") is True:
         return "'uniqueItems' cannot be enforced"
+    if "multipleOf" in node and (not isinstance(node["multipleOf"], int) or any(name in node for name in _BOUNDS)):
+        return "'multipleOf' cannot be enforced beside bounds, or with a fraction"
     return _problem_of_text(node) or _problem_of_alternatives(node) or _problem_of_properties(node)
 
 

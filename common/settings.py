@@ -247,7 +247,7 @@ class WorkerSettings(Section):
     """CPU threads of the engine; 0: as many as this process has cores."""
     backend: Literal["auto", "torch", "compiled", "gpu"] = "auto"
     """Operators: compiled ones on CPUs where they can be built, Triton and FlashInfer on GPUs, or plain torch."""
-    grammar_timeout_s: float = Field(default=10.0, gt=0)
+    grammar_timeout_s: float = Field(default=30.0, gt=0)
     """A grammar (JSON schema, regular expression, …) that takes longer to compile is refused."""
     storage: SecretStr | None = None
     """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as

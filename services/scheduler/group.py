@@ -33,7 +33,7 @@ WATCH_INTERVAL_S = 1.0
 # How long the other ranks' reasons are waited for when one has failed.
 REASON_GRACE_S = 0.5
 # The worker's own limit on a grammar, and others' grammars before this one.
-PREPARE_TIMEOUT_S = 60.0
+PREPARE_TIMEOUT_S = 120.0
 
 
 class GroupState(Enum):

@@ -245,8 +245,8 @@ class TorchStepper:
         else:
             samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
         token_ids = self._runner.broadcast_tokens(samples.token_ids)
-        token_ids = token_ids.cpu().numpy().astype(np.int32)
-        return Sampled(token_ids, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs)
+        chosen = token_ids.cpu().numpy().astype(np.int32)
+        return Sampled(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""

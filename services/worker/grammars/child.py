@@ -6,10 +6,13 @@ holds a grammar. A grammar that takes for ever, or all memory, or the process it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import resource
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,7 +23,7 @@ from services.worker.engine.grammars.trial import try_out
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # What goes over the two pipes; both ends are this package's.
 Message = dict[str, Any]
@@ -28,6 +31,7 @@ Message = dict[str, Any]
 NICENESS = 10
 # Beside what the process takes to start.
 MAX_BYTES = 3 * 1024**3
+_WARNING = re.compile(r"Warning: (.*)")
 
 
 def main() -> None:
@@ -69,7 +73,34 @@ def make_trial(message: Message) -> Callable[[Grammar], None]:
     compiler = Compiler(source)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_BYTES, used + MAX_BYTES))
-    return lambda grammar: try_out(compiler.compile(grammar), source.vocabulary_size)
+
+    def trial(grammar: Grammar) -> None:
+        with warnings_refused():
+            compiled = compiler.compile(grammar)
+        try_out(compiled, source.vocabulary_size)
+
+    return trial
+
+
+@contextlib.contextmanager
+def warnings_refused() -> Iterator[None]:
+    """Take a warning for a refusal: the library tells what of a grammar it ignores, but only on standard error.
+
+    Raises:
+        GrammarError: there was one.
+    """
+    with tempfile.TemporaryFile() as written:
+        kept = os.dup(sys.stderr.fileno())
+        os.dup2(written.fileno(), sys.stderr.fileno())
+        try:
+            yield
+        finally:
+            os.dup2(kept, sys.stderr.fileno())
+            os.close(kept)
+        written.seek(0)
+        warning = _WARNING.search(written.read().decode(errors="replace"))
+    if warning is not None:
+        raise GrammarError(warning.group(1)[:300])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from services.worker.engine.kernels.gpu import row_state
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled
-from services.worker.engine.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
+from services.worker.engine.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import Needs, SamplingTable

@@ -9,6 +9,7 @@ _DATE = r"[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,14}[a-zA-Z0-9])?"
+_REFERENCE = r"[a-zA-Z0-9._~/?@!$&()*+,;=-]"
 PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -16,6 +17,11 @@ PATTERNS = {
     "ipv4": rf"^{_OCTET}(\.{_OCTET}){{3}}$",
     "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,3}}$",
     "email": rf"^[a-zA-Z0-9_+-]{{1,32}}(\.[a-zA-Z0-9_+-]{{1,32}})?@{_LABEL}(\.{_LABEL}){{1,3}}$",
+    # Without what JSON would have to escape, nor percent signs.
+    "uri": rf"^[a-z][a-z0-9+.-]{{1,15}}:({_REFERENCE}|:)+$",
+    "uri-reference": f"^{_REFERENCE}+$",
+    "json-pointer": r"^(/[a-zA-Z0-9_.-]*)*$",
+    "relative-json-pointer": r"^(0|[1-9]\d{0,3})(#|(/[a-zA-Z0-9_.-]*)*)$",
 }
 # Values that are no schemas themselves.
 _DATA = frozenset({"const", "enum", "default", "examples", "example", "required"})
