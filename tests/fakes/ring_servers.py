@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, QueueFullError
 from common.rpc.server import RpcServer
 from protos.gen.pando.v1 import (
     common_pb2,
@@ -42,6 +42,7 @@ class FakeServices:
     aborts: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     subscribers: list[str] = field(default_factory=list)
+    sessions: dict[str, common_pb2.OpenSessionRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.release = asyncio.Event()
@@ -152,6 +153,19 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         if rejection is None:
             self._services.begin(request)
         return common_pb2.Admission(request_id=request.request_id, prompt_tokens=7, rejected=rejection)
+
+    async def OpenSession(self, request: common_pb2.OpenSessionRequest, context: Any) -> common_pb2.OpenSessionResponse:
+        name = f"{request.principal.user}/{request.session}"
+        if name in self._services.sessions:
+            raise QueueFullError("one session of this user is open", param="session_id", retry_after_ms=1000)
+        self._services.sessions[name] = request
+        return common_pb2.OpenSessionResponse(capacity_tokens=request.capacity_tokens or 96, timeout_ms=1000)
+
+    async def CloseSession(
+        self, request: common_pb2.CloseSessionRequest, context: Any
+    ) -> common_pb2.CloseSessionResponse:
+        closed = self._services.sessions.pop(f"{request.principal.user}/{request.session}", None)
+        return common_pb2.CloseSessionResponse(was_open=closed is not None)
 
     async def GetModel(self, request: Any, context: Any) -> tokenizer_pb2.GetModelResponse:
         return tokenizer_pb2.GetModelResponse(

@@ -19,6 +19,8 @@ from common.types import (
     RequestFailure,
     RequestId,
     SamplingParams,
+    SessionGrant,
+    SessionWish,
     StopConditions,
 )
 from gateway.metrics import GatewayMetrics
@@ -265,3 +267,18 @@ async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
         with pytest.raises(PandoError) as away:
             await client.model.get_model()
         assert away.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_sessions_are_opened_and_closed_and_refusals_come_back(tmp_path: Path) -> None:
+    async with ring_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        ann, bob = Principal("acme", "ann"), Principal("acme", "bob")
+        wish = SessionWish(ann, "chat", "/key", capacity_tokens=64, timeout_ms=500)
+        assert await client.model.open_session(wish) == SessionGrant(64, 1000)
+        sent = services.sessions["ann/chat"]
+        assert (sent.quota_user, sent.timeout_ms, sent.principal.tenant) == ("/key", 500, "acme")
+        with pytest.raises(PandoError, match="one session of this user is open") as refused:
+            await client.model.open_session(wish)
+        assert (refused.value.code, refused.value.param) == (ErrorCode.QUEUE_FULL, "session_id")
+        assert not await client.model.close_session(bob, "chat")
+        assert await client.model.close_session(ann, "chat")
