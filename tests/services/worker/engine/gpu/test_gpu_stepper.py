@@ -24,6 +24,8 @@ from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from services.worker.engine.model.batch import ForwardBatch
+
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
 from services.worker.engine.gpu.decode_passes import ladder
@@ -226,13 +228,15 @@ def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch
     checking = ResidentCheckingRunner(CheckingRunner().capacity)
     made = GpuStepper(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
 
-    compute, refusals = checking.compute, []
+    compute = checking.compute
+    refusals: list[ForwardBatch] = []
 
-    def short_of_memory(batch):  # type: ignore[no-untyped-def]
+    def short_of_memory(batch: ForwardBatch) -> torch.Tensor:
         if phase == "prefill" or batch.decode_rows:
             refusals.append(batch)
             raise torch.OutOfMemoryError("made up")
-        return compute(batch)
+        logits: torch.Tensor = compute(batch)  # type: ignore[no-untyped-call]  # as above
+        return logits
 
     monkeypatch.setattr(checking, "compute", short_of_memory)
     one = LaggedWorker(4000, PAGE_SIZE, 4, made)
