@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def test_a_key_is_made_shown_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     there = ["--file", str(file)]
-    assert main(["keys", "create", "--tenant", "acme", "--user", "ann", "--cache", "none", "--max-priority", "7", *there]) == 0
+    limits = ["--cache", "none", "--max-priority", "7"]
+    assert main(["keys", "create", "--tenant", "acme", "--user", "ann", *limits, *there]) == 0
     secret = capsys.readouterr().out.strip()
     assert main(["keys", "create", "--tenant", "acme", "--admin", "--act-for-users", *there]) == 0
     capsys.readouterr()
