@@ -81,8 +81,15 @@ class PromptLogprobSpan:
 
     def slice(self, start: int, stop: int) -> PromptLogprobSpan:
         """Return the part about tokens [start, stop), counted from its own first."""
-        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.asked)
-        return PromptLogprobSpan(self.first + start, *(column[start:stop] for column in columns))
+        return PromptLogprobSpan(
+            self.first + start,
+            self.token_ids[start:stop],
+            self.logprobs[start:stop],
+            self.ranks[start:stop],
+            self.top_ids[start:stop],
+            self.top_logprobs[start:stop],
+            self.asked[start:stop],
+        )
 
 
 def no_span(first: int, top: int = 0, asked: int = 0) -> PromptLogprobSpan:

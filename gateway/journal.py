@@ -89,7 +89,7 @@ class ChoiceRecord:
     def is_exhausted(self) -> bool:
         """Whether max_tokens were received already, so that only the end itself can be missing."""
         limit = self.request.stop.max_tokens
-        return bool(limit) and len(self.token_ids) >= limit
+        return limit is not None and 0 < limit <= len(self.token_ids)
 
     def judge(self, delta: Delta) -> Verdict:
         """Return how `delta` fits to what was received; only a FRESH one may be applied."""

@@ -67,10 +67,10 @@ class Encoder:
                         encoded[i] = ids
             except PandoError as error:
                 encoded[i] = error
-        for add_special_tokens, entries in texts.items():
+        for adds_special, entries in texts.items():
             if entries:
                 batch = [text for _, text in entries]
-                found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+                found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=adds_special)
                 for (i, _), encoding in zip(entries, found, strict=True):
                     encoded[i] = np.array(encoding.ids, dtype=np.int32)
         return [result for result in encoded if result is not None]

@@ -46,7 +46,7 @@ def embedding_of(token_ids: list[int]) -> bytes:
 def score_of(prompt: list[int], first: int, last: int) -> PromptLogprobSpan:
     """What the log probabilities of prompt[first:last] must be, however they were computed."""
     values = np.array([-next_token(prompt[:position]) for position in range(first, last)], np.float32)
-    nothing = np.empty((last - first, 0))
+    nothing = np.empty((last - first, 0), np.float32)
     ranks = np.ones(last - first, np.int32)
     return PromptLogprobSpan(
         first, np.array(prompt[first:last], np.int32), values, ranks, nothing.astype(np.int32), nothing, nothing
@@ -114,7 +114,7 @@ class SimulatedWorker:
         self._keep_books(plan)
         for transfer in plan.transfers:
             self._begin(transfer)
-        results = []
+        results: list[StepResult] = []
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
             for number, row in self.rows.items():
@@ -122,8 +122,9 @@ class SimulatedWorker:
                     sampled[number] = self._compute(row, row.computed, len(row.ids))
             embeddings, self.embeddings = self.embeddings, {}
             scores, self.scores = self.scores, []
-            for score in scores:
-                results.append(StepResult(plan.step_id, substep, last=False, prompt_logprobs=(score,), partial=True))
+            results.extend(
+                StepResult(plan.step_id, substep, last=False, prompt_logprobs=(one,), partial=True) for one in scores
+            )
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
             results.append(

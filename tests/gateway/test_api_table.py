@@ -131,7 +131,9 @@ def test_every_field_of_the_official_client_is_in_the_table(name: str) -> None:
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name, row in ROWS.items() for field in sorted(row[1])])
 async def test_what_is_refused_is_refused_by_its_name(name: str, field: str) -> None:
     endpoint = ENDPOINTS[name]
-    response = await gateway_saying("x").post(endpoint.path, endpoint.body(**{field: PROBES.get(f"{name} {field}", PROBES.get(field, 1))}))
+    response = await gateway_saying("x").post(
+        endpoint.path, endpoint.body(**{field: PROBES.get(f"{name} {field}", PROBES.get(field, 1))})
+    )
     assert error_of(response, 400)["param"] == field
 
 

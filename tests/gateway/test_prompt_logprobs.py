@@ -60,7 +60,7 @@ def gateway() -> FakedGateway:
     return faked(script)
 
 
-SCORED = {
+SCORED: dict[str, list[Any]] = {
     "tokens": ["The", " cap", "ital", " of"],
     "token_logprobs": [None, -1.0, -2.0, -3.0],
     "top_logprobs": [

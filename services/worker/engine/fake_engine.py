@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import RowSlot
@@ -16,6 +17,7 @@ from services.worker.engine.engine import InvalidPlanError
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
 from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.scoring import ScoringTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.worker.engine.engine import Emit, ProgressReport
     from services.worker.engine.plans.passes import ForwardPass
+    from services.worker.engine.plans.scoring import Scored
 
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
@@ -128,10 +131,12 @@ class FakeStepper:
         self._options = options
         self._sleep = sleep
         self._seeds = np.zeros(max_rows, np.uint64)
+        self._scoring = ScoringTable()
 
     def open(self, opened: RowOpen) -> None:
         """Keep a row's seed."""
         self._seeds[opened.row] = opened.sampling.seed
+        self._scoring.open(opened)
 
     def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
         """Take a step's time and make up its tokens."""
@@ -143,7 +148,8 @@ class FakeStepper:
             (RowSlot(row), fake_embedding(rows.token_ids[row, : rows.lengths[row]], self._options.embedding_dimensions))
             for row in forward.pooled_rows.tolist()
         )
-        return Sampled(tokens, embeddings=embeddings)
+        scores = tuple((run.row, fake_scores(run)) for run in self._scoring.of(rows, forward))
+        return Sampled(tokens, embeddings=embeddings, prompt_logprobs=scores)
 
 
 class FakeTransfers:
@@ -235,6 +241,18 @@ def fake_embedding(token_ids: TokenIds, dimensions: int) -> bytes:
     vector = np.random.default_rng(zlib.crc32(token_ids.tobytes())).standard_normal(dimensions, np.float32)
     embedding: bytes = (vector / np.linalg.norm(vector)).astype("<f4").tobytes()
     return embedding
+
+
+def fake_scores(run: Scored) -> PromptLogprobSpan:
+    """Return made-up log probabilities of a prompt: every token was the most likely one, and the ids are its own."""
+    tokens, wanted = run.targets.size, run.wanted
+    values = -(run.targets % 8).astype(np.float32) - 1
+    tops = run.targets[:, None] + np.zeros(wanted.top, np.int32)
+    asked = np.full((tokens, len(wanted.token_ids)), -9.0, np.float32)
+    ranks = np.ones(tokens, np.int32)
+    return PromptLogprobSpan(
+        run.first, run.targets, values, ranks, tops, np.repeat(values[:, None], wanted.top, 1), asked
+    )
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.prompt_logprobs import PromptLogprobs
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import Pooling, SamplingParams, StepId
@@ -150,3 +151,16 @@ def test_a_full_house_of_rows_runs_in_few_passes() -> None:
 def test_nothing_of_torch_is_imported() -> None:
     code = "import sys, services.worker.__main__, services.worker.engine.fake_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_prompts_are_scored_with_made_up_values() -> None:
+    engine = FakeEngine()
+    engine.configure(SPEC, lambda *_: None)
+    wanted = PromptLogprobs(1, 2, (9,))
+    opened = replace(open_row(0, range(10, 20), [0]), prompt_logprobs=wanted)
+    results: list[StepResult] = []
+    engine.execute(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 10),)), results.append)
+    ((_, span),) = [entry for result in results for entry in result.prompt_logprobs]
+    assert span.token_ids.tolist() == list(range(12, 20))
+    assert span.top_ids.shape == span.top_logprobs.shape == (8, 2)
+    assert span.asked.shape == (8, 1)
