@@ -22,6 +22,8 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 _GEMMA3_PATTERN = 6
 _GEMMA3_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10_000.0
+# Layers without a window in Qwen2 and Qwen3 where files do not say.
+_QWEN_FULL_LAYERS = 28
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -124,7 +126,7 @@ def _windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
         pattern = config.get("sliding_window_pattern", _GEMMA3_PATTERN)
         kinds = [_SLIDING if (i + 1) % pattern else _FULL for i in range(layers)]
     else:
-        first = config.get("max_window_layers", 0) if family in ("qwen2", "qwen3") else 0
+        first = config.get("max_window_layers", _QWEN_FULL_LAYERS) if family in ("qwen2", "qwen3") else 0
         kinds = [_FULL if i < first else _SLIDING for i in range(layers)]
     return tuple(int(window) if kind == _SLIDING else None for kind in kinds)
 

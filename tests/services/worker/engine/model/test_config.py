@@ -33,6 +33,9 @@ GGUF: dict[str, Any] = {
 }  # fmt: skip
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 def from_json(**changes: object) -> ModelConfig:
     return config_from_json({**LLAMA, **changes})
 
@@ -64,7 +67,9 @@ def test_families_differ_in_biases_and_norms() -> None:
         ({"model_type": "mistral", "sliding_window": 100}, (100, 100)),
         ({"model_type": "mistral", "sliding_window": None}, ()),
         ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": False}, ()),
-        ({"model_type": "qwen2", "sliding_window": 100, "use_sliding_window": True}, (100, 100)),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, (9, 9)),
+        ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, (None, None)),
+        ({"model_type": "qwen3_moe", "sliding_window": 9, "use_sliding_window": True, **EXPERTS}, (9, 9)),
         ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
         (
             {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True,
@@ -117,8 +122,7 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_read() -> None:
 
 def test_layers_of_a_mixture_may_be_dense() -> None:
     experts = {
-        "model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+        "model_type": "qwen3_moe", "num_hidden_layers": 6, **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3],
     }  # fmt: skip
     config = from_json(**experts)
     assert config.mixture is not None
