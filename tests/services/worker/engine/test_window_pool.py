@@ -20,6 +20,8 @@ from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
 WINDOW = 20
 PAGES, POOL, ROWS = 60, 24, 3
 
@@ -30,11 +32,15 @@ class EngineWorker(SimulatedWorker):
     def __init__(self, engine: TorchEngine) -> None:
         super().__init__(0, 0)
         self._engine = engine
+        # Rows and their tokens, in order.
+        self.told: list[tuple[int, int]] = []
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
         self._engine.execute(plan, results.append)
         self._engine.settle(lambda: False)
+        for result in results:
+            self.told += zip(result.rows.tolist(), result.token_ids.tolist(), strict=True)
         return results
 
 
@@ -87,6 +93,39 @@ def test_rows_longer_than_the_window_continue_as_transformers_does(
         assert tokens == expected
         stopped = harness.finishes[f"r{number}", 0].reason is FinishReason.STOP
         assert len(tokens) == 30 or (stopped and tokens[-1] == STOP_ID)
+
+
+def run_rank(
+    rank: int, world_size: int, rendezvous: str, model: Path, plans: list[StepPlan]
+) -> tuple[int, list[tuple[int, int]]]:
+    """Carry out plans that were made for one rank; return the window pool's pages, and the rows' tokens in order."""
+    # Each offers another number of pages.
+    engine, capacity = load(
+        model, "torch", 4, rank=rank, world_size=world_size, rendezvous=rendezvous, window_pages=POOL + rank
+    )
+    assert capacity.window_pool is not None
+    told: list[StepResult] = []
+    for plan in plans:
+        engine.execute(plan, told.append)
+    engine.close()
+    pairs = [zip(result.rows.tolist(), result.token_ids.tolist(), strict=True) for result in told]
+    return capacity.window_pool.pages, [pair for each in pairs for pair in each]
+
+
+def test_two_ranks_with_two_pools_give_what_one_gives(ranks: Ranks, tmp_path: Path) -> None:
+    save_family(tmp_path, "gemma3")
+    engine, _ = load(tmp_path, "torch", 4)
+    harness = Harness(
+        pages=PAGES, page_size=4, max_rows=ROWS, max_context=128, cache="shared", window=WINDOW, window_pool=POOL
+    )
+    harness.worker = worker = EngineWorker(engine)
+    for number, length in enumerate((60, 90, 5)):
+        harness.core.submit(make_request(f"r{number}", random_ids(length, VOCABULARY, seed=length)), 0.0)
+    harness.run()
+    (pages, tokens), (other_pages, others) = ranks.run(run_rank, 2, tmp_path, harness.plans)
+    assert pages == other_pages == POOL
+    assert tokens == worker.told
+    assert others == []
 
 
 @pytest.mark.gpu
