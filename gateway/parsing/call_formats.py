@@ -127,7 +127,8 @@ class _PythonNotation(_Notation):
             joined = [part for value in others for part in (*_const(", "), value)]
             return _sequence(first, *joined, *behind(optional))
         if not optional:
-            return {"type": "regex", "pattern": ""}
+            # Nothing; an empty format is none.
+            return {"type": "optional", "content": {"type": "const_string", "value": " "}}
         starts = [_sequence(values[name], *behind(optional[index + 1 :])) for index, name in enumerate(optional)]
         return {"type": "optional", "content": _either(starts)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import PandoError, QueueFullError
+from common.errors import InvalidRequestError, PandoError, QueueFullError
 from common.types import Admission, ErrorCode, RequestFailure, RequestId
 from common.wire import schedule_request_from_wire
 
@@ -86,8 +86,10 @@ class Submissions:
         try:
             request = schedule_request_from_wire(message)
             grammar = request.sampling.grammar
-            if grammar is None or request.request_id in self._waiting:
+            if grammar is None:
                 return self._loop.submit(request)
+            if request.request_id in self._waiting:
+                raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
             if len(self._waiting) >= MAX_WAITING:
                 raise QueueFullError(f"{MAX_WAITING} requests wait for grammars", retry_after_ms=RETRY_AFTER_MS)
         except PandoError as error:
@@ -101,10 +103,6 @@ class Submissions:
             admission = self._loop.submit(request)
         except PandoError as error:
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
-        except asyncio.CancelledError:
-            # Aborted, or its stream is closed: then nobody hears this answer.
-            self._answer_later(Admission(request.request_id, len(request.token_ids), ABORTED))
-            raise
         self._answer_later(admission)
 
     def _answer_later(self, admission: Admission) -> None:
@@ -115,7 +113,9 @@ class Submissions:
     def _abort(self, request_id: RequestId) -> None:
         task = self._waiting.get(request_id)
         if task is not None:
+            # The task may never have run, so that it cannot be what answers.
             task.cancel()
+            self._answer_later(Admission(request_id, 0, ABORTED))
         self._loop.abort(request_id)
 
     def _end_if_done(self) -> None:

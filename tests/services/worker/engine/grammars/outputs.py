@@ -129,4 +129,4 @@ def finished(opens: Sequence[RowOpen]) -> list[list[int]]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    return b"".join(vocabulary().plain_pieces.data[id_] for id_ in ids).decode()
+    return b"".join(vocabulary().plain_pieces.data[id_] for id_ in ids).decode(errors="replace")

@@ -1,0 +1,145 @@
+"""Requests with a grammar wait for it, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.grammars import Grammar, GrammarKind
+from common.types import (
+    Admission,
+    Principal,
+    ReplyTo,
+    RequestId,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    SubscriberId,
+)
+from common.wire import schedule_request_to_wire
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler.submissions import Submissions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SLOW = Grammar(GrammarKind.REGEX, "slow", "regex")
+BAD = Grammar(GrammarKind.REGEX, "(", "guided_regex")
+
+
+class Loop:
+    """Takes everything, and compiles `SLOW` when told so."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.aborted: list[str] = []
+        self.is_compiled = asyncio.Event()
+
+    def submit(self, request: ScheduleRequest) -> Admission:
+        self.taken.append(request.request_id)
+        return Admission(request.request_id, len(request.token_ids))
+
+    def abort(self, request_id: RequestId) -> None:
+        self.aborted.append(request_id)
+
+    async def prepare(self, grammar: Grammar) -> None:
+        if grammar == BAD:
+            raise InvalidRequestError("'guided_regex' cannot be followed.", param=grammar.param)
+        await self.is_compiled.wait()
+
+
+def request(name: str, grammar: Grammar | None = None) -> scheduler_pb2.ScheduleRequest:
+    return schedule_request_to_wire(
+        ScheduleRequest(
+            RequestId(name),
+            Principal("t", "u"),
+            ReplyTo(SubscriberId("s")),
+            np.array([1, 2], np.int32),
+            SamplingParams(grammar=grammar),
+            StopConditions(),
+        )
+    )
+
+
+class Stream:
+    """One Submit stream, message by message."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.submissions = Submissions(self.loop)
+        self.messages: asyncio.Queue[scheduler_pb2.SchedulerSubmitRequest | None] = asyncio.Queue()
+        self.reading = asyncio.create_task(self.submissions.read(self._sent()))
+        self.answers = self.submissions.answers()
+
+    async def _sent(self) -> AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]:
+        while (message := await self.messages.get()) is not None:
+            yield message
+
+    def send(self, *requests: scheduler_pb2.ScheduleRequest, abort: str | None = None) -> None:
+        aborts = [common_pb2.Abort(request_id=abort)] if abort else []
+        self.messages.put_nowait(scheduler_pb2.SchedulerSubmitRequest(schedules=requests, aborts=aborts))
+
+    async def next(self) -> list[tuple[str, str | None]]:
+        async with asyncio.timeout(5):
+            answer = await anext(self.answers)
+        return [(one.request_id, one.rejected.message if one.rejected else None) for one in answer]
+
+
+async def test_others_are_admitted_while_a_grammar_is_compiled() -> None:
+    stream = Stream()
+    stream.send(request("bound", SLOW), request("free"))
+    assert await stream.next() == [("free", None)]
+    stream.send(request("later"))
+    assert await stream.next() == [("later", None)]
+    stream.loop.is_compiled.set()
+    assert await stream.next() == [("bound", None)]
+    assert stream.loop.taken == ["free", "later", "bound"]
+
+
+async def test_a_refused_grammar_is_the_requests_answer() -> None:
+    stream = Stream()
+    stream.send(request("bad", BAD))
+    [(name, message)] = await stream.next()
+    assert (name, message) == ("bad", "'guided_regex' cannot be followed.")
+    assert stream.loop.taken == []
+
+
+async def test_a_request_that_is_aborted_meanwhile_never_starts() -> None:
+    stream = Stream()
+    stream.send(request("bound", SLOW))
+    stream.send(abort="bound")
+    [(name, message)] = await stream.next()
+    assert (name, message) == ("bound", "the request was aborted")
+    stream.loop.is_compiled.set()
+    await asyncio.sleep(0)
+    assert stream.loop.taken == []
+
+
+async def test_the_stream_ends_behind_the_last_answer() -> None:
+    stream = Stream()
+    stream.send(request("bound", SLOW))
+    stream.messages.put_nowait(None)
+    await stream.reading
+    stream.loop.is_compiled.set()
+    assert [one async for one in stream.answers] != []
+
+
+async def test_what_breaks_the_peers_stream_breaks_the_answers() -> None:
+    class GoneError(Exception):
+        pass
+
+    async def broken() -> AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]:
+        raise GoneError
+        yield scheduler_pb2.SchedulerSubmitRequest()
+
+    submissions = Submissions(Loop())
+    await submissions.read(broken())
+    try:
+        async for _ in submissions.answers():
+            raise AssertionError
+    except GoneError:
+        return
+    raise AssertionError
