@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from common.deltas import Delta, LogprobText, PromptUsage, TokenText
+from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.errors import UnavailableError
 from common.types import Finish, FinishReason, RequestId, SubscriberId
 from services.detokenizer.mailbox import Mailbox, merge
@@ -89,3 +89,20 @@ async def test_closing_wakes_who_waits() -> None:
     box.close(UnavailableError("over"))
     with pytest.raises(UnavailableError):
         await waiting
+
+
+def test_merging_leaves_what_is_told_of_prompts_apart_and_first() -> None:
+    parts = [
+        Delta(RequestId("a"), 0, 0, (), "", prompt_logprobs=PromptLogprobsText(first, [], is_last=first == 9))
+        for first in (1, 9)
+    ]
+    merged = merge([*parts, delta("a", 0, "x"), delta("a", 1, "y", END)])
+    assert merged[:2] == parts
+    assert [(one.text, one.finish) for one in merged[2:]] == [("xy", END)]
+
+
+def test_what_is_told_of_prompts_counts_towards_the_limit() -> None:
+    box = mailbox(max_tokens=10)
+    entry = LogprobText(TokenText(1, -1.0, b""), (TokenText(2, -1.0, b""),) * 4)
+    box.post([Delta(RequestId("a"), 0, 0, (), "", prompt_logprobs=PromptLogprobsText(1, [entry] * 3))])
+    assert box.is_closed

@@ -3,12 +3,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from common.deltas import LogprobText, TokenText
+from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.errors import InvalidRequestError, UnavailableError
+from common.prompt_logprobs import PromptLogprobSpan
 from common.types import ErrorCode, Finish, FinishReason, SubscriberId, TokenLogprob
-from services.detokenizer.messages import Push
+from gateway.ring.wire import delta_from_wire
+from services.detokenizer.messages import PromptPart, Push
+from services.detokenizer.wire import deltas_to_wire
 from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec
 
 if TYPE_CHECKING:
@@ -146,3 +150,40 @@ async def test_an_embedding_passes_through_without_text(pushing: Pushing) -> Non
     (delta,) = await pushing.push(opens=[spec(1)], finishes={1: finish})
     assert delta.finish == finish
     assert (delta.text, list(delta.token_ids)) == ("", [])
+
+
+async def test_log_probabilities_of_a_prompt_are_spelled_and_come_before_the_first_token(
+    pushing: Pushing, model: TextModel
+) -> None:
+    hello, world = model.tokenizer.encode("Hello world").ids
+    span = PromptLogprobSpan(
+        1,
+        np.array([world], np.int32),
+        np.array([-0.5], np.float32),
+        np.array([3], np.int32),
+        np.array([[hello, 2]], np.int32),
+        np.array([[-0.25, -0.5]], np.float32),
+        np.array([[-4.0]], np.float32),
+    )
+    part = PromptPart(1, span, lead=hello, is_last=True)
+    push = Push([spec(1)], [1], [world], starts={1: 4}, prompt_logprobs=[part, part._replace(handle=7)])
+    pushing.session.apply(push)
+    told, first = await pushing.mailbox.take()
+    assert told.prompt_usage == PromptUsage(10, 4)
+    assert (told.token_ids, told.text, told.finish) == ((), "", None)
+    assert told.prompt_logprobs == PromptLogprobsText(
+        1,
+        [
+            LogprobText(
+                TokenText(world, -0.5, b" world"),
+                (TokenText(hello, -0.25, b"Hello"), TokenText(2, -0.5, b"<|im_end|>")),
+                (-4.0,),
+                3,
+            )
+        ],
+        TokenText(hello, 0.0, b"Hello"),
+        is_last=True,
+    )
+    assert (first.first_token_index, first.text, first.prompt_usage) == (0, " world", None)
+    (delta,) = deltas_to_wire([told]).deltas
+    assert delta_from_wire(delta) == told
