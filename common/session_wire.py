@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidRequestError
 from common.names import check_name
 from common.types import Principal, SessionGrant, SessionTurn, SessionWish
-from protos.gen.pando.v1 import common_pb2
+from protos.gen.pando.v1 import common_pb2, sessions_pb2
 
 if TYPE_CHECKING:
     from protos.gen.pando.v1 import scheduler_pb2, tokenizer_pb2
 
 
-def turn_to_wire(turn: SessionTurn | None) -> common_pb2.SessionTurn | None:
+def turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
     """Encode how a request continues its session; None: it does not."""
     if turn is None:
         return None
-    return common_pb2.SessionTurn(
+    return sessions_pb2.SessionTurn(
         name=turn.name,
         after=turn.after,
         offset=turn.offset,
@@ -46,9 +46,9 @@ def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.Genera
     )
 
 
-def wish_to_wire(wish: SessionWish) -> common_pb2.OpenSessionRequest:
+def wish_to_wire(wish: SessionWish) -> sessions_pb2.OpenSessionRequest:
     """Encode what somebody wants to open."""
-    return common_pb2.OpenSessionRequest(
+    return sessions_pb2.OpenSessionRequest(
         principal=common_pb2.Principal(tenant=wish.principal.tenant, user=wish.principal.user),
         session=wish.session,
         capacity_tokens=wish.capacity_tokens or 0,
@@ -57,7 +57,7 @@ def wish_to_wire(wish: SessionWish) -> common_pb2.OpenSessionRequest:
     )
 
 
-def wish_from_wire(message: common_pb2.OpenSessionRequest) -> SessionWish:
+def wish_from_wire(message: sessions_pb2.OpenSessionRequest) -> SessionWish:
     """Decode what somebody wants to open.
 
     Raises:
@@ -71,24 +71,24 @@ def wish_from_wire(message: common_pb2.OpenSessionRequest) -> SessionWish:
     )
 
 
-def grant_to_wire(grant: SessionGrant) -> common_pb2.OpenSessionResponse:
+def grant_to_wire(grant: SessionGrant) -> sessions_pb2.OpenSessionResponse:
     """Encode what was granted."""
-    return common_pb2.OpenSessionResponse(capacity_tokens=grant.capacity_tokens, timeout_ms=grant.timeout_ms)
+    return sessions_pb2.OpenSessionResponse(capacity_tokens=grant.capacity_tokens, timeout_ms=grant.timeout_ms)
 
 
-def grant_from_wire(message: common_pb2.OpenSessionResponse) -> SessionGrant:
+def grant_from_wire(message: sessions_pb2.OpenSessionResponse) -> SessionGrant:
     """Decode what was granted."""
     return SessionGrant(message.capacity_tokens, message.timeout_ms)
 
 
-def close_to_wire(principal: Principal, session: str) -> common_pb2.CloseSessionRequest:
+def close_to_wire(principal: Principal, session: str) -> sessions_pb2.CloseSessionRequest:
     """Encode which session is to end."""
-    return common_pb2.CloseSessionRequest(
+    return sessions_pb2.CloseSessionRequest(
         principal=common_pb2.Principal(tenant=principal.tenant, user=principal.user), session=session
     )
 
 
-def close_from_wire(message: common_pb2.CloseSessionRequest) -> tuple[Principal, str]:
+def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[Principal, str]:
     """Decode which session is to end.
 
     Raises:
@@ -97,7 +97,7 @@ def close_from_wire(message: common_pb2.CloseSessionRequest) -> tuple[Principal,
     return _session_of(message)
 
 
-def _session_of(message: common_pb2.OpenSessionRequest | common_pb2.CloseSessionRequest) -> tuple[Principal, str]:
+def _session_of(message: sessions_pb2.OpenSessionRequest | sessions_pb2.CloseSessionRequest) -> tuple[Principal, str]:
     if not message.principal.tenant or not message.principal.user or not message.session:
         raise InvalidRequestError("principal and session must be set", param="session_id")
     for value in (message.principal.tenant, message.principal.user):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from common.backend_settings import BackendSettings
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
+from common.rpc.sessions import SessionsClient
 from common.secret_files import read_secret
 from gateway.backends import Backend
 from gateway.ring.administration import GrpcAdministration
@@ -43,7 +44,7 @@ class ModelServices:
         self._schedulers = open_schedulers(settings, security)
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
-        model = GrpcModel(tokenizer)
+        model = GrpcModel(tokenizer, SessionsClient(self._tokenizer))
         served = ServedModel(model, name)
         self.ring = GrpcRing(tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire, model=name or "")
         self.backend = Backend(

@@ -33,8 +33,13 @@ class RpcServer:
     Health names: "" says that the process lives, the full service name that it can serve now (`set_serving`).
     """
 
-    def __init__(self, service: str, address: str, security: Security = UNIX_ONLY) -> None:
-        """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path."""
+    def __init__(
+        self, service: str, address: str, security: Security = UNIX_ONLY, *, also: tuple[str, ...] = ()
+    ) -> None:
+        """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path.
+
+        `also` are other services that will be added, for reflection.
+        """
         self.service = service
         self.address = address
         self.port = 0
@@ -49,6 +54,7 @@ class RpcServer:
         operations = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
         names = (
             service,
+            *also,
             operations,
             health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
             reflection.SERVICE_NAME,

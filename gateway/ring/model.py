@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from common.rpc.status import to_error
-from common.session_wire import close_to_wire, grant_from_wire, wish_to_wire
 from gateway.ring.messages import Tokenization
 from gateway.ring.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from common.requests import ChatPrompt
+    from common.rpc.sessions import SessionHost
     from common.types import Principal, SessionGrant, SessionWish
     from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
@@ -29,9 +29,10 @@ CARD_TIMEOUT_S = 2.0
 class GrpcModel:
     """Implements `gateway.ring.port.Model`."""
 
-    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub) -> None:
-        """Ask the tokenizer behind `stub`."""
+    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub, sessions: SessionHost) -> None:
+        """Ask the tokenizer behind `stub`, which also has the way to the `sessions`."""
         self._stub = stub
+        self._sessions = sessions
 
     async def get_model(self) -> ModelInfo:
         """Return what is served."""
@@ -56,12 +57,11 @@ class GrpcModel:
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session at the scheduler that its requests will go to."""
-        return grant_from_wire(await _answer(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
+        return await self._sessions.open_session(wish)
 
     async def close_session(self, principal: Principal, session: str) -> bool:
         """End a session; return whether it was open."""
-        call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
-        return (await _answer(call)).was_open
+        return await self._sessions.close_session(principal, session)
 
 
 async def _answer(call: Awaitable[T]) -> T:

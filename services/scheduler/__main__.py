@@ -12,11 +12,12 @@ from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
+from common.rpc.sessions import SESSIONS, SessionsService
 from common.rpc.stream import StreamLink
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.scheduler.content.checker import ContentChecker
 from services.scheduler.content.desk import ContentDesk
 from services.scheduler.credentials import Credentials, read_token
@@ -73,7 +74,8 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     if desk is not None:
         service.verdicts = desk.verdicts
-    server = RpcServer(NAME, settings.scheduler.address, security)
+    server = RpcServer(NAME, settings.scheduler.address, security, also=(SESSIONS,))
+    server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(loop))
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
     await server.start()
     misconfigured: Exception | None = None

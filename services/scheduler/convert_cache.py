@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.wire import principal_to_wire
-from protos.gen.pando.v1 import scheduler_pb2
+from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ def sequence_to_wire(
     )
 
 
-def session_to_wire(session: Session, shown: Disclosure, now: float) -> scheduler_pb2.SessionState:
+def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions_pb2.SessionState:
     """Encode a session as it is at `now`, seconds of the scheduler's clock."""
-    message = scheduler_pb2.SessionState(
+    message = sessions_pb2.SessionState(
         fingerprint=shown.fingerprint(session.principal),
         capacity_tokens=session.grant.capacity_tokens,
         pinned_tokens=session.pinned_tokens,

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import ScheduleRequest
+    from common.types import Principal, ScheduleRequest, SessionGrant, SessionWish
     from protos.gen.pando.v1 import detokenizer_pb2
+    from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
     from services.scheduler.group import WorkerGroup
 
@@ -133,6 +134,19 @@ class SchedulerLoop:
         if self.core is not None and self.core.abort(request_id):
             self._log.info("request.aborted", request_id=request_id)
             self._wake.set()
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Let a conversation keep what its turns compute; see `Sessions.open`."""
+        return self._sessions().open(wish)
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open."""
+        return self._sessions().close(principal, session)
+
+    def _sessions(self) -> Sessions:
+        if self.core is None:
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        return self.core.sessions
 
     def wake(self) -> None:
         """Look for work again: something outside has changed."""

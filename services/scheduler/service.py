@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.session_wire import close_from_wire, grant_to_wire, wish_from_wire
 from common.wire import admission_to_wire, principal_from_wire, principal_to_wire
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.convert_cache import (
     Disclosure,
@@ -144,18 +143,6 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         principal = principal_from_wire(request.principal)
         freed = self._core().forget(principal, request.session or None)
         return scheduler_pb2.ForgetPrincipalResponse(freed_pages=freed)
-
-    async def OpenSession(  # noqa: N802
-        self, request: common_pb2.OpenSessionRequest, context: Context
-    ) -> common_pb2.OpenSessionResponse:
-        """Let a conversation keep what its turns compute."""
-        return grant_to_wire(self._core().sessions.open(wish_from_wire(request)))
-
-    async def CloseSession(  # noqa: N802
-        self, request: common_pb2.CloseSessionRequest, context: Context
-    ) -> common_pb2.CloseSessionResponse:
-        """End that."""
-        return common_pb2.CloseSessionResponse(was_open=self._core().sessions.close(*close_from_wire(request)))
 
     async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
         """Declare a prompt public."""

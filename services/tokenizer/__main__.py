@@ -14,10 +14,11 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
+from common.rpc.sessions import SESSIONS, SessionsService
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
-from protos.gen.pando.v1 import tokenizer_pb2_grpc
+from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import Encoder
@@ -60,11 +61,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         ConfigurationError: the settings cannot work.
     """
     security = read_security(settings.rpc)
-    server = RpcServer(NAME, settings.tokenizer.address, security)
+    server = RpcServer(NAME, settings.tokenizer.address, security, also=(SESSIONS,))
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
         async with open_schedulers(settings.tokenizer, security) as schedulers:
             relay, service = build(settings, load_served_model(settings.model), schedulers, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
+            server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(schedulers))
             await server.start()
             try:
                 async with asyncio.TaskGroup() as tasks:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from common.requests import GenerateRequest, Prompt
-    from common.types import Principal, RequestId, SessionGrant, SessionWish, TokenIds
+    from common.types import RequestId, TokenIds
     from services.tokenizer.encoding import Encoded
     from services.tokenizer.limits import Limits
     from services.tokenizer.requests import Submission
@@ -37,12 +37,6 @@ class Scheduler(Protocol):
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Have requests ended, now or as soon as the scheduler is back."""
-
-    async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session; raise a PandoError if it is refused, or the scheduler is away."""
-
-    async def close_session(self, principal: Principal, session: str) -> bool:
-        """End a session; return whether it was open."""
 
 
 class Phase(Enum):
@@ -103,7 +97,7 @@ class Relay:
         """Relay to `scheduler` what `encode` makes of prompts, and `ban` of banned texts, away from the event loop."""
         self._ban = ban
         self._limits = limits
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self._encode = encode
         self._max_pending = max_pending
         self._pending: dict[RequestId, _Pending] = {}
@@ -139,7 +133,7 @@ class Relay:
             else:
                 elsewhere.append(request_id)
         if elsewhere:
-            self.scheduler.abort(elsewhere)
+            self._scheduler.abort(elsewhere)
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         """Relay the scheduler's answers to the gateways that asked."""
@@ -157,14 +151,14 @@ class Relay:
         for request_id in unanswered:
             self._answer(Admission(request_id, 0, error.to_failure()))
         if unanswered:
-            self.scheduler.abort(unanswered)
+            self._scheduler.abort(unanswered)
 
     def close(self, session: GatewaySession) -> None:
         """Forget a gateway that left, and end what it had not been told was admitted."""
         mine = [request_id for request_id, pending in self._pending.items() if pending.session is session]
         sent = [request_id for request_id in mine if self._pending.pop(request_id).phase is Phase.SENT]
         if sent:
-            self.scheduler.abort(sent)
+            self._scheduler.abort(sent)
 
     def _try_accept(self, session: GatewaySession, submission: Submission) -> _Pending | None:
         request = submission.request
@@ -229,7 +223,7 @@ class Relay:
         if not requests:
             return
         try:
-            self.scheduler.submit(requests)
+            self._scheduler.submit(requests)
         except UnavailableError as error:
             for request in requests:
                 self._answer(Admission(request.request_id, len(request.token_ids), error.to_failure()))

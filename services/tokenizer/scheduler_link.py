@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import grpc
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
 from common.rpc.channel import is_serving
-from common.rpc.status import to_error
+from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink
-from common.session_wire import close_to_wire, grant_from_wire, wish_to_wire
 from common.wire import admission_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import grpc
 
     from common.types import Admission, Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
 
-T = TypeVar("T")
-
 SERVICE = "pando.v1.Scheduler"
-TIMEOUT_S = 10.0
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
 MAX_MESSAGE_TOKENS = 2_000_000
 # Aborts kept for a scheduler that is away; more only cost it work that is thrown away.
@@ -47,7 +43,8 @@ class SchedulerLink:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """Prepare a stream on `channel`; `run` opens it."""
         self._channel = channel
-        self._stub = stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._sessions = SessionsClient(channel)
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
         self._listener: SchedulerListener | None = None
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
@@ -96,7 +93,7 @@ class SchedulerLink:
         Raises:
             PandoError: the scheduler refuses it, or is away.
         """
-        return grant_from_wire(await _answer(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
+        return await self._sessions.open_session(wish)
 
     async def close_session(self, principal: Principal, session: str) -> bool:
         """End a session; return whether it was open.
@@ -104,8 +101,7 @@ class SchedulerLink:
         Raises:
             PandoError: the scheduler is away.
         """
-        call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
-        return (await _answer(call)).was_open
+        return await self._sessions.close_session(principal, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Send aborts now, or once the scheduler is back: it may go on with what it was sent."""
@@ -144,10 +140,3 @@ def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOK
         tokens += len(request.token_ids)
     if part:
         yield part
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise to_error(error) from error

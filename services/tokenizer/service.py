@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from common.errors import PandoError, UnavailableError
-from common.session_wire import close_from_wire, grant_to_wire, wish_from_wire
 from common.types import RequestId
 from common.wire import pooling_to_wire
-from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire, tool_style_to_wire
@@ -139,19 +138,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         """Show the prompt that a conversation becomes."""
         text, ids = await self._pool.render(request.chat)
         return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
-
-    async def OpenSession(  # noqa: N802
-        self, request: common_pb2.OpenSessionRequest, context: Context
-    ) -> common_pb2.OpenSessionResponse:
-        """Open a session where its requests will run."""
-        return grant_to_wire(await self._relay.scheduler.open_session(wish_from_wire(request)))
-
-    async def CloseSession(  # noqa: N802
-        self, request: common_pb2.CloseSessionRequest, context: Context
-    ) -> common_pb2.CloseSessionResponse:
-        """End a session."""
-        was_open = await self._relay.scheduler.close_session(*close_from_wire(request))
-        return common_pb2.CloseSessionResponse(was_open=was_open)
 
     async def GetModel(  # noqa: N802
         self, request: tokenizer_pb2.GetModelRequest, context: Context

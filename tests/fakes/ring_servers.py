@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import InvalidRequestError, QueueFullError
 from common.rpc.server import RpcServer
+from common.rpc.sessions import SessionsService
+from common.types import SessionGrant
 from protos.gen.pando.v1 import (
     common_pb2,
     detokenizer_pb2,
     detokenizer_pb2_grpc,
+    sessions_pb2_grpc,
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
@@ -23,6 +26,8 @@ from protos.gen.pando.v1 import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from common.types import Principal, SessionWish
 
 TOKENIZER = "pando.v1.Tokenizer"
 DETOKENIZER = "pando.v1.Detokenizer"
@@ -42,7 +47,7 @@ class FakeServices:
     aborts: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     subscribers: list[str] = field(default_factory=list)
-    sessions: dict[str, common_pb2.OpenSessionRequest] = field(default_factory=dict)
+    sessions: dict[str, SessionWish] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.release = asyncio.Event()
@@ -51,6 +56,16 @@ class FakeServices:
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: dict[str, RpcServer] = {}
 
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        name = f"{wish.principal.user}/{wish.session}"
+        if name in self.sessions:
+            raise QueueFullError("one session of this user is open", param="session_id", retry_after_ms=1000)
+        self.sessions[name] = wish
+        return SessionGrant(wish.capacity_tokens or 96, 1000)
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        return self.sessions.pop(f"{principal.user}/{session}", None) is not None
+
     def address(self, service: str) -> str:
         return f"unix:{self.directory}/{service}.sock"
 
@@ -58,6 +73,7 @@ class FakeServices:
         server = RpcServer(service, self.address(service))
         if service == TOKENIZER:
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, FakeTokenizer(self))
+            server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(self))
         else:
             server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, FakeDetokenizer(self))
         await server.start()
@@ -153,19 +169,6 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         if rejection is None:
             self._services.begin(request)
         return common_pb2.Admission(request_id=request.request_id, prompt_tokens=7, rejected=rejection)
-
-    async def OpenSession(self, request: common_pb2.OpenSessionRequest, context: Any) -> common_pb2.OpenSessionResponse:
-        name = f"{request.principal.user}/{request.session}"
-        if name in self._services.sessions:
-            raise QueueFullError("one session of this user is open", param="session_id", retry_after_ms=1000)
-        self._services.sessions[name] = request
-        return common_pb2.OpenSessionResponse(capacity_tokens=request.capacity_tokens or 96, timeout_ms=1000)
-
-    async def CloseSession(
-        self, request: common_pb2.CloseSessionRequest, context: Any
-    ) -> common_pb2.CloseSessionResponse:
-        closed = self._services.sessions.pop(f"{request.principal.user}/{request.session}", None)
-        return common_pb2.CloseSessionResponse(was_open=closed is not None)
 
     async def GetModel(self, request: Any, context: Any) -> tokenizer_pb2.GetModelResponse:
         return tokenizer_pb2.GetModelResponse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from common.types import SessionGrant
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from common.types import Principal, SessionWish
+
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves `Submit`, and knows who opened a session here."""
+    """Serves `Submit`; keeps to `SessionHost`, too."""
 
     def __init__(self) -> None:
         self.messages: list[scheduler_pb2.SchedulerSubmitRequest] = []
@@ -52,19 +55,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                     ]
                 )
 
-    async def OpenSession(
-        self, request: common_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.OpenSessionResponse:
-        self.sessions.add((request.principal.user, request.session))
-        return common_pb2.OpenSessionResponse(capacity_tokens=request.capacity_tokens or 96, timeout_ms=1000)
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        self.sessions.add((wish.principal.user, wish.session))
+        return SessionGrant(wish.capacity_tokens or 96, 1000)
 
-    async def CloseSession(
-        self, request: common_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.CloseSessionResponse:
-        session = request.principal.user, request.session
-        was_open = session in self.sessions
-        self.sessions.discard(session)
-        return common_pb2.CloseSessionResponse(was_open=was_open)
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        was_open = (principal.user, session) in self.sessions
+        self.sessions.discard((principal.user, session))
+        return was_open
 
     async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 10.0) -> None:
         """Wait until `condition` holds for what has been received."""

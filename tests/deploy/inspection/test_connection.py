@@ -21,7 +21,7 @@ TOKEN = "a-secret-of-all-services"
 NAME = "scheduler.llm.svc"
 
 
-class Ring(scheduler_pb2_grpc.SchedulerServicer, tokenizer_pb2_grpc.TokenizerServicer):  # type: ignore[misc]  # both have sessions, which nobody asks for here
+class Ring(scheduler_pb2_grpc.SchedulerServicer, tokenizer_pb2_grpc.TokenizerServicer):  # type: ignore[misc]  # both have Submit
     """Keeps what it was shown."""
 
     def __init__(self) -> None:

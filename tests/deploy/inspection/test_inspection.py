@@ -10,7 +10,14 @@ import pytest
 
 from deploy.cli import main
 from deploy.inspection.cache_tree import describe
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import (
+    common_pb2,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    sessions_pb2,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,8 +81,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.GetStateResponse(
             worker_group="READY",
             sessions=[
-                scheduler_pb2.SessionState(fingerprint="00ff", capacity_tokens=4_096, pinned_tokens=1_232, turns=3),
-                scheduler_pb2.SessionState(principal=OWNER, session="chat", open_requests=1),
+                sessions_pb2.SessionState(fingerprint="00ff", capacity_tokens=4_096, pinned_tokens=1_232, turns=3),
+                sessions_pb2.SessionState(principal=OWNER, session="chat", open_requests=1),
             ],
             running_rows=5,
             max_rows=64,

@@ -15,6 +15,7 @@ from protos.gen.pando.v1 import (
     detokenizer_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
+    sessions_pb2_grpc,
     worker_pb2_grpc,
 )
 from services.scheduler.__main__ import NAME, serve
@@ -70,6 +71,7 @@ class Ring:
         self.running = asyncio.create_task(serve(self.settings, self._stopping))
         self.channel = await self._stack.enter_async_context(open_channel(self.address("scheduler")))
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
+        self.sessions = sessions_pb2_grpc.SessionsStub(self.channel)
         self._call = self.stub.Submit(wait_for_ready=True)
         self._reader = asyncio.create_task(self._read())
 

@@ -13,7 +13,7 @@ from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
 from common.types import Principal
 from common.wire import principal_to_wire
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler import service as service_module
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.watching import EventBacklog
@@ -210,23 +210,23 @@ async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(ring: Rin
 
 async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_forgotten(ring: Ring) -> None:
     principal = principal_to_wire(Principal("tenant", "alice"))
-    wish = common_pb2.OpenSessionRequest(principal=principal, session="chat", quota_user="alice", timeout_ms=60_000)
-    granted = await ring.stub.OpenSession(wish, timeout=5)
+    wish = sessions_pb2.OpenSessionRequest(principal=principal, session="chat", quota_user="alice", timeout_ms=60_000)
+    granted = await ring.sessions.OpenSession(wish, timeout=5)
     assert (granted.capacity_tokens, granted.timeout_ms) == (32, 60_000)
-    assert await status_of(ring.stub.OpenSession(wish, timeout=5)) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await status_of(ring.sessions.OpenSession(wish, timeout=5)) is grpc.StatusCode.INVALID_ARGUMENT
     for number in range(7):
         wish.session = f"more-{number}"
-        await ring.stub.OpenSession(wish, timeout=5)
+        await ring.sessions.OpenSession(wish, timeout=5)
     wish.session = "too many"
-    assert await status_of(ring.stub.OpenSession(wish, timeout=5)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await status_of(ring.sessions.OpenSession(wish, timeout=5)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     state = await ring.state()
     assert len(state.sessions) == 8
     assert not any(session.HasField("principal") or session.HasField("session") for session in state.sessions)
     assert all(session.fingerprint and session.capacity_tokens == 32 for session in state.sessions)
     shown = await ring.stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5, metadata=ADMIN)
     assert shown.sessions[0].session == "chat"
-    close = common_pb2.CloseSessionRequest(principal=principal_to_wire(Principal("tenant", "bob")), session="chat")
-    assert not (await ring.stub.CloseSession(close, timeout=5)).was_open
+    close = sessions_pb2.CloseSessionRequest(principal=principal_to_wire(Principal("tenant", "bob")), session="chat")
+    assert not (await ring.sessions.CloseSession(close, timeout=5)).was_open
     forget = scheduler_pb2.ForgetPrincipalRequest(principal=principal)
     await ring.stub.ForgetPrincipal(forget, timeout=5, metadata=ADMIN)
     assert not (await ring.state()).sessions

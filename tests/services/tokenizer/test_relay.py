@@ -16,7 +16,6 @@ from tests.services.tokenizer.generate_requests import LIMITS, submission
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.types import Principal, SessionGrant, SessionWish
     from services.tokenizer.encoding import Encoded
 
 
@@ -39,12 +38,6 @@ class RecordingScheduler:
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self.aborted.extend(request_ids)
-
-    async def open_session(self, wish: SessionWish) -> SessionGrant:
-        raise NotImplementedError("the relay has no part in it")
-
-    async def close_session(self, principal: Principal, session: str) -> bool:
-        raise NotImplementedError("the relay has no part in it")
 
 
 class Encoding:

@@ -14,7 +14,7 @@ from common.rpc.server import RpcServer
 from common.rpc.status import to_error
 from common.settings import ModelSettings, Settings, TokenizerSettings
 from common.types import ErrorCode
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2_grpc, sessions_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.__main__ import build, report_health
 from services.tokenizer.scheduler_link import SchedulerLink
 from tests.fakes.scheduler import FakeScheduler
@@ -378,30 +378,11 @@ async def test_ids_survive_both_hops(ring: Ring) -> None:
     assert list(ring.scheduler.requests[0].token_ids) == ids
 
 
-async def test_sessions_are_opened_and_closed_at_the_scheduler(ring: Ring) -> None:
-    principal = common_pb2.Principal(tenant="acme", user="ann")
-    wish = common_pb2.OpenSessionRequest(principal=principal, session="chat", quota_user="ann", capacity_tokens=64)
-    await ring.channel.channel_ready()
-    granted = await ring.stub.OpenSession(wish, timeout=TIMEOUT_S)
-    assert (granted.capacity_tokens, granted.timeout_ms) == (64, 1000)
-    assert ring.scheduler.sessions == {("ann", "chat")}
-    request = common_pb2.CloseSessionRequest(principal=principal, session="chat")
-    assert (await ring.stub.CloseSession(request, timeout=TIMEOUT_S)).was_open
-    assert not (await ring.stub.CloseSession(request, timeout=TIMEOUT_S)).was_open
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await ring.stub.OpenSession(common_pb2.OpenSessionRequest(principal=principal, session="chat"))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    await ring.stop_scheduler()
-    with pytest.raises(grpc.aio.AioRpcError) as away:
-        await ring.stub.OpenSession(wish, timeout=TIMEOUT_S)
-    assert away.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_a_turn_reaches_the_scheduler_as_it_was(ring: Ring) -> None:
     gateway = await ring.gateway()
     message = generate("r1", text="more")
     message.session = "chat"
-    message.turn.CopyFrom(common_pb2.SessionTurn(name="two", after="one", offset=-1, replace=True))
+    message.turn.CopyFrom(sessions_pb2.SessionTurn(name="two", after="one", offset=-1, replace=True))
     await gateway.submit(message)
     await ring.scheduler.until(lambda scheduler: scheduler.requests)
     (scheduled,) = ring.scheduler.requests

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.gen.pando.v1 import common_pb2 as _common_pb2
+from protos.gen.pando.v1 import sessions_pb2 as _sessions_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -219,7 +220,7 @@ class ScheduleRequest(_message.Message):
         """Absent: the prompt's own log probabilities are not asked for."""
 
     @_builtins.property
-    def turn(self) -> _common_pb2.SessionTurn:
+    def turn(self) -> _sessions_pb2.SessionTurn:
         """With session: how it continues that; absent: its prompt says all."""
 
     def __init__(
@@ -241,7 +242,7 @@ class ScheduleRequest(_message.Message):
         session: _builtins.str | None = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
-        turn: _common_pb2.SessionTurn | None = ...,
+        turn: _sessions_pb2.SessionTurn | None = ...,
         max_context_tokens: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn"]  # noqa: Y015
@@ -364,7 +365,7 @@ class GetStateResponse(_message.Message):
         """Left out where there is no storage tier."""
 
     @_builtins.property
-    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]:
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_sessions_pb2.SessionState]:
         """Open sessions, oldest first."""
 
     def __init__(
@@ -389,7 +390,7 @@ class GetStateResponse(_message.Message):
         host_tier: Global___HostTierState | None = ...,
         storage: Global___StorageAccounting | None = ...,
         preemptions: _builtins.int = ...,
-        sessions: _abc.Iterable[Global___SessionState] | None = ...,
+        sessions: _abc.Iterable[_sessions_pb2.SessionState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -405,63 +406,6 @@ class GetStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
-
-@_typing.final
-class SessionState(_message.Message):
-    """A session between its turns or in one."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
-    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
-    TURNS_FIELD_NUMBER: _builtins.int
-    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
-    EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
-    fingerprint: _builtins.str
-    """Stands for the principal, as in TreeNode."""
-    session: _builtins.str
-    """Shown only to an admin credential: names of sessions are private."""
-    capacity_tokens: _builtins.int
-    pinned_tokens: _builtins.int
-    """What stays in the cache for it now."""
-    turns: _builtins.int
-    open_requests: _builtins.int
-    """Requests of it that wait or run."""
-    expires_in_ms: _builtins.int
-    """Until it ends by itself, if nothing of it runs."""
-    @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
-        """Shown only to an admin credential."""
-
-    def __init__(
-        self,
-        *,
-        principal: _common_pb2.Principal | None = ...,
-        fingerprint: _builtins.str = ...,
-        session: _builtins.str | None = ...,
-        capacity_tokens: _builtins.int = ...,
-        pinned_tokens: _builtins.int = ...,
-        turns: _builtins.int = ...,
-        open_requests: _builtins.int = ...,
-        expires_in_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "capacity_tokens", b"capacity_tokens", "expires_in_ms", b"expires_in_ms", "fingerprint", b"fingerprint", "open_requests", b"open_requests", "pinned_tokens", b"pinned_tokens", "principal", b"principal", "session", b"session", "turns", b"turns"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
-    _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
-    _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
-
-Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 @_typing.final
 class StorageAccounting(_message.Message):

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import scheduler_pb2 as pando_dot_v1_dot_scheduler__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -85,16 +84,6 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
                 _registered_method=True)
-        self.OpenSession = channel.unary_unary(
-                '/pando.v1.Scheduler/OpenSession',
-                request_serializer=pando_dot_v1_dot_common__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.OpenSessionResponse.FromString,
-                _registered_method=True)
-        self.CloseSession = channel.unary_unary(
-                '/pando.v1.Scheduler/CloseSession',
-                request_serializer=pando_dot_v1_dot_common__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.CloseSessionResponse.FromString,
-                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -171,20 +160,6 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenSession(self, request, context):
-        """Opens a session, or says why not: RESOURCE_EXHAUSTED if a quota is used up.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CloseSession(self, request, context):
-        """Ends a session, so that what it has kept may go.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -237,16 +212,6 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.SerializeToString,
-            ),
-            'OpenSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.OpenSessionRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.OpenSessionResponse.SerializeToString,
-            ),
-            'CloseSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseSession,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.CloseSessionRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.CloseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -519,60 +484,6 @@ class Scheduler(object):
             '/pando.v1.Scheduler/Unpin',
             pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pando.v1.Scheduler/OpenSession',
-            pando_dot_v1_dot_common__pb2.OpenSessionRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.OpenSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CloseSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pando.v1.Scheduler/CloseSession',
-            pando_dot_v1_dot_common__pb2.CloseSessionRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,6 @@ Queues, policy, prefix cache, page allocators and the step plan."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.gen.pando.v1 import common_pb2 as _common_pb2
 from protos.gen.pando.v1 import scheduler_pb2 as _scheduler_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -54,10 +53,6 @@ class SchedulerStub:
     """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]
     """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
-    OpenSession: _grpc.UnaryUnaryMultiCallable[_common_pb2.OpenSessionRequest, _common_pb2.OpenSessionResponse]
-    """Opens a session, or says why not: RESOURCE_EXHAUSTED if a quota is used up."""
-    CloseSession: _grpc.UnaryUnaryMultiCallable[_common_pb2.CloseSessionRequest, _common_pb2.CloseSessionResponse]
-    """Ends a session, so that what it has kept may go."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -84,10 +79,6 @@ class SchedulerAsyncStub(SchedulerStub):
     """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
     Unpin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]  # type: ignore[assignment]
     """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
-    OpenSession: _aio.UnaryUnaryMultiCallable[_common_pb2.OpenSessionRequest, _common_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Opens a session, or says why not: RESOURCE_EXHAUSTED if a quota is used up."""
-    CloseSession: _aio.UnaryUnaryMultiCallable[_common_pb2.CloseSessionRequest, _common_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Ends a session, so that what it has kept may go."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -171,21 +162,5 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.UnpinResponse, _abc.Awaitable[_scheduler_pb2.UnpinResponse]]:
         """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential."""
-
-    @_abc_1.abstractmethod
-    def OpenSession(
-        self,
-        request: _common_pb2.OpenSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.OpenSessionResponse, _abc.Awaitable[_common_pb2.OpenSessionResponse]]:
-        """Opens a session, or says why not: RESOURCE_EXHAUSTED if a quota is used up."""
-
-    @_abc_1.abstractmethod
-    def CloseSession(
-        self,
-        request: _common_pb2.CloseSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.CloseSessionResponse, _abc.Awaitable[_common_pb2.CloseSessionResponse]]:
-        """Ends a session, so that what it has kept may go."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

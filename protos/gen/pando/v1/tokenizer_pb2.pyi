@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos.gen.pando.v1 import common_pb2 as _common_pb2
+from protos.gen.pando.v1 import sessions_pb2 as _sessions_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -178,7 +179,7 @@ class GenerateRequest(_message.Message):
         """Texts that are not to be generated, alone or behind a blank, as far as they come as their own encoding."""
 
     @_builtins.property
-    def turn(self) -> _common_pb2.SessionTurn:
+    def turn(self) -> _sessions_pb2.SessionTurn:
         """With session: how it continues that; absent: its prompt says all."""
 
     def __init__(
@@ -208,7 +209,7 @@ class GenerateRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
-        turn: _common_pb2.SessionTurn | None = ...,
+        turn: _sessions_pb2.SessionTurn | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import tokenizer_pb2 as pando_dot_v1_dot_tokenizer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -60,16 +59,6 @@ class TokenizerStub(object):
                 request_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.FromString,
                 _registered_method=True)
-        self.OpenSession = channel.unary_unary(
-                '/pando.v1.Tokenizer/OpenSession',
-                request_serializer=pando_dot_v1_dot_common__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.OpenSessionResponse.FromString,
-                _registered_method=True)
-        self.CloseSession = channel.unary_unary(
-                '/pando.v1.Tokenizer/CloseSession',
-                request_serializer=pando_dot_v1_dot_common__pb2.CloseSessionRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.CloseSessionResponse.FromString,
-                _registered_method=True)
 
 
 class TokenizerServicer(object):
@@ -110,20 +99,6 @@ class TokenizerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def OpenSession(self, request, context):
-        """Opens a session at the scheduler group that all requests of this session will go to.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CloseSession(self, request, context):
-        """Ends a session there.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_TokenizerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -151,16 +126,6 @@ def add_TokenizerServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.FromString,
                     response_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.SerializeToString,
-            ),
-            'OpenSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenSession,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.OpenSessionRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.OpenSessionResponse.SerializeToString,
-            ),
-            'CloseSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseSession,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.CloseSessionRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.CloseSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -298,60 +263,6 @@ class Tokenizer(object):
             '/pando.v1.Tokenizer/GetModel',
             pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.SerializeToString,
             pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pando.v1.Tokenizer/OpenSession',
-            pando_dot_v1_dot_common__pb2.OpenSessionRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.OpenSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CloseSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pando.v1.Tokenizer/CloseSession',
-            pando_dot_v1_dot_common__pb2.CloseSessionRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

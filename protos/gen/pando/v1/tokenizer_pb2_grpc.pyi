@@ -5,7 +5,6 @@ Text to token ids: chat templates, encoding, validation against the model's limi
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.gen.pando.v1 import common_pb2 as _common_pb2
 from protos.gen.pando.v1 import tokenizer_pb2 as _tokenizer_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -42,10 +41,6 @@ class TokenizerStub:
     """Applies the model's chat template and shows the prompt."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetModelRequest, _tokenizer_pb2.GetModelResponse]
     """What is served, and its limits."""
-    OpenSession: _grpc.UnaryUnaryMultiCallable[_common_pb2.OpenSessionRequest, _common_pb2.OpenSessionResponse]
-    """Opens a session at the scheduler group that all requests of this session will go to."""
-    CloseSession: _grpc.UnaryUnaryMultiCallable[_common_pb2.CloseSessionRequest, _common_pb2.CloseSessionResponse]
-    """Ends a session there."""
 
 @_typing.type_check_only
 class TokenizerAsyncStub(TokenizerStub):
@@ -60,10 +55,6 @@ class TokenizerAsyncStub(TokenizerStub):
     """Applies the model's chat template and shows the prompt."""
     GetModel: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetModelRequest, _tokenizer_pb2.GetModelResponse]  # type: ignore[assignment]
     """What is served, and its limits."""
-    OpenSession: _aio.UnaryUnaryMultiCallable[_common_pb2.OpenSessionRequest, _common_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Opens a session at the scheduler group that all requests of this session will go to."""
-    CloseSession: _aio.UnaryUnaryMultiCallable[_common_pb2.CloseSessionRequest, _common_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Ends a session there."""
 
 class TokenizerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -105,21 +96,5 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.GetModelResponse, _abc.Awaitable[_tokenizer_pb2.GetModelResponse]]:
         """What is served, and its limits."""
-
-    @_abc_1.abstractmethod
-    def OpenSession(
-        self,
-        request: _common_pb2.OpenSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.OpenSessionResponse, _abc.Awaitable[_common_pb2.OpenSessionResponse]]:
-        """Opens a session at the scheduler group that all requests of this session will go to."""
-
-    @_abc_1.abstractmethod
-    def CloseSession(
-        self,
-        request: _common_pb2.CloseSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.CloseSessionResponse, _abc.Awaitable[_common_pb2.CloseSessionResponse]]:
-        """Ends a session there."""
 
 def add_TokenizerServicer_to_server(servicer: TokenizerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

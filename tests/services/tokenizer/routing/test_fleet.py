@@ -14,8 +14,9 @@ from common.errors import UnavailableError
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
+from common.rpc.sessions import SessionsService
 from common.types import Principal, SessionWish
-from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
 from tests.fakes.scheduler import FakeScheduler
@@ -54,6 +55,7 @@ class Group:
     async def start(self) -> None:
         self._server = RpcServer("pando.v1.Scheduler", self.address)
         self._server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, self.scheduler)
+        self._server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(self.scheduler))
         await self._server.start()
         await self._server.set_serving(True)
 

@@ -1,0 +1,85 @@
+"""Sessions as the tokenizer and the scheduler offer them: the gRPC face, and the way to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import grpc
+
+from common.rpc.status import to_error
+from common.session_wire import (
+    close_from_wire,
+    close_to_wire,
+    grant_from_wire,
+    grant_to_wire,
+    wish_from_wire,
+    wish_to_wire,
+)
+from protos.gen.pando.v1 import sessions_pb2, sessions_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from common.types import Principal, SessionGrant, SessionWish
+
+T = TypeVar("T")
+# Requests and responses differ by method.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+SESSIONS = sessions_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name
+TIMEOUT_S = 10.0
+
+
+class SessionHost(Protocol):
+    """Who opens and closes sessions. Both raise a PandoError: it is refused, or who decides is away."""
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session; return what it was granted."""
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open."""
+
+
+class SessionsService(sessions_pb2_grpc.SessionsServicer):
+    """Decode, call the host, encode."""
+
+    def __init__(self, host: SessionHost) -> None:
+        """Offer the sessions of `host`."""
+        self._host = host
+
+    async def OpenSession(  # noqa: N802  (names of rpcs are the contract's)
+        self, request: sessions_pb2.OpenSessionRequest, context: Context
+    ) -> sessions_pb2.OpenSessionResponse:
+        """Let a conversation keep what its turns compute."""
+        return grant_to_wire(await self._host.open_session(wish_from_wire(request)))
+
+    async def CloseSession(  # noqa: N802
+        self, request: sessions_pb2.CloseSessionRequest, context: Context
+    ) -> sessions_pb2.CloseSessionResponse:
+        """End that."""
+        was_open = await self._host.close_session(*close_from_wire(request))
+        return sessions_pb2.CloseSessionResponse(was_open=was_open)
+
+
+class SessionsClient:
+    """Keeps to `SessionHost`, for sessions that somebody else hosts."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        """Ask who is behind `channel`."""
+        self._stub = sessions_pb2_grpc.SessionsStub(channel)
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        """Open a session; return what it was granted."""
+        return grant_from_wire(await _answer(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
+
+    async def close_session(self, principal: Principal, session: str) -> bool:
+        """End a session; return whether it was open."""
+        call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
+        return (await _answer(call)).was_open
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise to_error(error) from error
