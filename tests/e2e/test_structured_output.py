@@ -86,7 +86,7 @@ def test_the_sdk_parses_what_comes_into_models(served: Served) -> None:
 
 def test_choices_that_are_streamed_conform_each(served: Served) -> None:
     texts: dict[int, str] = {0: "", 1: ""}
-    finishes = {}
+    finishes: dict[int, str | None] = {}
     for event in chat(served, REPORT, n=2, stream=True, seed=3, temperature=1.3):
         for choice in event.choices:
             texts[choice.index] += choice.delta.content or ""

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind
@@ -131,15 +132,14 @@ async def test_what_breaks_the_peers_stream_breaks_the_answers() -> None:
     class GoneError(Exception):
         pass
 
-    async def broken() -> AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]:
-        raise GoneError
-        yield scheduler_pb2.SchedulerSubmitRequest()
+    class Broken:
+        def __aiter__(self) -> Broken:
+            return self
+
+        async def __anext__(self) -> scheduler_pb2.SchedulerSubmitRequest:
+            raise GoneError
 
     submissions = Submissions(Loop())
-    await submissions.read(broken())
-    try:
-        async for _ in submissions.answers():
-            raise AssertionError
-    except GoneError:
-        return
-    raise AssertionError
+    await submissions.read(Broken())
+    with pytest.raises(GoneError):
+        await anext(submissions.answers())
