@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.table import Table
 
 from deploy.bench.report import output_console
 from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.supervisor.layout import free_port
 from tests.e2e.groups import Tier
 
 BENCHMARK = "routing"
@@ -89,10 +87,8 @@ def main() -> None:
 
 def measure(scenario: Scenario, arguments: argparse.Namespace, undisturbed_s: float) -> Figures:
     """Run the workload through two groups of their own."""
-    port = free_port("127.0.0.1")
     settings = {
         "tokenizer.routing": scenario.policy,
-        "tokenizer.metrics_port": port,
         "scheduler.device_pages": arguments.pages,
         "scheduler.cache": arguments.cache,
         "worker.fake_step_ms": 2,
@@ -112,7 +108,7 @@ def measure(scenario: Scenario, arguments: argparse.Namespace, undisturbed_s: fl
             if process.wait():
                 raise SystemExit(f"pando bench ended with {process.returncode}")
             seconds = time.monotonic() - started
-            text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+            text = tier.metrics()
         finally:
             tier.stop()
         result: dict[str, Any] = {entry["metric"]: entry["value"] for entry in json.loads(output.read_text())}

@@ -31,7 +31,7 @@ class Tier:
         self._directory = directory
         self._settings = settings or {}
         self._processes = Processes(directory)
-        self.port = free_port("127.0.0.1")
+        self.port, self.metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
 
     def start(self) -> None:
@@ -42,11 +42,16 @@ class Tier:
         self._start(
             "tokenizer",
             "services.tokenizer",
-            {"tokenizer.address": self._socket("tokenizer"), "tokenizer.schedulers": f"[{schedulers}]"},
+            {
+                "tokenizer.address": self._socket("tokenizer"),
+                "tokenizer.schedulers": f"[{schedulers}]",
+                "tokenizer.metrics_port": self.metrics_port,
+            },
         )
         addresses = {"gateway.tokenizer": self._socket("tokenizer"), "gateway.detokenizer": self._socket("detokenizer")}
         self._start("gateway", "gateway", {"gateway.port": self.port, **addresses})
-        wait_until(lambda: self.is_ready() and self.serving() == {0, 1}, timeout_s=60, what=self._processes.logs)
+        # The gateway is ready as soon as one is; whoever asks before the other is known finds a home with the first.
+        wait_until(lambda: self.is_ready() and self.known() == len(GROUPS), timeout_s=60, what=self._processes.logs)
 
     def start_group(self, group: int) -> None:
         self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
@@ -68,6 +73,15 @@ class Tier:
             return self.http.get("/ready").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
+
+    def known(self) -> int:
+        """Return how many groups the tokenizer takes for serving."""
+        lines = self.metrics().splitlines()
+        return sum(line.startswith("pando_tokenizer_replica_serving{") and line.endswith(" 1.0") for line in lines)
+
+    def metrics(self) -> str:
+        """Return what the tokenizer tells Prometheus."""
+        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", trust_env=False, timeout=10).text
 
     def serving(self) -> set[int]:
         return {group for group in GROUPS if (state := self.state(group)) and state.worker_group == "READY"}
