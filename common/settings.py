@@ -205,6 +205,9 @@ class SchedulerSettings(QueueSettings):
     """Requests that run at the same time."""
     max_step_tokens: int = Field(default=512, ge=16)
     """Tokens of one step, decode and prefill together; small steps keep decoding smooth, large ones prefill fast."""
+    mixed_step_tokens: int | None = Field(default=None, ge=16)
+    """Prompt tokens of a step in which rows decode, while few wait: then decoding is smooth. Of more, a step takes
+    half, up to max_step_tokens, so that the queue does not grow. Absent: always as many as fit."""
     device_pages: int | None = Field(default=None, ge=1)
     """KV pages on the device; absent: sized by the worker from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)

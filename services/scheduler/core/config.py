@@ -31,6 +31,8 @@ class CoreConfig:
     running_timeout_s: float
     lease_s: float
     max_lease_steps: int
+    # Prompt tokens beside rows that decode, while few wait; None: as many as fit.
+    mixed_step_tokens: int | None = None
     # What loading from the host and computing again cost at start-up; 0: not measured.
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -64,6 +66,7 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         device_pages=capacity.device_pages,
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
+        mixed_step_tokens=settings.mixed_step_tokens,
         max_context=capacity.max_context,
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,

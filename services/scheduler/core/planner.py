@@ -80,7 +80,7 @@ class Planner:
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         decoding, grants = self._plan_decode()
-        budget = self.limits.tokens - len(decoding)
+        budget = self._prefill_budget(len(decoding))
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
@@ -113,6 +113,20 @@ class Planner:
         """Whether the workers have transfers to begin, or to tell the end of."""
         loads = self._memory.loads
         return loads is not None and loads.is_busy(now)
+
+    def _prefill_budget(self, decoding: int) -> int:
+        """Return how many tokens of prompts the next step may compute beside `decoding` rows that decode.
+
+        Every one of them makes those rows wait, but a queue that grows makes everybody wait: a step takes half of what
+        waits, where that is more than the least.
+        """
+        most, least = self.limits.tokens - decoding, self._config.mixed_step_tokens
+        if least is None or not decoding:
+            return most
+        begun = self._rows.occupied & ~self._rows.decoding
+        waiting = int((self._rows.length - self._rows.planned)[begun].sum())
+        waiting += self._queue.waiting_tokens(2 * most)
+        return min(most, max(least, waiting // 2))
 
     def _prefilling(self) -> list[Sequence]:
         """Return rows whose prompt is not planned to its end, oldest first."""

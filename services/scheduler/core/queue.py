@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -56,6 +57,15 @@ class WaitingQueue:
     def highest_priority(self) -> int | None:
         """The highest priority of all that wait."""
         return max(self._by_priority, default=None)
+
+    def waiting_tokens(self, most: int) -> int:
+        """Return how many tokens of prompts wait, those in the cache included; counts no further than `most`."""
+        total = 0
+        for sequence in chain(self._retracted.values(), self._arrived.values()):
+            total += len(sequence.token_ids)
+            if total >= most:
+                return most
+        return total
 
     def waiting_of(self, principal: Principal) -> int:
         """Return how many sequences of a principal wait."""
