@@ -25,7 +25,8 @@ from deploy.bench.figures import Spread
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.grammars.matcher import Matcher, mask_words
 from services.worker.engine.sampling.masks import apply_masks
-from tests.services.worker.engine.grammars.outputs import CORPUS, EOS, VOCABULARY_SIZE
+from tests.services.worker.engine.grammars.corpus import CORPUS
+from tests.services.worker.engine.grammars.outputs import EOS, VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

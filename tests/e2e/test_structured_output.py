@@ -14,7 +14,7 @@ import pytest
 from openai import BadRequestError
 from pydantic import BaseModel, Field
 
-from tests.services.worker.engine.grammars.outputs import CORPUS
+from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

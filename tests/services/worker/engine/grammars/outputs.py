@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,7 +34,6 @@ VOCABULARY_SIZE = 49_152
 EOS = 2
 SOURCE = VocabularySource("smollm2-135m-instruct", "auto", VOCABULARY_SIZE, (EOS,))
 PROMPT = (5, 6, 7)
-CORPUS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("corpus.json").read_text(encoding="utf-8"))
 
 
 @cache

@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 from common.json_schemas import check_json_schema
-from tests.services.worker.engine.grammars.outputs import CORPUS, bound_row, finished, schema_grammar, text_of
+from tests.services.worker.engine.grammars.corpus import CORPUS
+from tests.services.worker.engine.grammars.outputs import bound_row, finished, schema_grammar, text_of
 
 CHECKER = jsonschema.FormatChecker(
     # The checker's own time is an older draft's, without an offset.

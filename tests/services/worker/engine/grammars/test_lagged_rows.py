@@ -17,8 +17,8 @@ from services.worker.engine.plans.plan_runner import Sampled
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import Needs, SamplingTable
+from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import (
-    CORPUS,
     EOS,
     PROMPT,
     VOCABULARY_SIZE,

@@ -12,8 +12,8 @@ from common.grammars import Grammar, GrammarKind
 from services.worker.engine.grammars.matcher import mask_words
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.rows import RowTable
+from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import (
-    CORPUS,
     EOS,
     VOCABULARY_SIZE,
     Rows,
