@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 SERVICES = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
+NAME = "localhost"
 TOKEN = "a-secret-of-all-services"
 
 
@@ -38,7 +39,10 @@ class TlsRing:
         self.stranger = Authority(directory / "other", "somebody")
         self.ports = {name: free_port(HOST) for name in SERVICES}
         self.probe_ports = {name: free_port(HOST) for name in SERVICES}
-        self.identities = {name: self.authority.issue(name) for name in SERVICES}
+        # As on Kubernetes, where groups are found by DNS: the scheduler's certificate names it, and no address.
+        self.identities = {
+            name: self.authority.issue(name, hosts=[NAME] if name == "scheduler" else []) for name in SERVICES
+        }
         self._processes = Processes(directory)
 
     @property
@@ -67,7 +71,7 @@ class TlsRing:
         return httpx.Client(verify=context, trust_env=False, timeout=30)
 
     def address(self, name: str) -> str:
-        return f"{HOST}:{self.ports[name]}"
+        return f"{NAME if name == 'scheduler' else HOST}:{self.ports[name]}"
 
     def stop(self) -> None:
         self._processes.stop()
@@ -89,7 +93,8 @@ class TlsRing:
             "gateway.tokenizer": self.address("tokenizer"),
             "gateway.detokenizer": self.address("detokenizer"),
             "tokenizer.address": self.address("tokenizer"),
-            "tokenizer.scheduler": self.address("scheduler"),
+            "tokenizer.schedulers": f'["dns:{self.address("scheduler")}"]',
+            "gateway.schedulers": f'["dns:{self.address("scheduler")}"]',
             "scheduler.address": self.address("scheduler"),
             "scheduler.workers": f'["{self.address("worker")}"]',
             "scheduler.detokenizer": self.address("detokenizer"),
@@ -117,6 +122,15 @@ def test_a_completion_goes_through_the_encrypted_ring(ring: TlsRing) -> None:
         answer = http.post(f"{ring.url}/v1/completions", json=body)
     assert answer.status_code == httpx.codes.OK, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_the_gateway_finds_the_scheduler_by_dns_and_knows_it_by_its_name(ring: TlsRing) -> None:
+    with ring.https() as http:
+        flushed = http.post(f"{ring.url}/flush_cache")
+        info = http.get(f"{ring.url}/get_server_info").json()
+    assert (flushed.status_code, info["internal_states"][0]["worker_group"]) == (httpx.codes.OK, "READY")
+    by_address = f"{HOST}:{ring.ports['scheduler']}"
+    assert check(by_address, credentials(ring.identities["gateway"])) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_the_gateway_speaks_no_plaintext(ring: TlsRing) -> None:
