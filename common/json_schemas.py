@@ -132,7 +132,7 @@ def _problem_of_alternatives(node: Node) -> str | None:
         return None if is_local else "'$ref' has to begin with '#/'"
     if stated[0] == "allOf" and isinstance(value, list) and len(value) > 1:
         return "'allOf' of several schemas cannot be enforced"
-    if stated[0] == "oneOf" and isinstance(value, list) and not _are_disjoint(value):
+    if stated[0] == "oneOf" and isinstance(value, list) and not are_disjoint(value):
         return "'oneOf' cannot be enforced where a value may be valid against two of its schemas; 'anyOf' can"
     return None
 
@@ -146,7 +146,7 @@ def _problem_of_properties(node: Node) -> str | None:
     return None
 
 
-def _are_disjoint(schemas: list[Json]) -> bool:
+def are_disjoint(schemas: list[Json]) -> bool:
     """Whether no value is valid against two of `schemas`, as far as types and required constants tell."""
     return all(_exclude_each_other(one, other) for index, one in enumerate(schemas) for other in schemas[index + 1 :])
 

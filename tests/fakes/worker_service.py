@@ -48,6 +48,21 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.GetWorkerStateResponse:
         return worker_pb2.GetWorkerStateResponse(state="READY")
 
+    async def PrepareGrammar(
+        self, request: worker_pb2.PrepareGrammarRequest, context: Context
+    ) -> worker_pb2.PrepareGrammarResponse:
+        return worker_pb2.PrepareGrammarResponse()
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        return worker_pb2.StartProfileResponse()
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        return worker_pb2.StopProfileResponse()
+
     async def Configure(
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureResponse]:

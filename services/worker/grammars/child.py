@@ -31,6 +31,7 @@ Message = dict[str, Any]
 NICENESS = 10
 # Beside what the process takes to start.
 MAX_BYTES = 3 * 1024**3
+_STDERR = 2
 _WARNING = re.compile(r"Warning: (.*)")
 
 
@@ -90,12 +91,12 @@ def warnings_refused() -> Iterator[None]:
         GrammarError: there was one.
     """
     with tempfile.TemporaryFile() as written:
-        kept = os.dup(sys.stderr.fileno())
-        os.dup2(written.fileno(), sys.stderr.fileno())
+        kept = os.dup(_STDERR)
+        os.dup2(written.fileno(), _STDERR)
         try:
             yield
         finally:
-            os.dup2(kept, sys.stderr.fileno())
+            os.dup2(kept, _STDERR)
             os.close(kept)
         written.seek(0)
         warning = _WARNING.search(written.read().decode(errors="replace"))

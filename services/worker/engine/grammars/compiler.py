@@ -14,7 +14,7 @@ from common.grammars import Grammar, GrammarKind
 from common.models import resolve
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
-from services.worker.engine.grammars.formats import with_patterns
+from services.worker.engine.grammars.formats import as_enforced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ class Compiler:
 
     def _json_schema(self, text: str) -> xgrammar.CompiledGrammar:
         # One way to write white space: a model cannot go on with it for ever, and most of it need not be chosen.
-        schema = json.dumps(with_patterns(json.loads(text)))
+        schema = json.dumps(as_enforced(json.loads(text)))
         return self._grammar_compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=True)
 
     def _structural_tag(self, text: str) -> xgrammar.CompiledGrammar:

@@ -1,8 +1,10 @@
-"""Formats of strings as patterns, where those of XGrammar allow more than JSON Schema does."""
+"""Schemas as XGrammar enforces them: formats as patterns, where its own allow more than JSON Schema does."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from common.json_schemas import are_disjoint
 
 # Without leap days, and with four digits of a year that every calendar knows.
 _DATE = r"[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
@@ -27,13 +29,16 @@ PATTERNS = {
 _DATA = frozenset({"const", "enum", "default", "examples", "example", "required"})
 
 
-def with_patterns(schema: Any) -> Any:  # Any: JSON
-    """Return a schema with patterns in place of formats."""
+def as_enforced(schema: Any) -> Any:  # Any: JSON
+    """Return a schema with patterns in place of formats, and `anyOf` where that means the same as `oneOf`."""
     if isinstance(schema, list):
-        return [with_patterns(item) for item in schema]
+        return [as_enforced(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {name: value if name in _DATA else with_patterns(value) for name, value in schema.items()}
+    result = {name: value if name in _DATA else as_enforced(value) for name, value in schema.items()}
+    if isinstance(result.get("oneOf"), list) and "anyOf" not in result and are_disjoint(result["oneOf"]):
+        # The library cannot tell, and says so.
+        result["anyOf"] = result.pop("oneOf")
     format_ = result.get("format")
     if isinstance(format_, str) and format_ in PATTERNS:
         del result["format"]

@@ -8,8 +8,9 @@ import jsonschema
 import pytest
 
 from common.json_schemas import check_json_schema
+from services.worker.grammars.child import warnings_refused
 from tests.services.worker.engine.grammars.corpus import CORPUS
-from tests.services.worker.engine.grammars.outputs import bound_row, finished, schema_grammar, text_of
+from tests.services.worker.engine.grammars.outputs import bound_row, finished, library, schema_grammar, text_of
 
 CHECKER = jsonschema.FormatChecker(
     # The checker's own time is an older draft's, without an offset.
@@ -28,5 +29,7 @@ def test_the_corpus_is_large_and_whole() -> None:
 def test_outputs_are_valid(name: str) -> None:
     validator = jsonschema.Draft202012Validator(CORPUS[name], format_checker=CHECKER)
     grammar = schema_grammar(CORPUS[name])
+    with warnings_refused():
+        library().compiled(grammar).result()
     for ids in finished([bound_row(row, grammar, seed=row) for row in range(3)]):
         validator.validate(json.loads(text_of(ids)))
