@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
 
 def show(profiled: profile) -> None:
     """Print the idle share and the longest programs."""
-    events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]
+    events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]  # type: ignore[no-untyped-call]  # torch leaves it untyped
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     sys.stdout.write(f"idle between programs: {idle_share(spans):.2%}\n")
     times: Counter[str] = Counter()
