@@ -19,6 +19,8 @@ from tests.gateway.support import HELLO, FakedGateway, gateway_saying
 if TYPE_CHECKING:
     import httpx
 
+    from gateway.schemas.parse import Schema
+
 CHAT_FIELDS = [*sorted(ChatCompletionBody.model_fields), "response_format", "tool_choice", "functions", "best_of"]
 COMPLETION_FIELDS = [*sorted(CompletionBody.model_fields), "suffix", "best_of", "response_format"]
 
@@ -67,7 +69,7 @@ async def test_no_completion_body_is_a_server_error(gateway: FakedGateway, body:
     await _check(gateway, "/v1/completions", body)
 
 
-EMBEDDERS = {
+EMBEDDERS: dict[str, tuple[type[Schema], dict[str, Any]]] = {
     "/v1/embeddings": (EmbeddingBody, {"model": "tiny", "input": "Hello"}),
     "/v1/score": (ScoreBody, {"text_1": "Hello", "text_2": "world"}),
     "/v1/rerank": (RerankBody, {"query": "Hello", "documents": ["world"]}),
