@@ -38,7 +38,7 @@ FOUND = {
 
 
 @pytest.fixture(
-    scope="module", params=[mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+    scope="module", params=[mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.soak) for mode in MODES]
 )
 def moded(request: pytest.FixtureRequest, run_root: Path) -> Iterator[tuple[str, Served]]:
     """The name of a mode, and a deployment in it with short epochs."""
