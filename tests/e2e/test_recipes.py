@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from common.settings import DetokenizerSettings, GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import (
+    DetokenizerSettings,
+    GatewaySettings,
+    ModelSettings,
+    SchedulerSettings,
+    Settings,
+    WorkerSettings,
+)
 from deploy.supervisor.layout import free_port
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
