@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from common.errors import PandoError
+from common.errors import InvalidRequestError
 from common.logs import get_logger
-from common.types import ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,10 +61,8 @@ class Profile:
     bytes: int = 0
 
 
-class ProfileRefusedError(PandoError):
+class ProfileRefusedError(InvalidRequestError):
     """A recording cannot begin or end now."""
-
-    code = ErrorCode.INVALID_REQUEST
 
 
 class Profiles:
