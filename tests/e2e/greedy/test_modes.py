@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 MODES = get_args(SchedulerSettings.model_fields["cache"].annotation)
-QUICK = ("user_aware", "shared")
+QUICK = ("user_aware",)
 EPOCH_S = 0.5
 REFERENCES = pick("length-300", "chat-colors", "chinese-capitals", "code-json")
 NOTHING = [0] * len(REFERENCES)

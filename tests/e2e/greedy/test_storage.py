@@ -78,7 +78,7 @@ def flush(served: Served) -> None:
         scheduler_pb2_grpc.SchedulerStub(channel).FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_answers_are_the_same_from_files_after_a_restart_of_everything_and_with_some_of_them_damaged(
     place: Path, run_root: Path, ranks: int
 ) -> None:
