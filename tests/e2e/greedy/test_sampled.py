@@ -85,7 +85,9 @@ async def test_with_several_choices(sampling: Served, alone: dict[str, str]) -> 
     assert len(set(texts)) == 3
 
 
-@pytest.mark.parametrize("service", ["scheduler", "worker", "detokenizer"])
+@pytest.mark.parametrize(
+    "service", ["worker", *(pytest.param(other, marks=pytest.mark.soak) for other in ("scheduler", "detokenizer"))]
+)
 async def test_across_the_death_of_a_service(sampling: Served, alone: dict[str, str], service: str) -> None:
     async with sampling.async_client() as client:
         stream = await client.completions.create(

@@ -44,7 +44,6 @@ def test_alone(two_ranks: Served) -> None:
         "emoji-flags",
         "one-token-word",
         "chat-sum",
-        "length-2000-english",
     )
     check_alone(two_ranks, one_of_each)
 
