@@ -31,6 +31,7 @@ def test_offline_gets_every_token_that_the_workload_asks_for(
     assert entries["output_throughput"]["value"] > 0
 
 
+@pytest.mark.soak
 def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     assert main(["bench", "control-plane", "--rows", "16", "--repeats", "1", "--json", str(path)]) == 0
@@ -42,6 +43,7 @@ def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_tenants_measures_modes_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "1"]
