@@ -82,9 +82,9 @@ def check_logs(place: Path, operations: set[str]) -> None:
     assert operations <= found
 
 
-def cached(served: Served, user: str) -> int:
+def cached(served: Served, user: str, prompt: list[int] = PROMPT) -> int:
     with served.leaving_nothing_behind():
-        (answer,) = ask(served, [PROMPT], 4, user).answers
+        (answer,) = ask(served, [prompt], 4, user).answers
     return answer.cached_tokens
 
 
@@ -111,8 +111,8 @@ def test_answers_go_on_while_redis_dies(redis_process: RedisProcess, place: Path
         assert cached(served, "ann") == 0
         redis_process.kill()
         started = time.monotonic()
-        for number in range(8):
-            assert cached(served, f"user-{number}") == 0
+        for number in range(8):  # each asks something of its own: what all of them ask would become public
+            assert cached(served, f"user-{number}", [3000 + number, *PROMPT]) == 0
         assert time.monotonic() - started < 30
         assert cached(served, "ann") == WHOLE_PAGES  # from the device
     check_logs(place, {"commit", "insert", "plan_storage", "finish"})
