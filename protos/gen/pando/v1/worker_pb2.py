@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/worker.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xb1\x03\n\x10\x43onfigureRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nrendezvous\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x19\n\x0c\x64\x65vice_pages\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fmemory_fraction\x18\r \x01(\x02\x12\x17\n\nhost_pages\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x12\x14\n\x0cwindow_ratio\x18\x10 \x01(\x02\x12\x19\n\x0cwindow_pages\x18\x11 \x01(\rH\x02\x88\x01\x01\x42\x0f\n\r_device_pagesB\r\n\x0b_host_pagesB\x0f\n\r_window_pages\"r\n\x11\x43onfigureResponse\x12\x10\n\x08progress\x18\x01 \x01(\x02\x12\r\n\x05stage\x18\x02 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\x92\x03\n\x0eWorkerCapacity\x12\x14\n\x0c\x64\x65vice_pages\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0e\n\x06layers\x18\t \x01(\r\x12\x12\n\nhost_pages\x18\n \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x02\x12\x18\n\x10load_bytes_per_s\x18\x0c \x01(\x02\x12\x13\n\x0bhas_storage\x18\r \x01(\x08\x12\x12\n\nis_encoder\x18\x0e \x01(\x08\x12.\n\x0bwindow_pool\x18\x0f \x01(\x0b\x32\x14.pando.v1.WindowPoolH\x00\x88\x01\x01\x42\x0e\n\x0c_window_pool\"^\n\nWindowPool\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\r\"\x92\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x63loses\x18\x03 \x03(\r\x12 \n\x05opens\x18\x04 \x03(\x0b\x32\x11.pando.v1.RowOpen\x12#\n\x06grants\x18\x05 \x03(\x0b\x32\x13.pando.v1.PageGrant\x12(\n\x08prefills\x18\x06 \x03(\x0b\x32\x16.pando.v1.PrefillChunk\x12\r\n\x05steps\x18\x07 \x01(\r\x12/\n\x0creplacements\x18\x08 \x03(\x0b\x32\x19.pando.v1.PageReplacement\x12%\n\ttransfers\x18\t \x03(\x0b\x32\x12.pando.v1.Transfer\"\xf8\x02\n\x07RowOpen\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\"\n\x07pooling\x18\x0b \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x36\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x18.pando.v1.PromptLogprobsH\x00\x88\x01\x01\x12\x14\n\x0cwindow_pages\x18\r \x03(\rB\x12\n\x10_prompt_logprobs\"=\n\tPageGrant\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x03(\r\x12\x14\n\x0cwindow_pages\x18\x03 \x03(\r\"R\n\x0fPageReplacement\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0cwindow_pages\x18\x04 \x03(\r\":\n\x0cPrefillChunk\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8e\x01\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12.\n\tdirection\x18\x02 \x01(\x0e\x32\x1b.pando.v1.TransferDirection\x12\x14\n\x0c\x64\x65vice_pages\x18\x03 \x03(\r\x12\x12\n\nhost_pages\x18\x04 \x03(\r\x12\x13\n\x0bobject_keys\x18\x05 \x03(\x0c\"K\n\x0bTransferAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ndone_pages\x18\x02 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\x99\x03\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07substep\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x0c\n\x04rows\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12 \n\x05stops\x18\x06 \x03(\x0b\x32\x11.pando.v1.RowStop\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.pando.v1.RowLogprob\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07host_us\x18\t \x01(\r\x12\x12\n\x05\x65rror\x18\n \x01(\tH\x00\x88\x01\x01\x12#\n\x04\x61\x63ks\x18\x0b \x03(\x0b\x32\x15.pando.v1.TransferAck\x12*\n\nembeddings\x18\x0c \x03(\x0b\x32\x16.pando.v1.RowEmbedding\x12\x34\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x1b.pando.v1.RowPromptLogprobs\x12\x0f\n\x07partial\x18\x0e \x01(\x08\x12\x15\n\rout_of_memory\x18\x0f \x01(\x08\x42\x08\n\x06_error\"K\n\x11RowPromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.pando.v1.PromptLogprobSpan\"r\n\x07RowStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\".\n\x0cRowEmbedding\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\tembedding\x18\x02 \x01(\x0c\"B\n\nRowLogprob\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\";\n\x15PrepareGrammarRequest\x12\"\n\x07grammar\x18\x01 \x01(\x0b\x32\x11.pando.v1.Grammar\",\n\x16PrepareGrammarResponse\x12\x12\n\ncompile_us\x18\x01 \x01(\r\"\x17\n\x15GetWorkerStateRequest\"\xdb\x01\n\x16GetWorkerStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x12\x11\n\topen_rows\x18\x06 \x01(\r\x12\x16\n\x0e\x66inished_steps\x18\x07 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x08 \x01(\x04\x42\x0b\n\t_capacity\"*\n\x13StartProfileRequest\x12\x13\n\x0bmax_seconds\x18\x01 \x01(\x02\"9\n\x14StartProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0bmax_seconds\x18\x02 \x01(\x02\"\x14\n\x12StopProfileRequest\"B\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06passes\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04*\xff\x01\n\x11TransferDirection\x12\"\n\x1eTRANSFER_DIRECTION_UNSPECIFIED\x10\x00\x12%\n!TRANSFER_DIRECTION_DEVICE_TO_HOST\x10\x01\x12%\n!TRANSFER_DIRECTION_HOST_TO_DEVICE\x10\x02\x12&\n\"TRANSFER_DIRECTION_HOST_TO_STORAGE\x10\x03\x12&\n\"TRANSFER_DIRECTION_STORAGE_TO_HOST\x10\x04\x12(\n$TRANSFER_DIRECTION_DROP_FROM_STORAGE\x10\x05\x32\xc8\x03\n\x06Worker\x12\x46\n\tConfigure\x12\x1a.pando.v1.ConfigureRequest\x1a\x1b.pando.v1.ConfigureResponse0\x01\x12\x37\n\x07\x45xecute\x12\x12.pando.v1.StepPlan\x1a\x14.pando.v1.StepResult(\x01\x30\x01\x12S\n\x0ePrepareGrammar\x12\x1f.pando.v1.PrepareGrammarRequest\x1a .pando.v1.PrepareGrammarResponse\x12M\n\x08GetState\x12\x1f.pando.v1.GetWorkerStateRequest\x1a .pando.v1.GetWorkerStateResponse\x12M\n\x0cStartProfile\x12\x1d.pando.v1.StartProfileRequest\x1a\x1e.pando.v1.StartProfileResponse\x12J\n\x0bStopProfile\x12\x1c.pando.v1.StopProfileRequest\x1a\x1d.pando.v1.StopProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/worker.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xb1\x03\n\x10\x43onfigureRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bload_format\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nrendezvous\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x1a\n\x12max_context_tokens\x18\n \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x0b \x01(\r\x12\x19\n\x0c\x64\x65vice_pages\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fmemory_fraction\x18\r \x01(\x02\x12\x17\n\nhost_pages\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x12\x14\n\x0cwindow_ratio\x18\x10 \x01(\x02\x12\x19\n\x0cwindow_pages\x18\x11 \x01(\rH\x02\x88\x01\x01\x42\x0f\n\r_device_pagesB\r\n\x0b_host_pagesB\x0f\n\r_window_pages\"r\n\x11\x43onfigureResponse\x12\x10\n\x08progress\x18\x01 \x01(\x02\x12\r\n\x05stage\x18\x02 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\x92\x03\n\x0eWorkerCapacity\x12\x14\n\x0c\x64\x65vice_pages\x18\x01 \x01(\r\x12\x18\n\x10page_size_tokens\x18\x02 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x0e\n\x06layers\x18\t \x01(\r\x12\x12\n\nhost_pages\x18\n \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0b \x01(\x02\x12\x18\n\x10load_bytes_per_s\x18\x0c \x01(\x02\x12\x13\n\x0bhas_storage\x18\r \x01(\x08\x12\x12\n\nis_encoder\x18\x0e \x01(\x08\x12.\n\x0bwindow_pool\x18\x0f \x01(\x0b\x32\x14.pando.v1.WindowPoolH\x00\x88\x01\x01\x42\x0e\n\x0c_window_pool\"^\n\nWindowPool\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x04 \x01(\r\"\x92\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x63loses\x18\x03 \x03(\r\x12 \n\x05opens\x18\x04 \x03(\x0b\x32\x11.pando.v1.RowOpen\x12#\n\x06grants\x18\x05 \x03(\x0b\x32\x13.pando.v1.PageGrant\x12(\n\x08prefills\x18\x06 \x03(\x0b\x32\x16.pando.v1.PrefillChunk\x12\r\n\x05steps\x18\x07 \x01(\r\x12/\n\x0creplacements\x18\x08 \x03(\x0b\x32\x19.pando.v1.PageReplacement\x12%\n\ttransfers\x18\t \x03(\x0b\x32\x12.pando.v1.Transfer\"\x95\x03\n\x07RowOpen\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x07\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\r\n\x05pages\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\"\n\x07pooling\x18\x0b \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x36\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x18.pando.v1.PromptLogprobsH\x00\x88\x01\x01\x12\x14\n\x0cwindow_pages\x18\r \x03(\r\x12\x1b\n\x13postponed_token_ids\x18\x0e \x03(\rB\x12\n\x10_prompt_logprobs\"=\n\tPageGrant\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x03(\r\x12\x14\n\x0cwindow_pages\x18\x03 \x03(\r\"R\n\x0fPageReplacement\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x03(\r\x12\x14\n\x0cwindow_pages\x18\x04 \x03(\r\":\n\x0cPrefillChunk\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\x8e\x01\n\x08Transfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12.\n\tdirection\x18\x02 \x01(\x0e\x32\x1b.pando.v1.TransferDirection\x12\x14\n\x0c\x64\x65vice_pages\x18\x03 \x03(\r\x12\x12\n\nhost_pages\x18\x04 \x03(\r\x12\x13\n\x0bobject_keys\x18\x05 \x03(\x0c\"K\n\x0bTransferAck\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x04\x12\x12\n\ndone_pages\x18\x02 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\x99\x03\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x0f\n\x07substep\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x0c\n\x04rows\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12 \n\x05stops\x18\x06 \x03(\x0b\x32\x11.pando.v1.RowStop\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.pando.v1.RowLogprob\x12\x12\n\ncompute_us\x18\x08 \x01(\r\x12\x0f\n\x07host_us\x18\t \x01(\r\x12\x12\n\x05\x65rror\x18\n \x01(\tH\x00\x88\x01\x01\x12#\n\x04\x61\x63ks\x18\x0b \x03(\x0b\x32\x15.pando.v1.TransferAck\x12*\n\nembeddings\x18\x0c \x03(\x0b\x32\x16.pando.v1.RowEmbedding\x12\x34\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x1b.pando.v1.RowPromptLogprobs\x12\x0f\n\x07partial\x18\x0e \x01(\x08\x12\x15\n\rout_of_memory\x18\x0f \x01(\x08\x42\x08\n\x06_error\"K\n\x11RowPromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.pando.v1.PromptLogprobSpan\"r\n\x07RowStop\x12\x0b\n\x03row\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1d\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_matched_token_id\".\n\x0cRowEmbedding\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\tembedding\x18\x02 \x01(\x0c\"B\n\nRowLogprob\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\";\n\x15PrepareGrammarRequest\x12\"\n\x07grammar\x18\x01 \x01(\x0b\x32\x11.pando.v1.Grammar\",\n\x16PrepareGrammarResponse\x12\x12\n\ncompile_us\x18\x01 \x01(\r\"\x17\n\x15GetWorkerStateRequest\"\xdb\x01\n\x16GetWorkerStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12/\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x18.pando.v1.WorkerCapacityH\x00\x88\x01\x01\x12\x11\n\topen_rows\x18\x06 \x01(\r\x12\x16\n\x0e\x66inished_steps\x18\x07 \x01(\x04\x12\x18\n\x10heartbeat_age_ms\x18\x08 \x01(\x04\x42\x0b\n\t_capacity\"*\n\x13StartProfileRequest\x12\x13\n\x0bmax_seconds\x18\x01 \x01(\x02\"9\n\x14StartProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0bmax_seconds\x18\x02 \x01(\x02\"\x14\n\x12StopProfileRequest\"B\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06passes\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04*\xff\x01\n\x11TransferDirection\x12\"\n\x1eTRANSFER_DIRECTION_UNSPECIFIED\x10\x00\x12%\n!TRANSFER_DIRECTION_DEVICE_TO_HOST\x10\x01\x12%\n!TRANSFER_DIRECTION_HOST_TO_DEVICE\x10\x02\x12&\n\"TRANSFER_DIRECTION_HOST_TO_STORAGE\x10\x03\x12&\n\"TRANSFER_DIRECTION_STORAGE_TO_HOST\x10\x04\x12(\n$TRANSFER_DIRECTION_DROP_FROM_STORAGE\x10\x05\x32\xc8\x03\n\x06Worker\x12\x46\n\tConfigure\x12\x1a.pando.v1.ConfigureRequest\x1a\x1b.pando.v1.ConfigureResponse0\x01\x12\x37\n\x07\x45xecute\x12\x12.pando.v1.StepPlan\x1a\x14.pando.v1.StepResult(\x01\x30\x01\x12S\n\x0ePrepareGrammar\x12\x1f.pando.v1.PrepareGrammarRequest\x1a .pando.v1.PrepareGrammarResponse\x12M\n\x08GetState\x12\x1f.pando.v1.GetWorkerStateRequest\x1a .pando.v1.GetWorkerStateResponse\x12M\n\x0cStartProfile\x12\x1d.pando.v1.StartProfileRequest\x1a\x1e.pando.v1.StartProfileResponse\x12J\n\x0bStopProfile\x12\x1c.pando.v1.StopProfileRequest\x1a\x1d.pando.v1.StopProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.gen.pando.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERDIRECTION']._serialized_start=3465
-  _globals['_TRANSFERDIRECTION']._serialized_end=3720
+  _globals['_TRANSFERDIRECTION']._serialized_start=3494
+  _globals['_TRANSFERDIRECTION']._serialized_end=3749
   _globals['_CONFIGUREREQUEST']._serialized_start=59
   _globals['_CONFIGUREREQUEST']._serialized_end=492
   _globals['_CONFIGURERESPONSE']._serialized_start=494
@@ -45,43 +45,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPPLAN']._serialized_start=1112
   _globals['_STEPPLAN']._serialized_end=1386
   _globals['_ROWOPEN']._serialized_start=1389
-  _globals['_ROWOPEN']._serialized_end=1765
-  _globals['_PAGEGRANT']._serialized_start=1767
-  _globals['_PAGEGRANT']._serialized_end=1828
-  _globals['_PAGEREPLACEMENT']._serialized_start=1830
-  _globals['_PAGEREPLACEMENT']._serialized_end=1912
-  _globals['_PREFILLCHUNK']._serialized_start=1914
-  _globals['_PREFILLCHUNK']._serialized_end=1972
-  _globals['_TRANSFER']._serialized_start=1975
-  _globals['_TRANSFER']._serialized_end=2117
-  _globals['_TRANSFERACK']._serialized_start=2119
-  _globals['_TRANSFERACK']._serialized_end=2194
-  _globals['_STEPRESULT']._serialized_start=2197
-  _globals['_STEPRESULT']._serialized_end=2606
-  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2608
-  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2683
-  _globals['_ROWSTOP']._serialized_start=2685
-  _globals['_ROWSTOP']._serialized_end=2799
-  _globals['_ROWEMBEDDING']._serialized_start=2801
-  _globals['_ROWEMBEDDING']._serialized_end=2847
-  _globals['_ROWLOGPROB']._serialized_start=2849
-  _globals['_ROWLOGPROB']._serialized_end=2915
-  _globals['_PREPAREGRAMMARREQUEST']._serialized_start=2917
-  _globals['_PREPAREGRAMMARREQUEST']._serialized_end=2976
-  _globals['_PREPAREGRAMMARRESPONSE']._serialized_start=2978
-  _globals['_PREPAREGRAMMARRESPONSE']._serialized_end=3022
-  _globals['_GETWORKERSTATEREQUEST']._serialized_start=3024
-  _globals['_GETWORKERSTATEREQUEST']._serialized_end=3047
-  _globals['_GETWORKERSTATERESPONSE']._serialized_start=3050
-  _globals['_GETWORKERSTATERESPONSE']._serialized_end=3269
-  _globals['_STARTPROFILEREQUEST']._serialized_start=3271
-  _globals['_STARTPROFILEREQUEST']._serialized_end=3313
-  _globals['_STARTPROFILERESPONSE']._serialized_start=3315
-  _globals['_STARTPROFILERESPONSE']._serialized_end=3372
-  _globals['_STOPPROFILEREQUEST']._serialized_start=3374
-  _globals['_STOPPROFILEREQUEST']._serialized_end=3394
-  _globals['_STOPPROFILERESPONSE']._serialized_start=3396
-  _globals['_STOPPROFILERESPONSE']._serialized_end=3462
-  _globals['_WORKER']._serialized_start=3723
-  _globals['_WORKER']._serialized_end=4179
+  _globals['_ROWOPEN']._serialized_end=1794
+  _globals['_PAGEGRANT']._serialized_start=1796
+  _globals['_PAGEGRANT']._serialized_end=1857
+  _globals['_PAGEREPLACEMENT']._serialized_start=1859
+  _globals['_PAGEREPLACEMENT']._serialized_end=1941
+  _globals['_PREFILLCHUNK']._serialized_start=1943
+  _globals['_PREFILLCHUNK']._serialized_end=2001
+  _globals['_TRANSFER']._serialized_start=2004
+  _globals['_TRANSFER']._serialized_end=2146
+  _globals['_TRANSFERACK']._serialized_start=2148
+  _globals['_TRANSFERACK']._serialized_end=2223
+  _globals['_STEPRESULT']._serialized_start=2226
+  _globals['_STEPRESULT']._serialized_end=2635
+  _globals['_ROWPROMPTLOGPROBS']._serialized_start=2637
+  _globals['_ROWPROMPTLOGPROBS']._serialized_end=2712
+  _globals['_ROWSTOP']._serialized_start=2714
+  _globals['_ROWSTOP']._serialized_end=2828
+  _globals['_ROWEMBEDDING']._serialized_start=2830
+  _globals['_ROWEMBEDDING']._serialized_end=2876
+  _globals['_ROWLOGPROB']._serialized_start=2878
+  _globals['_ROWLOGPROB']._serialized_end=2944
+  _globals['_PREPAREGRAMMARREQUEST']._serialized_start=2946
+  _globals['_PREPAREGRAMMARREQUEST']._serialized_end=3005
+  _globals['_PREPAREGRAMMARRESPONSE']._serialized_start=3007
+  _globals['_PREPAREGRAMMARRESPONSE']._serialized_end=3051
+  _globals['_GETWORKERSTATEREQUEST']._serialized_start=3053
+  _globals['_GETWORKERSTATEREQUEST']._serialized_end=3076
+  _globals['_GETWORKERSTATERESPONSE']._serialized_start=3079
+  _globals['_GETWORKERSTATERESPONSE']._serialized_end=3298
+  _globals['_STARTPROFILEREQUEST']._serialized_start=3300
+  _globals['_STARTPROFILEREQUEST']._serialized_end=3342
+  _globals['_STARTPROFILERESPONSE']._serialized_start=3344
+  _globals['_STARTPROFILERESPONSE']._serialized_end=3401
+  _globals['_STOPPROFILEREQUEST']._serialized_start=3403
+  _globals['_STOPPROFILEREQUEST']._serialized_end=3423
+  _globals['_STOPPROFILERESPONSE']._serialized_start=3425
+  _globals['_STOPPROFILERESPONSE']._serialized_end=3491
+  _globals['_WORKER']._serialized_start=3752
+  _globals['_WORKER']._serialized_end=4208
 # @@protoc_insertion_point(module_scope)

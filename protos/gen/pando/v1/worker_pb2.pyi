@@ -369,6 +369,7 @@ class RowOpen(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
+    POSTPONED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -378,7 +379,9 @@ class RowOpen(_message.Message):
     max_total_tokens: _builtins.int
     """The row ends with LENGTH at this many tokens of prompt and output together."""
     min_new_tokens: _builtins.int
-    """stop_token_ids count only from this many generated tokens on."""
+    """stop_token_ids count only from this many generated tokens on. With a grammar they count always, and before that
+    they are drawn only where nothing else may come.
+    """
     pooling: _common_pb2.Pooling.ValueType
     """Set: the row generates nothing, stops itself when its last id is computed, and its embedding is reported."""
     @_builtins.property
@@ -401,6 +404,10 @@ class RowOpen(_message.Message):
     def window_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """With a window pool: its pages for the last entries of `pages`. Entries before them are never read in those layers."""
 
+    @_builtins.property
+    def postponed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With a grammar: those of stop_token_ids that are drawn only where nothing else may come (an ignored end)."""
+
     def __init__(
         self,
         *,
@@ -417,10 +424,11 @@ class RowOpen(_message.Message):
         pooling: _common_pb2.Pooling.ValueType = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         window_pages: _abc.Iterable[_builtins.int] | None = ...,
+        postponed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
