@@ -6,6 +6,7 @@ Not inside this process: the supervisor's work would be measured as the client's
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import httpx
 
 from common.settings import load_settings
 from deploy.supervisor.layout import free_port
-from deploy.supervisor.state import read_state
+from deploy.supervisor.state import read_state, run_root
 
 if TYPE_CHECKING:
     import argparse
@@ -86,6 +87,11 @@ class LaunchedDeployment:
         return self._state.address_of(name)
 
     @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment, changed such that commands find this deployment, and no other that runs here."""
+        return {**os.environ, "XDG_RUNTIME_DIR": str(self._root)}
+
+    @property
     def process_ids(self) -> dict[str, int]:
         """The processes of the services, by name."""
         return {name: service.pid for name, service in self._state.services.items() if service.pid is not None}
@@ -97,7 +103,7 @@ class LaunchedDeployment:
             LaunchError: it ends, or serves nothing within minutes.
         """
         self._root = Path(tempfile.mkdtemp(prefix="pando-bench-"))
-        command = [sys.executable, "-m", "deploy.cli", "up", "--run-directory", str(self._root)]
+        command = [sys.executable, "-m", "deploy.cli", "up", "--run-directory", str(self._run_root)]
         with (self._root / "log").open("wb") as log:
             # A group of its own, so that Ctrl-C at the benchmark does not reach it before the benchmark has ended it.
             self._process = subprocess.Popen(
@@ -121,8 +127,12 @@ class LaunchedDeployment:
         self._stop()
 
     @property
+    def _run_root(self) -> Path:
+        return run_root({"XDG_RUNTIME_DIR": str(self._root)})
+
+    @property
     def _state(self) -> DeploymentState:
-        state = read_state(self._root / str(self.settings.gateway.port)) if self._root else None
+        state = read_state(self._run_root / str(self.settings.gateway.port)) if self._root else None
         if state is None:
             raise LaunchError(f"the deployment has ended:\n{self._last_lines()}")
         return state

@@ -115,6 +115,18 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
     path.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
+def read_results(path: Path) -> list[Result]:
+    """Return the list in `path`; one that is not there is empty.
+
+    Raises:
+        ValueError: the file is no list of results.
+    """
+    try:
+        return [Result(**entry) for entry in _read(path)]
+    except TypeError as error:
+        raise ValueError(f"{path} is no list of results") from error
+
+
 def short_model(name: str) -> str:
     """Return `name` without the folders that some servers put in front of it; owner/name stays as it is."""
     return name.replace("\\", "/").rpartition("/")[2] if name.startswith(("/", "~", ".")) or "\\" in name else name

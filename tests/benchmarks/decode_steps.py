@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import shlex
 import socket
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
+from deploy.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.torch_engine import TorchEngine
@@ -102,6 +106,9 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
         rank=rank, world_size=arguments.tp, rendezvous=rendezvous,
     )  # fmt: skip
     driver = Driver(spec)
+    name = f"{Path(arguments.model).name} (dummy)"
+    command = shlex.join(["python", "-m", "tests.benchmarks.decode_steps", *sys.argv[1:]])
+    sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command))
     for rows in sorted(arguments.rows):
         # Rows that are there already go on, and need pages for all that follows.
         driver.fill(rows, arguments.prompt, tokens=STEPS * (PLANS + 8) * len(arguments.rows))
@@ -111,20 +118,25 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
             driver.decode(2)
         if rank == 0:
             sys.stdout.write(f"{rows} rows: {seconds * 1e6:.0f} us per step, {rows / seconds:.0f} tokens/s\n")
-            show(profiled)
+            sheet.add(f"step of {rows} rows", seconds * 1e6, "us")
+            sheet.add(f"idle share, {rows} rows", 100 * show(profiled), "%")
+    if rank == 0 and arguments.json is not None:
+        write_results(arguments.json, sheet.results)
 
 
-def show(profiled: profile) -> None:
-    """Print the idle share and the longest programs."""
+def show(profiled: profile) -> float:
+    """Print the idle share and the longest programs; return the share."""
     events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]  # type: ignore[no-untyped-call]  # torch leaves it untyped
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    sys.stdout.write(f"idle between programs: {idle_share(spans):.2%}\n")
+    idle = idle_share(spans)
+    sys.stdout.write(f"idle between programs: {idle:.2%}\n")
     times: Counter[str] = Counter()
     for event in events:
         times[event.name] += event.time_range.end - event.time_range.start
     for name, total in times.most_common(NAMES):
         sys.stdout.write(f"{total / (2 * STEPS):10.1f} us per step  {name[:80]}\n")
     sys.stdout.flush()
+    return idle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[256], help="how many decode at once, one after another")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,158 @@
+"""Every row of the GPU table, each part with one deployment: `python -m tests.benchmarks.gpu_table --json FILE`.
+
+Parts can be chosen by name and are measured in the order in which `--list` prints them with their commands; `--seconds`
+begins no load after that time, and says what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.bench.deployments import LaunchedDeployment, LaunchError
+from deploy.bench.results import current_commit, read_results, write_results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SHAPES = "tests/benchmarks/shapes"
+DUMMY = ("model.load_format=dummy", "model.max_context=4096", "scheduler.max_rows=256")
+OFFLINE = (*DUMMY, "scheduler.max_step_tokens=16384")
+ONLINE = (*DUMMY, "scheduler.max_step_tokens=4096", "scheduler.mixed_step_tokens=1280")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Loads that share a deployment; one without a shape starts by itself what it needs.
+
+    In each load, `{url}`, `{tp}` and `{json}` are filled in; `pando` and `python` are this environment's.
+    """
+
+    name: str
+    loads: tuple[str, ...]
+    shape: str | None = None
+    ranks: int = 1
+    settings: tuple[str, ...] = OFFLINE
+
+    def deployment(self) -> AbstractContextManager[LaunchedDeployment | None]:
+        """Return what serves the loads, not yet started."""
+        if self.shape is None:
+            return nullcontext()
+        return LaunchedDeployment(None, (f"model.reference={SHAPES}/{self.shape}", *self.settings), ranks=self.ranks)
+
+
+OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {json}"
+THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
+ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens 256 --warmup 16"
+SHARES = "python -m tests.benchmarks.pipeline_shares --json {json}"
+STEPS = f"python -m tests.benchmarks.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
+PARTS = (
+    *(Part(shape, THROUGHPUT, shape) for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b")),
+    Part("qwen3-14b-tp2", THROUGHPUT, "qwen3-14b", 2),
+    Part("qwen3-14b-tp4", THROUGHPUT, "qwen3-14b", 4),
+    Part(
+        "online",
+        (
+            f"{ONLINE_LOAD} --json {{json}} --rate 8 --requests 480 --label '8 requests/s'",
+            f"{ONLINE_LOAD} --json {{json}} --rate 16 --requests 960 --label '16 requests/s'",
+            f"{SHARES} --label '256 streams' -- {ONLINE_LOAD} --concurrency 256 --requests 512",
+        ),
+        "llama-3.1-8b",
+        settings=ONLINE,
+    ),
+    Part("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
+    Part("steps", tuple(f"{STEPS % shape} --rows 1 64 256" for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b"))),
+    Part("steps-tp2", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=2),
+    Part("steps-tp4", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=4),
+    Part(
+        "host-tier",
+        (
+            f"python -m tests.benchmarks.host_tier --device cuda --model {SHAPES}/llama-3.1-8b --load-format dummy"
+            " --rows 64 --lengths 512 2048 8192 --json {json}",
+        ),
+    ),
+    Part(
+        "tenants",
+        (
+            "pando bench tenants --mix s1 --scale 1 --users 512 --apps 16 --concurrency 64 --rounds 1 --json {json} "
+            + " ".join(f"--set {setting}" for setting in (f"model.reference={SHAPES}/llama-3.1-8b", *ONLINE)),
+        ),
+    ),
+)
+
+
+class OutOfTimeError(Exception):
+    """The next load would begin after the time that was given."""
+
+
+def measure(part: Part, results: Path | None, deadline: float) -> Iterator[tuple[str, int]]:
+    """Run the loads of `part` and add what they write to `results`; yield each command with its exit code.
+
+    Raises:
+        LaunchError: the deployment does not come up.
+        OutOfTimeError: `deadline`, by the monotonic clock, is over.
+    """
+    with part.deployment() as deployment:
+        url, environment = (deployment.url, deployment.environment) if deployment else ("", None)
+        for load in part.loads:
+            if time.monotonic() > deadline:
+                raise OutOfTimeError
+            with tempfile.TemporaryDirectory() as directory:
+                found = Path(directory) / "found.json"
+                command = load.format(url=url, tp=part.ranks, json=found)
+                code = subprocess.run(list(words(command)), check=False, env=environment).returncode
+                if results is not None and code == 0:
+                    add(found, results, part, deployment.model if deployment else None)
+            yield command, code
+
+
+def words(command: str) -> Iterator[str]:
+    """Split a load's command; our own programs are taken from this environment."""
+    for word in shlex.split(command):
+        yield from {"pando": (sys.executable, "-m", "deploy.cli"), "python": (sys.executable,)}.get(word, (word,))
+
+
+def add(found: Path, results: Path, part: Part, model: str | None) -> None:
+    """Move what a load has found to the table, with the command that repeats it."""
+    commit, command = current_commit(), f"python -m tests.benchmarks.gpu_table {part.name}"
+    entries = (replace(result, command=command, commit=commit, tp=part.ranks) for result in read_results(found))
+    write_results(results, [replace(entry, model=model) if model else entry for entry in entries])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the parts; return 1 if one of the loads failed or was left out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    by_name = {part.name: part for part in PARTS}
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(by_name)} (all)")
+    parser.add_argument("--list", action="store_true", help="print the parts with their commands and end")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after that time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.parts if name not in by_name]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(by_name)}")
+    chosen = [by_name[name] for name in options.parts] or list(PARTS)
+    if options.list:
+        sys.stdout.writelines(f"{part.name}\n" + "".join(f"    {load}\n" for load in part.loads) for part in chosen)
+        return 0
+    deadline, failed = time.monotonic() + options.seconds, []
+    for part in chosen:
+        try:
+            failed += [command for command, code in measure(part, options.json, deadline) if code]
+        except LaunchError as error:
+            failed.append(f"{part.name}: {error}")
+        except OutOfTimeError:
+            failed.append(f"{part.name}: no time left")
+    sys.stderr.writelines(f"not measured: {what}\n" for what in failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""The driver of the GPU table, with an engine that makes tokens up in the place of a GPU."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.bench.results import read_results
+from tests.benchmarks import gpu_table
+from tests.benchmarks.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, main, measure
+
+RING = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
+FAKE = ("model.load_format=fake", "scheduler.device_pages=64")
+
+
+@pytest.mark.soak
+def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_path: Path) -> None:
+    part = Part("small", (RING, "pando bench offline --workload nonsense"), "qwen3-0.6b", settings=FAKE)
+    codes = [code for _, code in measure(part, tmp_path / "results.json", math.inf)]
+    assert codes[0] == 0
+    assert codes[1] != 0
+    found = read_results(tmp_path / "results.json")
+    assert {result.model for result in found} == {"qwen3-0.6b (fake)"}
+    assert {result.command for result in found} == {"python -m tests.benchmarks.gpu_table small"}
+
+
+def test_no_load_begins_after_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfTimeError):
+        next(measure(Part("late", ("python -c 'raise SystemExit(3)'",)), None, time.monotonic() - 1))
+    monkeypatch.setattr(gpu_table, "PARTS", (Part("wrong", ("python -c 'raise SystemExit(3)'",)),))
+    assert main(["wrong"]) == 1
+    assert main(["wrong", "--seconds", "-1"]) == 1
+
+
+def test_every_part_is_listed_with_commands_and_has_a_shape_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    for part in PARTS:
+        assert f"{part.name}\n    p" in printed
+        assert part.shape is None or Path(SHAPES, part.shape, "config.json").is_file()
+
+
+def test_an_unknown_part_is_an_error_that_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["qwen4"])
+    assert "qwen3-14b-tp4" in capsys.readouterr().err
