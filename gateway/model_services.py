@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.backend_settings import BackendSettings
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.sessions import SessionsClient
 from common.secret_files import read_secret
+from common.settings import BackendSettings
 from gateway.backends import Backend
 from gateway.ring.administration import GrpcAdministration
 from gateway.ring.client import GrpcRing

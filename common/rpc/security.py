@@ -16,7 +16,7 @@ from common.rpc.token import send_token
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.rpc_settings import RpcSettings
+    from common.settings import RpcSettings
 
 UNIX = "unix:"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from common.backend_settings import BackendSettings
 from common.errors import ConfigurationError
+from common.settings import BackendSettings
 from deploy.supervisor.models import check_metrics_ports, deploy_models
 from deploy.supervisor.state import run_root
 

@@ -11,8 +11,8 @@ from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, Storag
 from services.scheduler.keyring import Keyring
 
 if TYPE_CHECKING:
+    from common.settings import StorageSettings
     from common.steps import EngineCapacity
-    from common.storage_settings import StorageSettings
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 _MEGABYTE = 1e6

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.rpc.server import RpcServer
-from common.rpc_settings import RpcSettings
-from common.settings import GatewaySettings, SchedulerSettings, Settings
+from common.settings import GatewaySettings, RpcSettings, SchedulerSettings, Settings
 from deploy.health import is_healthy, local
 from gateway.probes import ProbeServer
 from tests.gateway.support import gateway_saying

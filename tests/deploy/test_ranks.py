@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import ConfigurationError
-from common.rpc_settings import RpcSettings
-from common.settings import Settings, WorkerSettings, load_settings
+from common.settings import RpcSettings, Settings, WorkerSettings, load_settings
 from deploy.ranks import commands_of, run_together
 from tests.waiting import is_running, until
 

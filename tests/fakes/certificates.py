@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.rpc_settings import RpcSettings
+from common.settings import RpcSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

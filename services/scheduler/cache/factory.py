@@ -14,7 +14,7 @@ from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.window_pages import WindowPages
 
 if TYPE_CHECKING:
-    from common.cache_settings import CacheSettings
+    from common.settings import CacheSettings
     from common.steps import WindowPool
     from services.scheduler.cache.interface import PrefixCache
 

@@ -11,7 +11,7 @@ from services.scheduler.policy.longest_prefix import LongestPrefixMatch
 from services.scheduler.policy.priority import PriorityFirst
 
 if TYPE_CHECKING:
-    from common.queue_settings import QueueSettings
+    from common.settings import QueueSettings
     from services.scheduler.core.queue import Policy
 
 PolicyName = Literal["fcfs", "lpm", "priority", "fair"]

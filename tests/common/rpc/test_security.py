@@ -17,7 +17,7 @@ from common.errors import ConfigurationError
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.security import Security, read_security
 from common.rpc.server import RpcServer
-from common.rpc_settings import RpcSettings
+from common.settings import RpcSettings
 from tests.fakes.certificates import Authority, Identity
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigurationError
-from common.rpc_settings import RpcSettings
-from common.settings import Settings
+from common.settings import RpcSettings, Settings
 from deploy.supervisor import layout as layout_module
 from deploy.supervisor.layout import Stage, check_port, free_port, plan_layout
 

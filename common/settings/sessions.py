@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from common.storage_settings import StorageSettings
+from common.settings.storage import StorageSettings
 
 
 class SessionSettings(StorageSettings):

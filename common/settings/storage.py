@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from common.cache_settings import CacheSettings
+from common.settings.cache import CacheSettings
 
 
 class StorageSettings(CacheSettings):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.session_settings import SessionSettings
+from common.settings.sessions import SessionSettings
 
 Weight = Annotated[float, Field(gt=0)]
 

@@ -1,0 +1,18 @@
+"""The detokenizer's section of the configuration."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from common.section import Section
+
+
+class DetokenizerSettings(Section):
+    """Ids to text."""
+
+    address: str = "127.0.0.1:50054"
+    """gRPC address to listen on: host:port or unix:path."""
+    drain_s: float = Field(default=15.0, ge=0)
+    """How long open choices may still finish after the signal to stop."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint; absent: none."""

@@ -1,0 +1,37 @@
+"""All sections together: the one configuration schema of all services."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from common.settings.detokenizer import DetokenizerSettings
+from common.settings.gateway import GatewaySettings
+from common.settings.logs import LogSettings
+from common.settings.model import ModelSettings, ServedModelSettings
+from common.settings.rpc import RpcSettings
+from common.settings.scheduler import SchedulerSettings
+from common.settings.tokenizer import TokenizerSettings
+from common.settings.worker import WorkerSettings
+
+PREFIX = "PANDO_"
+
+
+class Settings(BaseSettings):
+    """Everything that can be configured; each service reads its own section, `model` and `log`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    model: ModelSettings = ModelSettings()
+    models: dict[str, ServedModelSettings] = Field(default_factory=dict)
+    """Several models for `pando up`, by the names that clients use: each a reference alone, or with settings of its own
+    beside those that all share. Absent: `model` alone."""
+    log: LogSettings = LogSettings()
+    rpc: RpcSettings = RpcSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    worker: WorkerSettings = WorkerSettings()
+    detokenizer: DetokenizerSettings = DetokenizerSettings()
