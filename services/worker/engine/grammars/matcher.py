@@ -28,6 +28,8 @@ class Matcher:
 
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._mask: Mask = np.zeros((1, mask_words(vocabulary_size)), np.int32)
+        # The last word's bits that are tokens: the library sets others, too.
+        self._last_bits = np.uint32(0xFFFFFFFF) >> np.uint32(-vocabulary_size % 32)
 
     @property
     def is_terminated(self) -> bool:
@@ -42,5 +44,6 @@ class Matcher:
         """Return which tokens may come next; valid until the next call. Not to be asked once terminated."""
         if not self._matcher.fill_next_token_bitmask(self._mask, 0):
             self._mask.fill(-1)
+        self._mask.view(np.uint32)[0, -1] &= self._last_bits
         first: Mask = self._mask[0]
         return first
