@@ -33,7 +33,8 @@ class RowOpen:
     `token_ids` [tokens] int32 is the prompt, then what was generated before a retraction or resume; its first
     `prompt_tokens` are the prompt. KV of the first `computed_tokens` (< len(token_ids)) is already in `pages`.
     The row ends with LENGTH once prompt and output together count `max_total_tokens`. `stop_token_ids` (end of
-    sequence included unless ignored) count only from `min_new_tokens` generated tokens on.
+    sequence included unless ignored) count only from `min_new_tokens` generated tokens on. With a grammar they count
+    always; before that, and those of `postponed_token_ids` always, they are drawn only where nothing else may come.
     """
 
     row: RowSlot
@@ -52,6 +53,7 @@ class RowOpen:
     prompt_logprobs: PromptLogprobs | None = None
     # With a window pool, its pages for the last of `pages`; those before are never read.
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
+    postponed_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

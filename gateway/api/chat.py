@@ -77,7 +77,7 @@ def chat_request(
     generate = context.generate_request(request, head, asker, body, body.to_prompt(reading.prefix))
     grammar = chat_grammar(body, reading)
     if grammar != generate.sampling.grammar:
-        refuse_beside(grammar, min_tokens=body.min_tokens, ignore_eos=body.ignore_eos)
+        refuse_beside(grammar, allowed_token_ids=body.allowed_token_ids)
         generate = replace(generate, sampling=replace(generate.sampling, grammar=grammar))
     if reading.needs_special_tokens and body.skip_special_tokens is None:
         generate = replace(generate, skip_special_tokens=False)

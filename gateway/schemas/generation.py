@@ -158,12 +158,7 @@ class GenerationFields(StructureFields):
         Raises:
             InvalidRequestError: another field contradicts the grammar.
         """
-        refuse_beside(
-            self.grammar,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            allowed_token_ids=self.allowed_token_ids,
-        )
+        refuse_beside(self.grammar, allowed_token_ids=self.allowed_token_ids)
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),

@@ -72,7 +72,7 @@ class StructureFields(Schema):
 
 
 def refuse_beside(grammar: Grammar | None, **others: object) -> None:
-    """Refuse what contradicts a grammar, which alone says when an output may end and what it consists of.
+    """Refuse what may contradict a grammar in the midst of an output, where nobody could tell it from a whole one.
 
     Raises:
         InvalidRequestError: one of `others` is set.

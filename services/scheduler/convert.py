@@ -125,6 +125,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         max_total_tokens=opened.max_total_tokens,
         stop_token_ids=opened.stop_token_ids,
         min_new_tokens=opened.min_new_tokens,
+        postponed_token_ids=opened.postponed_token_ids,
         pooling=pooling_to_wire(opened.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(opened.prompt_logprobs),
     )

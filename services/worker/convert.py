@@ -163,6 +163,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         max_total_tokens=message.max_total_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         min_new_tokens=message.min_new_tokens,
+        postponed_token_ids=tuple(message.postponed_token_ids),
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
     )

@@ -117,6 +117,21 @@ def test_each_way_to_ask_for_a_form_is_honoured(served: Served) -> None:
     assert answer.choices[0].message.content == "{}"
 
 
+def test_other_sampling_goes_beside_a_form(served: Served) -> None:
+    def text_of(**fields: Any) -> str:
+        plain: Any = {"model": served.model, "prompt": "One, two,", "max_tokens": 24, "temperature": 0}
+        text: str = served.client().completions.create(extra_body=fields, **plain).choices[0].text
+        return text
+
+    with served.http() as http:
+        [five] = http.post("/tokenize", json={"prompt": "5", "add_special_tokens": False}).json()["tokens"]
+    assert len(text_of(regex="[0-9]+", ignore_eos=True)) == 24
+    assert len(text_of(regex="[0-9]+", logit_bias={"0": 100, "2": 100}, min_tokens=9)) == 9
+    assert text_of(regex="[0-9]{3}", ignore_eos=True, logit_bias={str(five): 100}) == "555"
+    assert "5" not in text_of(regex="[0-9]{24}", bad_words=["5"], logit_bias={str(five): 100})
+    assert text_of(regex="5{6}", bad_words=["5"], min_tokens=20) == "555555"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -128,7 +143,7 @@ def test_each_way_to_ask_for_a_form_is_honoured(served: Served) -> None:
         ({"json_schema": '{"items":' * 100 + "{}" + "}" * 100}, "json_schema"),
         ({"regex": "a" * 200_000}, "regex"),
         ({"regex": "a", "ebnf": "b"}, "ebnf"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",

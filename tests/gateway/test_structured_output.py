@@ -85,8 +85,6 @@ def test_what_asks_for_nothing_binds_nothing(fields: dict[str, Any]) -> None:
         ({"regex": "\ud800"}, "regex"),
         ({"regex": "a\x00"}, "regex"),
         ({"regex": "a" * 140_000}, "regex"),
-        ({"regex": "a", "min_tokens": 3}, "min_tokens"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"guided_json": {"anyOf": [{"type": "integer"}] * 20_001}}, "guided_json"),
         ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
@@ -94,6 +92,13 @@ def test_what_asks_for_nothing_binds_nothing(fields: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
     assert refusal(**fields) == param
+
+
+def test_what_goes_beside_a_form() -> None:
+    body = completion(regex="a+", min_tokens=3, ignore_eos=True, logit_bias={"5": 2}, bad_words=["b"])
+    assert body.sampling(None).logit_bias == {5: 2}
+    stop = body.stop_conditions(16)
+    assert (stop.min_tokens, stop.ignore_eos) == (3, True)
 
 
 @pytest.mark.parametrize(

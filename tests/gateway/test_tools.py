@@ -126,6 +126,7 @@ async def test_one_call_only_if_none_may_be_parallel() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "required", "add_generation_prompt": False}, "tool_choice"),
         ({"tools": [WEATHER] * 300}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required", "allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

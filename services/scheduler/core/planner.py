@@ -262,9 +262,10 @@ class Planner:
             self._billing.start(sequence, lease.matched_tokens)
         request = sequence.request
         stop_ids = request.stop.stop_token_ids
-        grammar = sequence.sampling.grammar
-        # Behind a complete grammar nothing but the end can follow.
-        if not request.stop.ignore_eos or grammar is not None:
+        # Behind a complete grammar nothing but the end can follow: there it is put off as long as possible.
+        is_postponed = request.stop.ignore_eos and sequence.sampling.grammar is not None
+        postponed = self._config.eos_token_ids if is_postponed else ()
+        if not request.stop.ignore_eos or is_postponed:
             stop_ids = (*stop_ids, *self._config.eos_token_ids)
         return RowOpen(
             row=row,
@@ -277,7 +278,8 @@ class Planner:
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,
-            min_new_tokens=0 if grammar is not None else request.stop.min_tokens,
+            min_new_tokens=request.stop.min_tokens,
+            postponed_token_ids=postponed,
             prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
             pooling=request.pooling,
         )

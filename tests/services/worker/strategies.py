@@ -45,6 +45,7 @@ opens = st.builds(
     max_total_tokens=COUNT,
     stop_token_ids=tuples(TOKEN),
     min_new_tokens=COUNT,
+    postponed_token_ids=tuples(TOKEN),
     window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
 )

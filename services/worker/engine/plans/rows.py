@@ -77,7 +77,9 @@ class RowTable:
         self.computed[row] = opened.computed_tokens
         self.prompt_tokens[row] = opened.prompt_tokens
         self.max_total_tokens[row] = opened.max_total_tokens
-        self.stops_from[row] = opened.prompt_tokens + opened.min_new_tokens
+        # Below its minimum a row with a grammar samples a stop id only where nothing else may come.
+        minimum = opened.min_new_tokens if opened.sampling.grammar is None else 0
+        self.stops_from[row] = opened.prompt_tokens + minimum
         self.pooling[row] = opened.pooling
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))
         self.token_ids[row, :length] = opened.token_ids

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
 
     from services.worker.engine.grammars.row_masks import RowMasks
     from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.sampling.endings import EndingTable
 
 
 def mask_grammars(
-    logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable, masks: RowMasks
+    logits: torch.Tensor,
+    samples: NDArray[np.int64],
+    slots: RowIndices,
+    rows: RowTable,
+    masks: RowMasks,
+    endings: EndingTable,
 ) -> None:
     """Keep of `logits[samples]`, which belong to rows `slots`, what their grammars allow, in place."""
-    apply_masks(logits, samples, masks.masks(slots, rows))
+    allowed = masks.masks(slots, rows)
+    endings.put_off(allowed, slots, rows)
+    apply_masks(logits, samples, allowed)
 
 
 def apply_masks(logits: torch.Tensor, samples: NDArray[np.int64], masks: NDArray[np.int32]) -> None:

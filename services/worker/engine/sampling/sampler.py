@@ -72,7 +72,7 @@ def _adjust(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Samp
         mask_stops(logits, samples, slots[samples], table)
     if needs & Needs.GRAMMAR and table.grammars is not None:
         samples = table.rows_that_need(Needs.GRAMMAR, slots)
-        mask_grammars(logits, samples, slots[samples], rows, table.grammars)
+        mask_grammars(logits, samples, slots[samples], rows, table.grammars, table.endings)
 
 
 def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.worker.engine.plans.padded import PaddedTable
+from services.worker.engine.sampling.endings import EndingTable
 from services.worker.engine.sampling.words import WordTable
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class SamplingTable:
         # Ids whose log probabilities are reported, too.
         self.logprob_ids: list[tuple[int, ...]] = [()] * max_rows
         self.words = WordTable()
+        self.endings = EndingTable(vocabulary_size)
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row's parameters."""
@@ -81,10 +83,13 @@ class SamplingTable:
         self.top_logprobs[row] = sampling.top_logprobs or 0
         self.logprob_ids[row] = sampling.logprob_token_ids
         self.words.open(opened)
+        self.endings.open(opened)
         self._set_bias(opened)
         if self.grammars is not None:
             self.grammars.open(opened)
-        masked = self._in_vocabulary(opened.stop_token_ids) if opened.min_new_tokens else np.empty(0, np.int64)
+        # Rows with grammars put them off, since nothing else may be left.
+        has_minimum = opened.min_new_tokens > 0 and sampling.grammar is None
+        masked = self._in_vocabulary(opened.stop_token_ids) if has_minimum else np.empty(0, np.int64)
         self.masked_ids.set(row, masked, padding=masked[0] if masked.size else 0)
         self.needs[row] = self._needs_of(opened, has_masked_ids=masked.size > 0)
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from common.types import CacheMode, ErrorCode, FinishReason, RequestId, Resume
+from common.grammars import Grammar, GrammarKind
+from common.types import CacheMode, ErrorCode, FinishReason, RequestId, Resume, StopConditions
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
@@ -280,3 +282,21 @@ def test_a_sequence_longer_than_memory_ends_with_length() -> None:
     harness.run()
     assert len(harness.outputs["endless", 0]) <= 12
     assert harness.finishes["endless", 0].reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_an_ignored_end_is_put_off_beside_a_grammar_and_left_out_otherwise() -> None:
+    harness = Harness()
+    stop = StopConditions(max_tokens=8, min_tokens=3, stop_token_ids=(9,), ignore_eos=True)
+    free = replace(make_request("free", [1, 2]), stop=stop)
+    grammar = Grammar(GrammarKind.REGEX, "a+", "regex")
+    for request in (
+        free,
+        replace(free, request_id=RequestId("bound"), sampling=replace(free.sampling, grammar=grammar)),
+        replace(free, request_id=RequestId("ends"), stop=replace(stop, ignore_eos=False)),
+    ):
+        harness.core.submit(request, harness.now)
+    harness.run()
+    opens = {opened.request_id: opened for plan in harness.plans for opened in plan.opens}
+    ends = {name: (opened.stop_token_ids, opened.postponed_token_ids) for name, opened in opens.items()}
+    assert ends == {"free": ((9,), ()), "bound": ((9, STOP_ID), (STOP_ID,)), "ends": ((9, STOP_ID), ())}
+    assert {opened.min_new_tokens for opened in opens.values()} == {3}
