@@ -164,6 +164,7 @@ class EngineSpec:
     host_bytes: int = 0
     window_ratio: float = 0.0
     window_pages: int | None = None
+    quantization: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

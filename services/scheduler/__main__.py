@@ -128,6 +128,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         load_format=model.load_format,
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
+        quantization=model.quantization,
         rendezvous=scheduler.rendezvous,
         page_size=scheduler.page_size,
         max_rows=scheduler.max_rows,

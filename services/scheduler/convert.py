@@ -57,6 +57,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         host_bytes=spec.host_bytes,
         window_ratio=spec.window_ratio,
         window_pages=spec.window_pages,
+        quantization=spec.quantization,
     )
 
 

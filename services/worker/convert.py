@@ -62,6 +62,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         host_bytes=message.host_bytes,
         window_ratio=message.window_ratio,
         window_pages=message.window_pages if message.HasField("window_pages") else None,
+        quantization=message.quantization or "auto",
     )
 
 

@@ -113,6 +113,7 @@ specs = st.builds(
     host_bytes=st.integers(0, 2**64 - 1),
     window_ratio=st.floats(0, 1, width=32),
     window_pages=st.none() | COUNT,
+    quantization=NAMES,
 )
 capacities = st.builds(
     EngineCapacity,

@@ -74,6 +74,7 @@ class ConfigureRequest(_message.Message):
     HOST_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_RATIO_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, a directory with config.json, or a GGUF file, as this host sees it."""
     load_format: _builtins.str
@@ -106,6 +107,8 @@ class ConfigureRequest(_message.Message):
     """
     window_pages: _builtins.int
     """Pages of these layers to allocate; absent: by window_ratio."""
+    quantization: _builtins.str
+    """auto: weights are held as the checkpoint stores them. fp8: the matrices of the layers are quantised as they are read."""
     def __init__(
         self,
         *,
@@ -126,10 +129,11 @@ class ConfigureRequest(_message.Message):
         host_bytes: _builtins.int = ...,
         window_ratio: _builtins.float = ...,
         window_pages: _builtins.int | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "rank", b"rank", "rendezvous", b"rendezvous", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
