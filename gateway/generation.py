@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
 MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
+# Log probabilities of prompts that one response may tell: some 15 MB of JSON, written in half a second. What one prompt
+# may have is the tokenizer's bound.
+MAX_PROMPT_VALUES = 524_288
 SILENT = RequestFailure(ErrorCode.UNAVAILABLE, "nothing was heard of the request for too long", retryable=True)
 
 
@@ -90,6 +93,7 @@ class Generation:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unfinished = sum(len(entry.choices) for entry in entries)
         self._resubmissions = 0
+        self._prompt_values = 0
         # Nothing is heard, submitted or put into the outbox from then on.
         self._over = False
         self._log = get_logger("generation")
@@ -151,7 +155,9 @@ class Generation:
             return
         self._note_admission(route)
         # To a resumed submission the tokens generated before may count as prompt.
-        route.entry.prompt_tokens = route.entry.prompt_tokens or admission.prompt_tokens
+        if not route.entry.prompt_tokens:
+            route.entry.prompt_tokens = admission.prompt_tokens
+            self._count_values(route.entry)
 
     def on_delta(self, delta: Delta) -> None:
         """Pass on what is new; continue elsewhere if this was a failure that waiting may cure."""
@@ -228,6 +234,17 @@ class Generation:
             route.admitted = True
             for choice in route.choices.values():
                 choice.was_admitted = True
+
+    def _count_values(self, entry: JournalEntry) -> None:
+        """Refuse a response that would tell too much of its prompts, as soon as their lengths say so."""
+        self._prompt_values += entry.told_values
+        if self._prompt_values > MAX_PROMPT_VALUES:
+            message = (
+                f"The prompts of a request can have at most {MAX_PROMPT_VALUES} log probabilities, counted for each "
+                "choice that shows them: send fewer prompts at once, or ask for fewer alternatives ('logprobs' with 'echo', "
+                "'prompt_logprobs', 'top_logprobs_num')."
+            )
+            self.fail(RequestFailure(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs"))
 
     def _interrupt(self, route: _Route, choices: Iterable[ChoiceRecord], failure: RequestFailure) -> None:
         now = self._loop.time()

@@ -175,6 +175,14 @@ class JournalEntry:
         """Generated tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
+    @property
+    def told_values(self) -> int:
+        """How many log probabilities of the prompt, whose length is known, all choices together show."""
+        wanted = self.request.prompt_logprobs
+        if wanted is None:
+            return 0
+        return wanted.reported(self.prompt_tokens) * wanted.values_per_token * self.request.n
+
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
         """Keep the first report about the prompt; that of choice 0 wins over the others'.
 

@@ -10,6 +10,7 @@ import pytest
 from common.deltas import Delta, LogprobText, PromptLogprobsText, TokenText
 from common.prompt_logprobs import PromptLogprobs
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId
+from gateway.generation import MAX_PROMPT_VALUES
 from tests.fakes.ring import LENGTH, PROMPT
 from tests.gateway.support import FakedGateway, faked
 
@@ -218,3 +219,25 @@ async def test_what_is_complete_is_not_asked_for_again() -> None:
     first, second = fake.ring.submitted
     assert first.request_id != RequestId(second.request_id)
     assert second.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(("prompts", "n", "status"), [(16, 1, 200), (17, 1, 400), (8, 2, 200), (3, 6, 400)])
+async def test_what_a_response_tells_of_all_prompts_is_bounded(prompts: int, n: int, status: int) -> None:
+    # Own value and 5 alternatives for each of 5,462 tokens, so that sixteen are just within the bound.
+    tokens = MAX_PROMPT_VALUES // 16 // 6 + 1
+
+    def long(request: GenerateRequest) -> Iterator[Event]:
+        _, *events = script(request)
+        yield Admission(request.request_id, tokens)
+        yield from events
+
+    fake = faked(long)
+    fields: dict[str, Any] = {"prompt": ["The capital of"] * prompts, "n": n, "max_tokens": 1}
+    response = await fake.complete(**fields, echo=True, logprobs=5)
+    assert response.status_code == status, response.text
+    if status == 400:
+        error = response.json()["error"]
+        assert error["param"] == "prompt_logprobs"
+        assert f"{MAX_PROMPT_VALUES}" in error["message"]
+    assert (await fake.complete(**fields)).status_code == 200
+    assert not len(fake.journal)
