@@ -241,8 +241,8 @@ class Generation:
         if self._prompt_values > MAX_PROMPT_VALUES:
             message = (
                 f"The prompts of a request can have at most {MAX_PROMPT_VALUES} log probabilities, counted for each "
-                "choice that shows them: send fewer prompts at once, or ask for fewer alternatives ('logprobs' with 'echo', "
-                "'prompt_logprobs', 'top_logprobs_num')."
+                "choice that shows them: send fewer prompts at once, or ask for fewer alternatives "
+                "('logprobs' with 'echo', 'prompt_logprobs', 'top_logprobs_num')."
             )
             self.fail(RequestFailure(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs"))
 
