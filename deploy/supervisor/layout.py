@@ -1,4 +1,4 @@
-"""Which processes one machine runs, at which addresses, started in which order."""
+"""Which processes one machine runs, at which addresses, ended in which order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP_MARGIN_S = 3.0
 
 
 class Stage(Enum):
-    """Services of one stage start together; a stage starts once all of the one before are alive."""
+    """Services of one stage end together; a stage ends once all of the one after it have ended."""
 
     COMPUTE = 0
     CONTROL = 1
@@ -53,7 +53,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All processes of one deployment, in the order in which they start."""
+    """All processes of one deployment, those first that end last."""
 
     services: tuple[ServiceSpec, ...]
     url: str

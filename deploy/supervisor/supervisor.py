@@ -73,7 +73,7 @@ class Timing:
 
 
 class Supervisor:
-    """Starts the services stage by stage, restarts what dies, and ends them in reverse order."""
+    """Starts all services at once, as each waits for its peers; restarts what dies; ends them stage by stage."""
 
     def __init__(
         self,
@@ -139,7 +139,6 @@ class Supervisor:
     async def _keep(self, process: ServiceProcess) -> None:
         history = RestartHistory(self._policy)
         name = process.spec.name
-        await self._stage_reached(process.spec.stage)
         while True:
             await process.start()
             self._publish()
@@ -212,11 +211,6 @@ class Supervisor:
         self._reporter.note(f"{name} has not answered for {patience:g} s: killing it")
         process.signal(signal.SIGKILL)
 
-    async def _stage_reached(self, stage: Stage) -> None:
-        for spec in self.layout.services:
-            if spec.stage.value < stage.value:
-                await self._alive[spec.name].wait()
-
     async def _follow_readiness(self) -> None:
         """Announce the first time that the deployment serves, and each time that it does so again after a death."""
         clock = asyncio.get_running_loop().time
@@ -239,7 +233,7 @@ class Supervisor:
             await asyncio.sleep(self._timing.probe_interval_s)
 
     async def _stop_all(self) -> None:
-        """Drain the gateway first, so that open requests still have everything behind it; then the rest in reverse."""
+        """Drain the gateway first, so that open requests still have everything behind it; then the rest."""
         stages: dict[Stage, list[ServiceProcess]] = {}
         for process in self._processes.values():
             stages.setdefault(process.spec.stage, []).append(process)

@@ -60,18 +60,17 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def test_a_stage_starts_only_when_the_one_before_is_alive(tmp_path: Path) -> None:
+async def test_nobody_waits_with_its_start_until_others_are_alive(tmp_path: Path) -> None:
     first = service(tmp_path, "first", "obedient", Stage.COMPUTE)
     second = service(tmp_path, "second", "obedient", Stage.EDGE)
     running = Running(tmp_path, first, second)
     alive = asyncio.Event()
     running.probes.answers = lambda address: alive.is_set() or "first" not in address
     task = asyncio.create_task(running.supervisor.run(running.stopping))
-    await until(lambda: ("first", "first is alive") in running.reporter.lines)
-    await asyncio.sleep(0.2)
-    assert running.supervisor.pid_of("second") is None
+    await until(lambda: running.reporter.alive_services == ["second"])
+    assert not running.supervisor.ready.is_set()
     alive.set()
-    await until(lambda: running.supervisor.pid_of("second") is not None)
+    await until(running.supervisor.ready.is_set)
     running.stopping.set()
     await task
 
