@@ -47,7 +47,7 @@ unit: install-dev ## Run the unit suites only
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak and not docker" -n $(UNIT_JOBS) $(ARGS) tests
 
 soak: install-dev ## Run the tests that take minutes to hours: random operations by the hundred thousand
-	$(BIN)/python -m pytest -m soak $(ARGS) tests
+	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
 	$(BIN)/python -m pytest -m "e2e and not soak" $(ARGS) tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,7 +12,10 @@ from deploy.supervisor.process import child_environment
 from services.worker.engine.host import limit_spinning
 
 # Times mean nothing on a shared machine: a slow example is no failure.
-settings.register_profile("pando", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same examples every time, so that a change is refused for what it does; new ones are looked for by `make soak`.
+settings.register_profile("pando", **PATIENT, derandomize=True)
+settings.register_profile("exploring", **PATIENT, print_blob=True)
 settings.load_profile("pando")
 
 for name in os.environ.keys() - child_environment(os.environ).keys():
