@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,7 @@ def running_server(fake: FakeOpenAIServer | None = None) -> Iterator[FakeOpenAIS
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the fake server does not start"
+        time.sleep(0.001)
     try:
         yield fake
     finally:

@@ -81,7 +81,7 @@ def test_serve_plays_m1_and_reports_what_an_unlimited_cache_would_find(
     server: FakeOpenAIServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "r.json"
-    shape = ["--users", "5", "--apps", "2", "--requests", "20", "--scale", "0.02", "--think-s", "0"]
+    shape = ["--users", "5", "--apps", "2", "--requests", "20", "--scale", "0.02", "--think-s", "0", "--seed", "3"]
     load = ["--workload", "m1", *shape, "--warmup", "0", "--json", str(path)]
     assert main(["bench", "serve", "--url", server.url, *load]) == 0
     assert "ideal hit rate within users" in capsys.readouterr().out
