@@ -328,6 +328,7 @@ class GetStateResponse(_message.Message):
     STORAGE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    JUMPED_TOKENS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests waiting for a row, rows in prefill or decode."""
     running_rows: _builtins.int
@@ -348,6 +349,8 @@ class GetStateResponse(_message.Message):
     cache: _builtins.str
     preemptions: _builtins.int
     """Of the retractions, those of running rows for requests of higher priority."""
+    jumped_tokens: _builtins.int
+    """Output tokens since start that grammars left no choice about, so that they took no pass of their own."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -391,10 +394,11 @@ class GetStateResponse(_message.Message):
         storage: Global___StorageAccounting | None = ...,
         preemptions: _builtins.int = ...,
         sessions: _abc.Iterable[_sessions_pb2.SessionState] | None = ...,
+        jumped_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015

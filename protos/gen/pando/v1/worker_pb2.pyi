@@ -203,6 +203,7 @@ class WorkerCapacity(_message.Message):
     HAS_STORAGE_FIELD_NUMBER: _builtins.int
     IS_ENCODER_FIELD_NUMBER: _builtins.int
     WINDOW_POOL_FIELD_NUMBER: _builtins.int
+    JUMPS_FORWARD_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -225,6 +226,8 @@ class WorkerCapacity(_message.Message):
     """Whether this rank can carry out transfers with storage."""
     is_encoder: _builtins.bool
     """Rows only embed, keep nothing between passes, need no pages, and are computed in one piece."""
+    jumps_forward: _builtins.bool
+    """Whether rows jump forward as far as plans let them."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -251,10 +254,11 @@ class WorkerCapacity(_message.Message):
         has_storage: _builtins.bool = ...,
         is_encoder: _builtins.bool = ...,
         window_pool: Global___WindowPool | None = ...,
+        jumps_forward: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__window_pool: _TypeAlias = _typing.Literal["window_pool"]  # noqa: Y015
     _WhichOneofArgType__window_pool: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool"]  # noqa: Y015
@@ -313,6 +317,7 @@ class StepPlan(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     REPLACEMENTS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    JUMPS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -333,6 +338,10 @@ class StepPlan(_message.Message):
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
         """Copies between tiers that go on beside this plan's passes and those of later plans."""
 
+    @_builtins.property
+    def jumps(self) -> _containers.RepeatedCompositeFieldContainer[Global___JumpLimit]:
+        """Rows that may get tokens without sampling them, where their grammar leaves one only; others get one token a pass."""
+
     def __init__(
         self,
         *,
@@ -345,14 +354,40 @@ class StepPlan(_message.Message):
         steps: _builtins.int = ...,
         replacements: _abc.Iterable[Global___PageReplacement] | None = ...,
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
+        jumps: _abc.Iterable[Global___JumpLimit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "jumps", b"jumps", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class JumpLimit(_message.Message):
+    """How far a row may jump forward in a plan. The pages that it needs for so many ids are granted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    max_tokens: _builtins.int
+    """Most ids, prompt and output together, that the row may know when the plan is done."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JumpLimit: _TypeAlias = JumpLimit  # noqa: Y015
 
 @_typing.final
 class RowOpen(_message.Message):
@@ -626,6 +661,8 @@ class StepResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
+    FORCED_ROWS_FIELD_NUMBER: _builtins.int
+    FORCED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Which pass of the plan, from 0."""
@@ -642,7 +679,7 @@ class StepResult(_message.Message):
     """Beside error: the rank's memory did not suffice. The group may go on with smaller steps."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """rows[i] sampled token_ids[i]."""
+        """rows[i] sampled token_ids[i]; each row once."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -666,6 +703,14 @@ class StepResult(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowPromptLogprobs]:
         """Log probabilities of prompt tokens whose chunk this pass computed."""
 
+    @_builtins.property
+    def forced_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """forced_rows[i] got forced_token_ids[i], too, as its grammar leaves nothing else: behind the row's token in
+        token_ids, several of a row in their order. The row's next pass computes them together.
+        """
+
+    @_builtins.property
+    def forced_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -684,10 +729,12 @@ class StepResult(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___RowPromptLogprobs] | None = ...,
         partial: _builtins.bool = ...,
         out_of_memory: _builtins.bool = ...,
+        forced_rows: _abc.Iterable[_builtins.int] | None = ...,
+        forced_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "forced_rows", b"forced_rows", "forced_token_ids", b"forced_token_ids", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
