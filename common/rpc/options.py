@@ -11,6 +11,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # The default leaves a silent stream with a ping a minute after the first two.
+    ("grpc.http2.max_pings_without_data", 0),
     # Without it a stalled reader has megabytes buffered for it before the writer notices.
     ("grpc.http2.bdp_probe", 0),
     # A service that restarts must be found again within a second, not after the default of up to two minutes.
@@ -22,8 +24,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # The default answers keepalive pings sooner than 5 minutes apart with GOAWAY, in the middle of long prefills.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # By default, keepalive pings sooner than 5 minutes apart end the connection: silent streams would break.
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
