@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from google.protobuf.message import Message
+
 FASTER = 100
 # The fourth ping that comes too soon ends the connection; clients send no more than one a second.
 PATIENCE_S = 5.0
@@ -29,7 +31,7 @@ def hurried(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
 @asynccontextmanager
 async def watching(
     address: str,
-) -> AsyncIterator[grpc.aio.UnaryStreamCall[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]]:
+) -> AsyncIterator[grpc.aio.UnaryStreamCall[Message, health_pb2.HealthCheckResponse]]:
     """A stream on which nothing is said after its first message."""
     server = grpc.aio.server(options=hurried(SERVER_OPTIONS))
     health_pb2_grpc.add_HealthServicer_to_server(aio.HealthServicer(), server)
