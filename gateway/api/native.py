@@ -38,7 +38,7 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
         body = parse(GenerateBody, raw)
         turn = body.session_params
-        asker = identify(caller, body.user_names, check_name("session_params.id", turn.id) if turn else None)
+        asker = identify(caller, body.user_names, body.session)
         card = check_generates(await context.models.require(body.model))
         completion = body.to_completion(card.name)
         name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gateway.ring.messages import ModelInfo
 
 MAX_MESSAGES = 10_000
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # What templates call the switch that turns reasoning off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -85,7 +86,7 @@ class Conversation(Schema):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # Any: whatever the model's template reads
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas

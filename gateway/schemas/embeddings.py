@@ -57,11 +57,12 @@ class EmbeddingFields(Schema):
     safety_identifier: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key")
+        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key", "cache_salt")
         return tuple((field, getattr(self, field)) for field in fields)
 
     @property

@@ -107,6 +107,7 @@ class GenerationFields(StructureFields):
     safety_identifier: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -140,7 +141,7 @@ class GenerationFields(StructureFields):
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key")
+        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key", "cache_salt")
         return tuple((field, getattr(self, field)) for field in fields)
 
     @property

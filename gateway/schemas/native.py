@@ -7,6 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from common.errors import InvalidRequestError
+from common.names import check_name
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import TokenPrompt
 from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
@@ -74,20 +76,35 @@ class GenerateBody(Schema):
     model: str | None = None
     user_id: str | None = None
     user: str | None = None
+    cache_salt: str | None = None
     priority: int | None = None
     cache_mode: CacheMode | None = Field(None, strict=False)
     session_params: SessionParams | None = None
+    session_id: str | None = None
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise PydanticCustomError("prompt", "exactly one of text and input_ids should be given")
+        if self.session_params is not None and self.session_id:
+            raise InvalidRequestError("'session_id' cannot be given beside 'session_params'.", param="session_id")
         return self
+
+    @property
+    def session(self) -> str | None:
+        """The conversation that the request belongs to, if it names one.
+
+        Raises:
+            InvalidRequestError: it cannot be a name.
+        """
+        if self.session_params is not None:
+            return check_name("session_params.id", self.session_params.id)
+        return check_name("session_id", self.session_id) if self.session_id else None
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        return (("user_id", self.user_id), ("user", self.user))
+        return (("user_id", self.user_id), ("user", self.user), ("cache_salt", self.cache_salt))
 
     @property
     def logprob_token_ids(self) -> tuple[int, ...]:
@@ -120,7 +137,7 @@ class GenerateBody(Schema):
             "logprobs": (self.top_logprobs_num or 0) if self.return_logprob else None,
             "priority": self.priority,
             "cache_mode": self.cache_mode,
-            "session_id": self.session_params.id if self.session_params else None,
+            "session_id": self.session,
         }
         return parse(CompletionBody, fields)
 

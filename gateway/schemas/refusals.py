@@ -46,6 +46,25 @@ def _is_text_modality(value: object) -> bool:
 
 
 LEAVE_OUT = "leave it out"
+# What SGLang and vLLM can return beside an answer.
+RETURNED = (
+    "return_cached_tokens_details",
+    "return_meta_info",
+    "return_prompt_text",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+NATIVE_RETURNED = (
+    "return_entropy",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_top_logprobs_b64",
+    "return_indexer_topk",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_sampling_mask",
+)
 
 COMMON = (
     Refusal("use_beam_search", _is_empty, LEAVE_OUT),
@@ -55,6 +74,14 @@ COMMON = (
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
     Refusal("moderation", _never, LEAVE_OUT),
+    Refusal("custom_params", _is_empty, LEAVE_OUT),
+    Refusal("vllm_xargs", _is_empty, LEAVE_OUT),
+    Refusal("logprob_token_ids", _is_empty, "use 'token_ids_logprob' of /generate"),
+    Refusal("repetition_detection", _is_empty, LEAVE_OUT),
+    Refusal("thinking_token_budget", lambda value: value == -1, LEAVE_OUT),
+    Refusal("truncation_side", lambda value: value == "left", '"left" is'),
+    Refusal("watermarking", _is_empty, LEAVE_OUT),
+    *(Refusal(name, _is_empty, LEAVE_OUT) for name in RETURNED),
 )
 
 CHAT = (
@@ -68,6 +95,11 @@ CHAT = (
     Refusal("chat_template", _never, "the model's own template is used"),
     Refusal("echo", _is_empty, LEAVE_OUT),
     Refusal("best_of", lambda value: value == 1, "use 'n'"),
+    Refusal("input_ids", _is_empty, "use /v1/completions or /generate"),
+    Refusal("documents", _is_empty, "use 'chat_template_kwargs'"),
+    Refusal("reasoning", _is_empty, "use 'reasoning_effort'"),
+    Refusal("include_reasoning", lambda value: value is True, LEAVE_OUT),
+    Refusal("stream_reasoning", lambda value: value is True, LEAVE_OUT),
     Refusal("verbosity", lambda value: value == "medium", 'only "medium" is'),
 )
 
@@ -100,6 +132,10 @@ NATIVE = (
     Refusal("lora_path", _is_empty, LEAVE_OUT),
     Refusal("custom_logit_processor", _is_empty, LEAVE_OUT),
     Refusal("return_hidden_states", _is_empty, LEAVE_OUT),
+    Refusal("positional_embed_overrides", _is_empty, LEAVE_OUT),
+    Refusal("max_thinking_tokens", _is_empty, LEAVE_OUT),
+    Refusal("multi_item_delimiter_indices", _is_empty, LEAVE_OUT),
+    *(Refusal(name, _is_empty, LEAVE_OUT) for name in NATIVE_RETURNED),
 )
 
 NATIVE_SAMPLING = tuple(Refusal(name, _is_empty, LEAVE_OUT) for name in ("custom_params", "beam_width"))

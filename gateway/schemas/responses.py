@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
 from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
-from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.chat import ChatCompletionBody, Effort
 from gateway.schemas.generation import INT32_MAX, MAX_TOP_LOGPROBS
 from gateway.schemas.parse import Schema, parse
 from gateway.schemas.tools import MAX_TOOLS
@@ -59,7 +59,7 @@ class TextOptions(Schema):
 class ReasoningOptions(Schema):
     """`reasoning`."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
 
 

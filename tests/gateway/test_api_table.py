@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OpenAiChat
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OpenAiCompletion
 from openai.types.embedding_create_params import EmbeddingCreateParams as OpenAiEmbedding
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as OpenAiResponse
+from openai.types.shared_params.reasoning_effort import ReasoningEffort
 
 from gateway.schemas import refusals
 from gateway.schemas.anthropic import MessagesBody
-from gateway.schemas.chat import ChatCompletionBody
+from gateway.schemas.chat import ChatCompletionBody, Effort
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from gateway.schemas.native import GenerateBody, NativeSampling
@@ -84,6 +86,8 @@ ENDPOINTS = {
         "/generate", NativeSampling, refusals.NATIVE_SAMPLING, {"text": "x"}, inside="sampling_params"
     ),
 }
+# Fields of requests to SGLang and vLLM as their sources had them in 2026, by endpoint and where they stand.
+OTHER_SERVERS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("other_servers.json").read_text())
 # A value that would change the answer, where 1 would not.
 PROBES: dict[str, Any] = {
     "/v1/chat/completions add_special_tokens": True,
@@ -95,6 +99,9 @@ PROBES: dict[str, Any] = {
     "thinking": {"type": "enabled"},
     "verbosity": "high",
     "best_of": 2,
+    "include_reasoning": False,
+    "stream_reasoning": False,
+    "truncation_side": "right",
 }
 
 
@@ -126,6 +133,18 @@ def test_rows_say_what_schemas_and_refusals_say(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, endpoint in ENDPOINTS.items() if endpoint.official])
 def test_every_field_of_the_official_client_is_in_the_table(name: str) -> None:
     assert ENDPOINTS[name].official <= frozenset().union(*ROWS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [(name, source) for name in OTHER_SERVERS for source in OTHER_SERVERS[name]]
+)
+def test_every_field_of_sglang_and_vllm_is_in_the_table(name: str, source: str) -> None:
+    fields = set(" ".join(OTHER_SERVERS[name][source]).split())
+    assert fields <= frozenset().union(*ROWS[name])
+
+
+def test_every_effort_of_the_official_client_is_known() -> None:
+    assert set(get_args(Effort)) == set(get_args(get_args(ReasoningEffort)[0]))
 
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name, row in ROWS.items() for field in sorted(row[1])])

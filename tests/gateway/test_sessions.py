@@ -52,9 +52,15 @@ async def test_chats_and_completions_name_it_by_session_id() -> None:
     session = await opened(gateway)
     await gateway.chat(session_id=session)
     await gateway.complete(session_id=session)
+    await gateway.post("/generate", {"text": "x", "session_id": session})
     ((principal, _),) = gateway.model.sessions
     for request in gateway.ring.submitted:
         assert (request.session, request.principal, request.turn) == (session, principal, None)
+
+
+async def test_a_request_names_one_session() -> None:
+    body = {"text": "x", "session_id": "a", "session_params": {"id": "b"}}
+    assert error_of(await gateway_saying("x").post("/generate", body), 400)["param"] == "session_id"
 
 
 async def test_a_session_of_a_user_is_that_user_s() -> None:
