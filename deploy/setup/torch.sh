@@ -6,10 +6,19 @@
 set -euo pipefail
 pip=$1 version=$2 flavour=$3
 FLASHINFER_VERSION=0.6.11.post2
+CUDA_BUILD=cu130
+locks=$(dirname "${BASH_SOURCE[0]}")/../locks
 
 if [[ $flavour == gpu ]]; then
     # The build for CUDA brings Triton along. FlashInfer compiles its kernels when they are first used.
-    exec "$pip" install "torch==$version" "flashinfer-python==$FLASHINFER_VERSION"
+    for_gpu=("$pip" install -c "$locks/constraints.txt" -c "$locks/gpu.txt" "flashinfer-python==$FLASHINFER_VERSION")
+    # With `==`, pip would prefer a CPU build of this version to the default one, and be content with an installed one.
+    "${for_gpu[@]}" "torch===$version" ||
+        "${for_gpu[@]}" "torch==$version+$CUDA_BUILD" --extra-index-url "https://download.pytorch.org/whl/$CUDA_BUILD"
+    if ! command -v nvcc >/dev/null && ! [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; then
+        echo "note: FlashInfer needs CUDA's nvcc, which is neither on the path nor in CUDA_HOME" >&2
+    fi
+    exit 0
 fi
 if [[ $(uname -s) != Linux ]]; then
     exec "$pip" install "torch==$version"
