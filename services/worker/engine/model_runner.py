@@ -30,7 +30,13 @@ from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, 
 from services.worker.engine.host_tier.tier import make_transfers
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.measuring.calibration import calibrate
-from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
+from services.worker.engine.measuring.capacity import (
+    MemoryMeasure,
+    activation_reserve,
+    count_pages,
+    longest_context,
+    sampler_bytes,
+)
 from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
 from services.worker.engine.measuring.window_pool import divide, has_window_pool
 from services.worker.engine.model.assembly import Assembler
@@ -304,8 +310,9 @@ class _Loader:
         )
         peak = measure_peak(lambda: model.forward(batch, pool), self._device)
         log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
-        # Sampling parameters that the host looks at take copies of the logits.
-        return peak + 3 * spec.max_rows * self._config.vocabulary_size * 4
+        # Sampling parameters that the host looks at take copies of the logits; those of the device have tables.
+        vocabulary_size = self._config.vocabulary_size
+        return peak + 3 * spec.max_rows * vocabulary_size * 4 + sampler_bytes(spec.max_rows, vocabulary_size)
 
     def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
         """Return how many pages to allocate, and how many for the layers with a window alone."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from common.errors import ConfigurationError
+from services.worker.engine.gpu.device_sampler import Way
 from services.worker.engine.gpu.resident_rows import to_device
 from services.worker.engine.kernels.gpu import row_state
+from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.shortage import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity
+    from services.worker.engine.gpu.device_sampler import DeviceSampler
     from services.worker.engine.gpu.resident_rows import ResidentRows
-    from services.worker.engine.kernels.gpu.sampling import TokenChooser
     from services.worker.engine.plans.rows import RowIndices
 
 log = logging.getLogger(__name__)
@@ -52,20 +57,19 @@ def ladder(max_rows: int) -> tuple[int, ...]:
 class DecodePass:
     """Everything a pass of `size` rows reads and writes, at fixed addresses."""
 
-    def __init__(
-        self, size: int, rows: ResidentRows, runner: ResidentRunner, chooser: TokenChooser, *, chooses: bool
-    ) -> None:
-        """Allocate; `chooses` on the rank that samples, the others are told by `runner`."""
+    def __init__(self, size: int, rows: ResidentRows, runner: ResidentRunner, sampler: DeviceSampler) -> None:
+        """Allocate; ranks whose `sampler` does not choose are told by `runner`."""
         device = rows.cells.device
         self.size = size
         self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
         self.token_ids = torch.zeros(size, dtype=torch.int32, device=device)
         self.logits = torch.empty(0, device=device)
+        # Of passes in which any row asked for log probabilities.
+        self.report = Report.empty(size, runner.capacity.vocabulary_size, device)
         self._rows = rows
         self._page_size = runner.capacity.page_size
         self._runner = runner
-        self._chooser = chooser
-        self._chooses = chooses
+        self._sampler = sampler
         self._batch = ForwardBatch(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
@@ -101,23 +105,27 @@ class DecodePass:
         if not self._replay("compute"):
             self._compute()
 
-    def choose(self, *, filtered: bool) -> None:
-        """Sample, and append to the rows."""
-        if not self._replay("filtered" if filtered else "plain"):
-            self._choose(filtered=filtered)
+    def choose(self, way: Way, *, reports: bool) -> None:
+        """Sample, tell log probabilities if any row wants them, and append to the rows."""
+        if not self._replay(_name(way, reports=reports)):
+            self._choose(way, reports=reports)
 
-    def tell(self, token_ids: torch.Tensor) -> None:
-        """Append tokens that were sampled elsewhere, [size] int32."""
+    def tell(self, token_ids: torch.Tensor, *, counts: bool) -> None:
+        """Append tokens that were sampled elsewhere, [size] int32; `counts` if any row has penalties."""
         self.token_ids.copy_(token_ids)
-        row_state.append(self._rows.cells, self.slots, self.token_ids)
+        self._sampler.append(self.slots, self.token_ids, counts=counts)
+
+    def release(self) -> None:
+        """Give up what was captured: the pass runs kernel by kernel."""
+        self._graphs.clear()
+        self.logits = torch.empty(0, device=self.logits.device)
 
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
-        for name, run in (
-            ("compute", self._compute),
-            ("plain", lambda: self._choose(filtered=False)),
-            ("filtered", lambda: self._choose(filtered=True)),
-        ):
+        choices = [(way, reports) for way in Way for reports in (False, True)]
+        runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
+        runs += [(_name(way, reports=told), partial(self._choose, way, reports=told)) for way, told in choices]
+        for name, run in runs:
             run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -143,11 +151,18 @@ class DecodePass:
             row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
         self.logits = self._runner.compute(batch)
 
-    def _choose(self, *, filtered: bool) -> None:
-        if self._chooses:
-            self._chooser.choose(self.logits, self.slots, self._rows.cells, self.token_ids, filtered=filtered)
+    def _choose(self, way: Way, *, reports: bool) -> None:
+        if self._sampler.chooses:
+            self._sampler.choose(self.logits, self.slots, self.token_ids, way)
+            if reports:
+                self._sampler.report(self.logits, self.slots, self.token_ids, self.report)
         self._runner.broadcast_tokens(self.token_ids)
-        row_state.append(self._rows.cells, self.slots, self.token_ids)
+        # Last: nothing that can fail may follow.
+        self._sampler.append(self.slots, self.token_ids, counts=way is Way.ADJUSTED)
+
+
+def _name(way: Way, *, reports: bool) -> str:
+    return f"{way.value}, reported" if reports else way.value
 
 
 class DecodePasses:
@@ -161,14 +176,53 @@ class DecodePasses:
         """Return the smallest pass with room for `rows` rows."""
         return next(one for one in self._passes if one.size >= rows)
 
-    def capture(self, report: Callable[[float], None], budget_s: float) -> None:
-        """Capture the largest first, so that others find its memory; what `budget_s` leaves over runs uncaptured."""
+    def capture(self, report: Callable[[float], None], budget_s: float, pool: Any, *, is_shared: bool) -> None:
+        """Capture the largest first, so that others find its memory; what cannot be captured runs kernel by kernel.
+
+        Args:
+            report: told the share that is done.
+            budget_s: what it may take; all that is left then is left out.
+            pool: memory for graphs.
+            is_shared: whether other ranks capture the same passes, which meet in them.
+
+        Raises:
+            ConfigurationError: memory does not suffice, and passes are shared: the others would wait for this rank.
+        """
         started = time.monotonic()
-        pool = torch.cuda.graph_pool_handle()
+        too_large: list[int] = []
         for done, one in enumerate(reversed(self._passes), start=1):
-            one.capture(pool)
+            if not self._try_capture(one, pool, is_shared=is_shared):
+                too_large.append(one.size)
             report(done / len(self._passes))
-            if time.monotonic() - started > budget_s:
+            if time.monotonic() - started > budget_s and done < len(self._passes):
                 log.warning("Graphs of %d of %d batch sizes are captured in %.0f s; the others run slower",
-                            done, len(self._passes), budget_s)  # fmt: skip
-                return
+                            done - len(too_large), len(self._passes), budget_s)  # fmt: skip
+                break
+        if too_large:
+            log.warning(
+                "Memory does not suffice for graphs of batches of %s rows, which run slower; a smaller "
+                "scheduler.memory_fraction or scheduler.max_rows leaves more",
+                ", ".join(str(size) for size in reversed(too_large)),
+            )
+
+    @staticmethod
+    def _try_capture(one: DecodePass, pool: Any, *, is_shared: bool) -> bool:
+        try:
+            one.capture(pool)
+        except Exception as error:
+            # Whoever ends a capture that was cut short may say no more than that; what did it comes before.
+            cause = error.__context__
+            if not is_out_of_memory(error) and (cause is None or not is_out_of_memory(cause)):
+                raise
+            if is_shared:
+                raise ConfigurationError(
+                    f"memory does not suffice for graphs of {one.size} rows; make scheduler.memory_fraction or "
+                    f"scheduler.max_rows smaller: {error}"
+                ) from error
+        else:
+            return True
+        # Only here: the error holds on to what the pass had allocated.
+        one.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return False

@@ -12,16 +12,16 @@ import torch
 
 from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.gpu.decode_passes import DecodePass, DecodePasses, ResidentRunner, ladder
+from services.worker.engine.gpu.device_sampler import DeviceSampler, LaunchedReport
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
-from services.worker.engine.kernels.gpu import row_state
-from services.worker.engine.kernels.gpu.sampling import TokenChooser
+from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan_runner import NO_ROWS, Sampled
 from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
 from services.worker.engine.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
-from services.worker.engine.sampling.table import Needs, SamplingTable
+from services.worker.engine.sampling.table import SamplingTable
 from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
 from services.worker.engine.torch_engine import to_device as batch_to_device
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ON_DEVICE = Needs.DRAW | Needs.ORDER | Needs.MIN_P
-_FILTERS = Needs.ORDER | Needs.MIN_P
 # Start-up may spend this long on graphs.
 _CAPTURE_BUDGET_S = 45.0
 
@@ -49,6 +47,8 @@ class LaunchedTokens:
     order: RowIndices
     event: torch.cuda.Event | None
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    # More of these, which the device tells.
+    reports: tuple[LaunchedReport, ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
     # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
     pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
@@ -65,7 +65,8 @@ class LaunchedTokens:
             self.event.synchronize()
         embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
         token_ids = self.token_ids.numpy()[self.order]
-        return Sampled(token_ids, self.logprobs, embeddings, self.failed, self.prompt_logprobs)
+        logprobs = (*self.logprobs, *(entry for report in self.reports for entry in report.entries()))
+        return Sampled(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,9 @@ class _Part:
     """What a pass or a part of one brings: tokens [samples] int32 that the rows do not have yet, and what was asked."""
 
     token_ids: torch.Tensor
-    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...]
     prompt_logprobs: RowSpans
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    reports: tuple[LaunchedReport, ...] = ()
 
 
 class GpuStepper:
@@ -97,10 +99,10 @@ class GpuStepper:
             device=device,
             window_padding_page=capacity.window_pool.pages if capacity.window_pool else None,
         )
-        self._chooser = TokenChooser(spec.max_rows, capacity.vocabulary_size, device)
+        self._sampler = DeviceSampler(spec, self._rows, self._table)
 
         def make(size: int) -> DecodePass:
-            return DecodePass(size, self._rows, runner, self._chooser, chooses=self._is_first)
+            return DecodePass(size, self._rows, runner, self._sampler)
 
         self._decode_passes = DecodePasses(ladder(spec.max_rows), make)
 
@@ -111,23 +113,25 @@ class GpuStepper:
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture decode passes as graphs."""
         # Ranks must capture the same passes, since these meet in collectives.
-        self._decode_passes.capture(report, math.inf if self._is_shared else _CAPTURE_BUDGET_S)
+        budget_s, pool = math.inf if self._is_shared else _CAPTURE_BUDGET_S, torch.cuda.graph_pool_handle()
+        self._decode_passes.capture(report, budget_s, pool, is_shared=self._is_shared)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         """Take note of what a plan has changed; see `LaggedStepper`."""
         for opened in plan.opens:
             self._table.open(opened)
+            self._sampler.open(opened)
             self._scoring.open(opened)
             self._pooler.open(opened)
-        self._rows.mirror(plan, rows)
+        self._rows.mirror(plan, rows, self._table.needs)
 
     def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
         """Whether the sampler has to look at the rows' earlier tokens on the host."""
-        return self._needs_host(rows, forward.sampled_rows)
+        return self._sampler.needs_history(forward.sampled_rows)
 
     def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
         """Start a pass; see `LaggedStepper`."""
-        self._rows.upload()
+        self._sampler.upload()
         if not forward.chunks.rows.size:
             try:
                 return self._launch_decoding(rows, forward.decode_rows)
@@ -145,23 +149,29 @@ class GpuStepper:
         order = one.take(members, rows.lengths[members])
         # Before the rows get their tokens: nothing that can fail may follow that.
         host = self._host_memory(one.size)
+        reports = self._is_first and self._sampler.reports(members)
+        told = self._host_report(one.size) if reports else None
         one.compute()
-        if self._needs_host(rows, members):
-            at = torch.from_numpy(order).to(self._runner.device)
+        if not self._sampler.can_choose(members):
+            at = to_device(order, self._runner.device)
             samples = self._sample_on_host(one.logits, at, members, rows)
             padded = torch.zeros(one.size, dtype=torch.int32, device=self._runner.device)
             padded[at] = samples.token_ids.to(torch.int32)
-            one.tell(padded)
-            return self._fetch(one.token_ids, host, order, samples.logprobs)
-        one.choose(filtered=bool(self._table.needs_of(members) & _FILTERS))
-        return self._fetch(one.token_ids, host, order)
+            one.tell(padded, counts=self._sampler.counts(members))
+            return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
+        # While the device computes: tokens are known up to here, or there is no grammar.
+        self._sampler.follow_grammars(members, rows)
+        one.choose(self._sampler.way_of(members, rows), reports=reports)
+        if told is None:
+            return self._fetch(one.token_ids, host, order)
+        told.copy_(one.report)
+        return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(told, members, order),))
 
     def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
-        logprobs = tuple(entry for _, part in made.parts for entry in part.logprobs)
         prompt_logprobs = tuple(entry for _, part in made.parts for entry in part.prompt_logprobs)
         pooled = np.setdiff1d(forward.pooled_rows, made.failed) if self._is_first else NO_ROWS
         vectors = self._fetch_vectors(pooled)
@@ -172,12 +182,17 @@ class GpuStepper:
             return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
         host = self._host_memory(got_token.size)
         token_ids = torch.cat([part.token_ids for _, part in made.parts])
-        slots = to_device(sampled[got_token].astype(np.int32), self._runner.device)
-        row_state.append(self._rows.cells, slots, token_ids)
+        having = sampled[got_token]
+        slots = to_device(having.astype(np.int32), self._runner.device)
+        self._sampler.append(slots, token_ids, counts=self._sampler.counts(having))
         order = np.zeros(sampled.size, np.int64)
         order[got_token] = np.arange(got_token.size)
-        launched = self._fetch(token_ids, host, order, logprobs, made.failed)
-        return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
+        launched = self._fetch(
+            token_ids, host, order,
+            logprobs=tuple(entry for _, part in made.parts for entry in part.logprobs),
+            reports=tuple(report for _, part in made.parts for report in part.reports),
+        )  # fmt: skip
+        return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
     def _compute_part(self, rows: RowTable, forward: ForwardPass) -> _Part:
         """Return what a pass brings."""
@@ -185,15 +200,29 @@ class GpuStepper:
         sampled, device = forward.sampled_rows, self._runner.device
         token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
         if sampled.size == 0:
-            return _Part(token_ids, (), prompt_logprobs)
-        if self._needs_host(rows, sampled):
+            return _Part(token_ids, prompt_logprobs)
+        if not self._sampler.can_choose(sampled):
             samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
-            return _Part(samples.token_ids.to(torch.int32), samples.logprobs, prompt_logprobs)
+            return _Part(samples.token_ids.to(torch.int32), prompt_logprobs, samples.logprobs)
+        reports: tuple[LaunchedReport, ...] = ()
         if self._is_first:
-            filtered = bool(self._table.needs_of(sampled) & _FILTERS)
+            self._sampler.follow_grammars(sampled, rows)
             slots = to_device(sampled.astype(np.int32), device)
-            self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=filtered)
-        return _Part(self._runner.broadcast_tokens(token_ids), (), prompt_logprobs)
+            self._sampler.choose(logits, slots, token_ids, self._sampler.way_of(sampled, rows))
+            reports = self._report(logits, sampled, slots, token_ids)
+        return _Part(self._runner.broadcast_tokens(token_ids), prompt_logprobs, reports=reports)
+
+    def _report(
+        self, logits: torch.Tensor, sampled: RowIndices, slots: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[LaunchedReport, ...]:
+        """Start to tell log probabilities of rows `sampled`, if any of them wants some."""
+        if not self._sampler.reports(sampled):
+            return ()
+        report = Report.empty(sampled.size, self._table.vocabulary_size, self._runner.device)
+        self._sampler.report(logits, slots, token_ids, report)
+        told = self._host_report(sampled.size)
+        told.copy_(report)
+        return (self._sampler.launched(told, sampled, np.arange(sampled.size)),)
 
     def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
         """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
@@ -217,15 +246,6 @@ class GpuStepper:
         spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first)
         return logits_of(hidden[:samples]), spans
 
-    def _needs_host(self, rows: RowTable, slots: RowIndices) -> bool:
-        if slots.size == 0:
-            return False
-        needs = self._table.needs_of(slots) & ~_ON_DEVICE
-        if needs == Needs.MIN_TOKENS:
-            masked = slots[self._table.rows_that_need(Needs.MIN_TOKENS, slots)]
-            return bool((rows.lengths[masked] < rows.stops_from[masked]).any())
-        return needs != Needs.NOTHING
-
     def _sample_on_host(self, logits: torch.Tensor, places: torch.Tensor, slots: RowIndices, rows: RowTable) -> Samples:
         """Choose with the sampler that knows every parameter, and waits."""
         if self._is_first:
@@ -237,17 +257,22 @@ class GpuStepper:
     def _host_memory(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, pin_memory=self._runner.device.type != "cpu")
 
+    def _host_report(self, rows: int) -> Report:
+        cpu, is_pinned = torch.device("cpu"), self._runner.device.type != "cpu"
+        return Report.empty(rows, self._table.vocabulary_size, cpu, is_pinned=is_pinned)
+
     def _fetch(
         self,
         token_ids: torch.Tensor,
         host: torch.Tensor,
         order: RowIndices,
+        *,
         logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = (),
-        failed: RowIndices = NO_ROWS,
+        reports: tuple[LaunchedReport, ...] = (),
     ) -> LaunchedTokens:
-        """Start to copy tokens into `host`."""
+        """Start to copy tokens into `host`, behind what else is on its way."""
         host.copy_(token_ids, non_blocking=True)
-        return LaunchedTokens(host, order, self._record(), logprobs, failed)
+        return LaunchedTokens(host, order, self._record(), logprobs, reports)
 
     def _fetch_vectors(self, pooled: RowIndices) -> torch.Tensor | None:
         """Start to copy the embeddings of `pooled` rows to the host; None if there are none."""

@@ -7,7 +7,7 @@ pass behind. The last line belongs to padding: rows that fill a captured batch u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,11 +59,11 @@ class ResidentRows:
         """[slots] int32, a view."""
         return self.cells[:, row_state.LAST_TOKEN.value]
 
-    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
-        """Take over what `plan` has changed in `rows`."""
+    def mirror(self, plan: StepPlan, rows: RowTable, needs: NDArray[np.uint16]) -> None:
+        """Take over what `plan` has changed in `rows`; `needs` [slots] is what sampling them takes (`Needs`)."""
         changed: dict[int, int] = {}
         for opened in plan.opens:
-            self._open(opened)
+            self._open(opened, int(needs[opened.row]), int(rows.stops_from[opened.row]))
             changed[opened.row] = 0
         for replacement in plan.replacements:
             changed[replacement.row] = min(changed.get(replacement.row, replacement.first), replacement.first)
@@ -85,17 +85,23 @@ class ResidentRows:
         sent = to_device(changes, self.cells.device)
         row_state.scatter(self.cells, sent[0], sent[1])
 
-    def _open(self, opened: RowOpen) -> None:
+    def _open(self, opened: RowOpen, needs: int, stops_from: int) -> None:
         sampling = opened.sampling
         header = np.zeros(_PAGES, np.int32)
+        bits = header.view(np.float32)
         header[row_state.LENGTH.value] = opened.token_ids.size
         header[row_state.SEED_LOW.value : row_state.SEED_HIGH.value + 1] = np.array([sampling.seed], np.uint64).view(
             np.int32
         )
-        header[row_state.TEMPERATURE.value] = np.array([sampling.temperature], np.float32).view(np.int32)[0]
+        bits[row_state.TEMPERATURE.value] = sampling.temperature
         header[row_state.TOP_K.value] = min(sampling.top_k or self._vocabulary_size, self._vocabulary_size)
-        header[row_state.TOP_P.value] = np.array([sampling.top_p], np.float32).view(np.int32)[0]
-        header[row_state.MIN_P.value] = np.array([sampling.min_p], np.float32).view(np.int32)[0]
+        bits[row_state.TOP_P.value] = sampling.top_p
+        bits[row_state.MIN_P.value] = sampling.min_p
+        header[row_state.NEEDS.value] = needs
+        bits[row_state.REPETITION_PENALTY.value] = sampling.repetition_penalty
+        bits[row_state.PRESENCE_PENALTY.value] = sampling.presence_penalty
+        bits[row_state.FREQUENCY_PENALTY.value] = sampling.frequency_penalty
+        header[row_state.STOPS_FROM.value] = stops_from
         self._write(opened.row, 0, header)
 
     def _write_pages(self, row: int, first: int, rows: RowTable) -> None:
@@ -113,7 +119,7 @@ class ResidentRows:
         self._values.append(values.copy())
 
 
-def to_device(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return `values` on the device without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

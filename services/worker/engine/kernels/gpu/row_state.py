@@ -19,7 +19,15 @@ TEMPERATURE = tl.constexpr(4)
 TOP_K = tl.constexpr(5)
 TOP_P = tl.constexpr(6)
 MIN_P = tl.constexpr(7)
-PAGES = tl.constexpr(8)
+# What sampling a row takes, as bits of `sampling/table.py`'s `Needs`; 0 in the padding's line.
+NEEDS = tl.constexpr(8)
+REPETITION_PENALTY = tl.constexpr(9)
+PRESENCE_PENALTY = tl.constexpr(10)
+FREQUENCY_PENALTY = tl.constexpr(11)
+# The length from which on stop ids count.
+STOPS_FROM = tl.constexpr(12)
+# A power of two, so that page tables begin where lines of memory do.
+PAGES = tl.constexpr(16)
 
 _BLOCK = 256
 

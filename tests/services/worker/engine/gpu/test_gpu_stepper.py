@@ -94,11 +94,14 @@ def test_rows_with_two_page_tables_follow_the_plans(
     lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
 
 
-def test_a_row_with_penalties_waits_for_its_history_and_others_do_not() -> None:
+# What the tables on the device cannot hold: the host samples.
+BEYOND = SamplingParams(temperature=0.0, frequency_penalty=0.001, banned_sequences=((1, 2, 3),))
+
+
+def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -> None:
     made = stepper(CheckingRunner(), 8)
     one = LaggedWorker(4000, PAGE_SIZE, 8, made)
-    punished = SamplingParams(temperature=0.0, frequency_penalty=0.001)
-    opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(3, [21, 22], [3, 4, 5], total=9, sampling=punished))
+    opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(3, [21, 22], [3, 4, 5], total=9, sampling=BEYOND))
     plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(3, 0, 2)), steps=9)
     results = one.run(plan) + one.settle()
     assert [tokens_by_row(result).get(0) for result in results[:4]] == expected_output(PROMPT, 9)
@@ -162,7 +165,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch:
     assert max(size for size in sizes if size <= 4) > 1
 
 
-@pytest.mark.parametrize("where", ["compute", "choose", "host memory"])
+@pytest.mark.parametrize("where", ["compute", "choose", "choose on the host", "host memory"])
 def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -180,9 +183,10 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
 
         monkeypatch.setattr(owner, name, wanting)
 
-    punished = SamplingParams(temperature=0.0, frequency_penalty=0.001)
+    punished = replace(BEYOND, banned_sequences=(), top_logprobs=1)
+    asked = BEYOND if where == "choose on the host" else punished
     opens = tuple(
-        open_row(row, [11 + row, 12, 13], [3 * row, 3 * row + 1, 3 * row + 2], total=9, sampling=punished)
+        open_row(row, [11 + row, 12, 13], [3 * row, 3 * row + 1, 3 * row + 2], total=9, sampling=asked)
         for row in range(3)
     )
     one = LaggedWorker(4000, PAGE_SIZE, 8, made)
@@ -191,6 +195,8 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
         case "compute":
             short(made._runner, "compute", lambda batch: batch.decode_rows, 1)
         case "choose":
+            short(made._sampler, "choose", lambda logits, *_others: len(logits), 1)
+        case "choose on the host":
             short(made, "_sample_on_host", lambda _logits, _places, slots, _rows: slots.size, 1)
         case _:
             # Only once: all tokens of a pass come to the host together.

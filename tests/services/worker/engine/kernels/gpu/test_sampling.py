@@ -43,7 +43,7 @@ def choose(
     for opened in opens:
         rows.open(opened)
         table.open(opened)
-    resident.mirror(StepPlan(StepId(1), opens=opens), rows)
+    resident.mirror(StepPlan(StepId(1), opens=opens), rows, table.needs)
     resident.upload()
     slots = torch.arange(count, dtype=torch.int32, device=device)
     token_ids = torch.empty(count, dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ def choose(
 @given(
     asked=st.lists(PARAMETERS, min_size=1, max_size=6),
     scale=st.sampled_from([0.5, 3.0, 8.0]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     seed=st.integers(0, 2**31),
 )
 def test_the_device_chooses_as_the_host_does(
