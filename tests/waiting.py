@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Let other tasks run until `condition` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  (conditions of all kinds, none of which can notify)
@@ -20,7 +20,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
 
 def wait_until(
     condition: Callable[[], object],
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     what: Callable[[], str] = lambda: "the condition",
     step_s: float = 0.05,
 ) -> float:

@@ -52,12 +52,12 @@ async def test_one_that_ends_takes_the_others_along(tmp_path: Path) -> None:
     lasting = (sys.executable, "-c", SLEEP, str(tmp_path / "pid"))
     failing = (sys.executable, "-c", f"import os, time\nwhile not os.path.exists({str(tmp_path / 'pid')!r}): "
                "time.sleep(0.01)\ntime.sleep(0.2); raise SystemExit(75)")  # fmt: skip
-    assert await asyncio.wait_for(run_together([lasting, failing]), 20) == 75
+    assert await asyncio.wait_for(run_together([lasting, failing]), 30) == 75
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 async def test_one_that_ends_well_is_a_failure_of_the_group() -> None:
-    assert await asyncio.wait_for(run_together([(sys.executable, "-c", "")]), 20) == 1
+    assert await asyncio.wait_for(run_together([(sys.executable, "-c", "")]), 30) == 1
 
 
 async def test_a_signal_ends_all_and_is_no_failure(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ async def test_a_signal_ends_all_and_is_no_failure(tmp_path: Path) -> None:
     running = asyncio.create_task(run_together([(sys.executable, "-c", SLEEP, str(path)) for path in paths]))
     await until(lambda: all(path.exists() and path.read_text() for path in paths))
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(running, 20) == 0
+    assert await asyncio.wait_for(running, 30) == 0
     assert not any(is_running(int(path.read_text())) for path in paths)

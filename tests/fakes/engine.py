@@ -63,11 +63,13 @@ class ScriptedEngine:
         self.inner.close()
 
 
-def wait_for(event: threading.Event) -> Callable[[], None]:
-    """Return a hook that blocks until `event` is set."""
+def wait_for(event: threading.Event, begun: threading.Event | None = None) -> Callable[[], None]:
+    """Return a hook that sets `begun`, and blocks until `event` is set."""
 
     def hook() -> None:
-        assert event.wait(timeout=20), "the test never let the engine go on"
+        if begun is not None:
+            begun.set()
+        assert event.wait(timeout=60), "the test never let the engine go on"
 
     return hook
 

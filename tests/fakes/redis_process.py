@@ -40,12 +40,12 @@ class RedisProcess:
             [self._binary, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"],
             stdout=subprocess.DEVNULL,
         )
-        wait_until(self._answers, timeout_s=10)
+        wait_until(self._answers, timeout_s=60)
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
             self._process = None
             self._socket.unlink(missing_ok=True)
 

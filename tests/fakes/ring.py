@@ -63,7 +63,7 @@ class FakeRing:
 
     async def submissions(self, count: int) -> list[GenerateRequest]:
         """Wait until so many requests have been submitted, and return them."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.submitted) < count:
                 self._submitted.clear()
                 await self._submitted.wait()

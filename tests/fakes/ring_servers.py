@@ -97,7 +97,7 @@ class FakeServices:
 
     async def until(self, condition: Any) -> None:
         """Wait until `condition()` holds; it is asked again whenever something arrives."""
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(condition)
 
     async def arrived(self) -> None:

@@ -25,7 +25,7 @@ def request_head(length: int) -> bytes:
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return await reader.read()
 
 
@@ -73,6 +73,31 @@ async def test_a_body_that_stops_is_answered_with_408(monkeypatch: pytest.Monkey
         answer = await until_closed(reader)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"request_timeout"' in answer
+
+
+async def test_a_body_that_trickles_is_answered_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_S", 0.3)
+    async with listening(gateway_saying("x")) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_head(len(BODY)))
+        for octet in BODY[:4]:
+            writer.write(bytes([octet]))
+            await asyncio.sleep(0.05)
+        answer = await until_closed(reader)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+async def test_what_answers_get_answers_head_without_a_body() -> None:
+    async with listening(gateway_saying("x")) as port:
+        for path, status in (("/health", b"200"), ("/v1/models", b"200"), ("/v1/completions", b"405")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"HEAD %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+            head, _, rest = (await until_closed(reader)).partition(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 " + status)
+            assert b"content-length: 0" not in head
+            assert rest == b""
 
 
 def test_accepted_connections_ask_whether_the_other_end_is_there() -> None:

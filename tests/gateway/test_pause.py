@@ -16,11 +16,11 @@ async def test_client_sees_only_a_pause(stream: bool) -> None:
     """The same answer comes whether or not the ring breaks in the middle, streamed or whole."""
     undisturbed = await gateway_saying("Hel", "lo", " wor", "ld").chat(stream=stream, n=2, seed=1)
     gateway = gateway_saying("Hel", "lo", " wor", "ld")
-    gateway.ring.pause_s = 0.005
+    gateway.ring.pause_s = 0.05
 
     async def disturb() -> None:
         await gateway.ring.submissions(1)
-        await asyncio.sleep(0.018)
+        await asyncio.sleep(0.08)
         gateway.ring.lose(gateway.ring.submitted[0].request_id, AWAY)
 
     disturbing = asyncio.create_task(disturb())

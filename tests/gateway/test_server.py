@@ -30,7 +30,7 @@ async def test_open_requests_finish_and_new_ones_are_refused_while_draining() ->
         assert refused.headers["x-should-retry"] == "true"
         gateway.ring.tell(Delta(request.request_id, 0, 0, (1,), "done", finish=STOP))
         assert (await asking).json()["choices"][0]["text"] == "done"
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
 
 
 async def test_requests_that_do_not_finish_in_time_are_cut_and_aborted() -> None:
@@ -45,7 +45,7 @@ async def test_requests_that_do_not_finish_in_time_are_cut_and_aborted() -> None
         answer = await asking
         assert answer.status_code == 503
         assert answer.headers["x-should-retry"] == "true"
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 30)
     assert len(gateway.ring.aborted) == 1
 
 

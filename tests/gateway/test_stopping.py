@@ -75,12 +75,12 @@ async def test_time_that_has_passed_counts_when_a_choice_is_resumed() -> None:
 
 
 async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
-    gateway = faked(None, keep_alive_s=0.05)
+    gateway = faked(None, keep_alive_s=0.01)
     asking = asyncio.create_task(
         gateway.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, "stream": True})
     )
     [request] = await gateway.ring.submissions(1)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.5)
     for event in says("Hi")(request):
         gateway.ring.tell(event)
     response = await asking
@@ -90,10 +90,10 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
 
 
 async def test_a_failure_behind_comments_is_an_event() -> None:
-    gateway = faked(None, keep_alive_s=0.05)
+    gateway = faked(None, keep_alive_s=0.01)
     asking = asyncio.create_task(gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}))
     [request] = await gateway.ring.submissions(1)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)
     gateway.ring.tell(Admission(request.request_id, 0, RequestFailure(ErrorCode.TIMEOUT, "too late")))
     response = await asking
     assert response.status_code == 200

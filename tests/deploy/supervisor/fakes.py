@@ -55,7 +55,7 @@ def _exists(path: str) -> bool:
 
 
 def service(
-    directory: Path, name: str, program: str, stage: Stage = Stage.COMPUTE, *, group: str = "", stop_s: float = 0.3
+    directory: Path, name: str, program: str, stage: Stage = Stage.COMPUTE, *, group: str = "", stop_s: float = 30.0
 ) -> ServiceSpec:
     """Return a service that runs one of the programs beside this file; its address is a file that it makes."""
     address = str(directory / f"{name}.alive")

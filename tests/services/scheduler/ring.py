@@ -33,7 +33,7 @@ PROMPT = [(17 * position) % 900 + 10 for position in range(30)]
 
 
 async def until_state(ring: Ring, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition(await ring.state()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -100,7 +100,7 @@ class Ring:
         await self._detokenizer_server.stop(0)
 
     async def ready(self, *, serving: bool = True) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             while await is_serving(self.channel, NAME) is not serving:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -117,7 +117,7 @@ class Ring:
         await until(lambda: all(name in self.detokenizer.finishes for name in names))
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
-        return await self.stub.GetState(scheduler_pb2.GetStateRequest(include_requests=True), timeout=5)
+        return await self.stub.GetState(scheduler_pb2.GetStateRequest(include_requests=True), timeout=30)
 
     async def stop(self) -> None:
         self._stopping.set()

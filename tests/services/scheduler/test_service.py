@@ -163,7 +163,7 @@ async def test_a_refused_configuration_ends_the_process(tmp_path: Path) -> None:
     ring.workers[1].refusal = "no such model: x"
     await ring.start()
     with pytest.raises(ConfigurationError, match="no such model: x"):
-        await asyncio.wait_for(asyncio.shield(ring.running), 10)
+        await asyncio.wait_for(asyncio.shield(ring.running), 30)
     await ring.stop()
 
 
@@ -186,7 +186,7 @@ async def test_without_its_detokenizer_it_serves_nobody_and_forgets_what_that_kn
 
 
 async def test_a_request_is_known_to_the_detokenizer_while_it_waits(ring: Ring) -> None:
-    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5, metadata=ADMIN)
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=30, metadata=ADMIN)
     await ring.submit("waiting")
     await until(lambda: "waiting" in ring.detokenizer.opened)
     assert "waiting" not in ring.detokenizer.cached
@@ -195,14 +195,14 @@ async def test_a_request_is_known_to_the_detokenizer_while_it_waits(ring: Ring) 
 async def test_flush_pause_and_resume_do_what_they_say(ring: Ring) -> None:
     await ring.submit("first")
     await ring.finished("first")
-    freed = await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5, metadata=ADMIN)
+    freed = await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30, metadata=ADMIN)
     assert freed.freed_pages > 0
-    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=5, metadata=ADMIN)
+    await ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=30, metadata=ADMIN)
     await ring.submit("second")
     state = await ring.state()
     assert state.paused
     assert [request.phase for request in state.requests] == ["WAITING"]
-    await ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=5, metadata=ADMIN)
+    await ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=30, metadata=ADMIN)
     await ring.finished("second")
     assert ring.detokenizer.cached["second"] == 0
 
@@ -214,7 +214,7 @@ async def test_before_the_workers_are_there_it_says_so(tmp_path: Path) -> None:
     rejected = (await ring.submit("early")).rejected
     assert rejected.code == common_pb2.ERROR_CODE_UNAVAILABLE
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=5, metadata=ADMIN)
+        await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30, metadata=ADMIN)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await ring.state()).worker_group == "CONNECTING"
     await ring.stop()
@@ -226,7 +226,7 @@ async def test_a_stopping_scheduler_lets_open_requests_finish(ring: Ring) -> Non
     ring._stopping.set()
     await ring.finished("last words")
     assert ring.detokenizer.output_of("last words") == output(20)
-    await asyncio.wait_for(asyncio.gather(ring.running, return_exceptions=True), 5)
+    await asyncio.wait_for(asyncio.gather(ring.running, return_exceptions=True), 30)
 
 
 async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_smaller_ones(tmp_path: Path) -> None:

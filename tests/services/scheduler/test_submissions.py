@@ -84,7 +84,7 @@ class Stream:
         self.messages.put_nowait(scheduler_pb2.SchedulerSubmitRequest(schedules=requests, aborts=aborts))
 
     async def next(self) -> list[tuple[str, str | None]]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             answer = await anext(self.answers)
         return [(one.request_id, one.rejected.message if one.rejected else None) for one in answer]
 

@@ -82,7 +82,7 @@ class Bench:
         self.relay.on_admissions(Admission(RequestId(name), 5) for name in names)
 
     async def answers(self) -> dict[str, ErrorCode | None]:
-        taken = await asyncio.wait_for(self.session.take(), 1)
+        taken = await asyncio.wait_for(self.session.take(), 30)
         return {answer.request_id: answer.rejected.code if answer.rejected else None for answer in taken}
 
     async def has_no_answer(self) -> bool:
@@ -218,7 +218,7 @@ async def test_an_aborted_request_may_come_again_under_its_id(bench: Bench) -> N
 async def test_requests_are_rejected_while_the_scheduler_is_away(bench: Bench) -> None:
     bench.scheduler.is_away = True
     bench.submit("a", "b")
-    (first, second) = await asyncio.wait_for(bench.session.take(), 1)
+    (first, second) = await asyncio.wait_for(bench.session.take(), 30)
     for answer in (first, second):
         assert answer.rejected is not None
         assert (answer.rejected.code, answer.rejected.retryable) == (ErrorCode.UNAVAILABLE, True)

@@ -125,7 +125,7 @@ async def test_a_signal_ends_the_process_in_order(launcher: Launcher, number: si
     call = rank.stub.Execute()
     await call.wait_for_connection()
     os.kill(rank.process.pid, number)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await rank.process.wait() == 0
 
 
@@ -136,7 +136,7 @@ async def test_a_signal_ends_the_process_though_the_engine_is_busy(launcher: Lau
     await call.write(plan_to_wire(PLAN))
     await asyncio.sleep(0.2)
     rank.process.terminate()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         assert await rank.process.wait() == 0
 
 

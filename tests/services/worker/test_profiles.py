@@ -88,7 +88,7 @@ async def test_a_recording_ends_by_itself_and_can_still_be_asked_for(tmp_path: P
     assert started.max_seconds == rules.max_seconds
     for _ in range(3 if limit == "passes" else 0):
         desk.profiles.note_pass()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not started.path.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     ended = await desk.profiles.stop()

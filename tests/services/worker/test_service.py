@@ -35,11 +35,11 @@ async def configure(stub: Stub, spec: EngineSpec = SPEC) -> list[worker_pb2.Conf
 
 
 async def get_state(stub: Stub) -> worker_pb2.GetWorkerStateResponse:
-    return await stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=5)
+    return await stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=30)
 
 
 async def until(stub: Stub, state: str, *, open_rows: int | None = None) -> None:
-    for _ in range(1000):
+    for _ in range(3000):
         now = await get_state(stub)
         if now.state == state and open_rows in (None, now.open_rows):
             return
@@ -55,7 +55,7 @@ async def execute(call: Call, plan: StepPlan) -> list[StepResult]:
 
 async def read_plan(call: Call) -> list[StepResult]:
     results: list[StepResult] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not results or not results[-1].last:
             message = await call.read()
             assert isinstance(message, worker_pb2.StepResult), "the stream ended before the plan did"
@@ -64,7 +64,7 @@ async def read_plan(call: Call) -> list[StepResult]:
 
 
 async def code_of(call: grpc.aio.Call) -> grpc.StatusCode:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await call.code()
 
 
@@ -132,15 +132,15 @@ async def test_a_newer_stream_takes_over(serve: Serve) -> None:
 
 
 async def test_plans_of_a_stream_that_ended_are_dropped(serve: Serve) -> None:
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     engine = ScriptedEngine()
     stub = await serve(engine)
     await configure(stub)
-    engine.before_execute = wait_for(go_on)
+    engine.before_execute = wait_for(go_on, begun)
     call = stub.Execute()
     for step in range(1, 6):
         await call.write(plan_to_wire(StepPlan(StepId(step))))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(begun.wait, 30)
     newer = stub.Execute()
     assert await code_of(call) is grpc.StatusCode.ABORTED
     go_on.set()
@@ -260,7 +260,7 @@ async def test_a_configure_whose_caller_went_away_is_taken_over_by_the_next(serv
         await configure(stub, replace(SPEC, max_rows=3))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     second = asyncio.create_task(configure(stub))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     go_on.set()
     assert (await second)[-1].HasField("capacity")
     assert engine.calls == ["configure"]
@@ -296,13 +296,14 @@ async def test_a_spec_that_is_incomplete_is_refused(serve: Serve) -> None:
 
 
 async def test_a_hanging_engine_makes_the_process_give_up(serve: Serve) -> None:
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     engine = ScriptedEngine()
     stub = await serve(engine, stuck_after_s=0.2)
     await configure(stub)
-    engine.before_execute = wait_for(go_on)
+    engine.before_execute = wait_for(go_on, begun)
     call = stub.Execute()
     await call.write(plan_to_wire(OPEN))
+    assert await asyncio.to_thread(begun.wait, 30)
     await asyncio.sleep(0.1)
     assert (await get_state(stub)).heartbeat_age_ms >= 50
     with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -327,18 +328,18 @@ async def test_a_want_of_memory_is_told_apart_and_a_rank_alone_keeps_its_weights
 
 
 async def test_an_idle_rank_is_kept_warm_and_a_busy_one_is_not(serve: Serve) -> None:
-    done = threading.Event()
-    engine = ScriptedEngine(before_execute=wait_for(done))
+    begun, done = threading.Event(), threading.Event()
+    engine = ScriptedEngine(before_execute=wait_for(done, begun))
     stub = await serve(engine, keep_warm_s=0.01)
     await asyncio.sleep(0.1)
     assert "keep_warm" not in engine.calls, "it is not configured"
     await configure(stub)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while engine.calls.count("keep_warm") < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     call = stub.Execute()
     await call.write(plan_to_wire(OPEN))
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(begun.wait, 30)
     busy = engine.calls.count("keep_warm")
     await asyncio.sleep(0.1)
     assert engine.calls.count("keep_warm") == busy

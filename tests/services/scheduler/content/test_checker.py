@@ -86,13 +86,13 @@ async def test_a_detector_that_raises_gives_no_verdict_and_quotes_nothing(harmle
 
 
 async def test_a_detector_that_never_ends_is_ended_by_the_deadline(harmless: TokenIds) -> None:
-    async with checking(f"{HERE}:EndlessDetector", deadline_s=0.5) as checker:
+    async with checking(f"{HERE}:EndlessDetector", deadline_s=2.0) as checker:
         await checker.look()
         started = time.monotonic()
         answer = await checker.examine(harmless)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert answer.allowed_tokens is None
-        assert answer.failure == "no answer within 0.5 s"
+        assert answer.failure == "no answer within 2 s"
         # The next question is put to a new process.
         assert (await checker.look()).rules is not None
 

@@ -70,7 +70,7 @@ class Bench:
         return results[0].acks
 
     async def ack(self) -> TransferAck:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not (acks := self.run()):  # noqa: ASYNC110  (an engine cannot notify)
                 await asyncio.sleep(0.005)
         return acks[0]

@@ -41,7 +41,7 @@ class Bench:
 
     async def do(self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int]) -> int:
         self.begin(direction, keys, pages)
-        ack = await asyncio.wait_for(self.acks.get(), 10)
+        ack = await asyncio.wait_for(self.acks.get(), 30)
         assert ack.transfer_id == 7
         return ack.done_pages
 
