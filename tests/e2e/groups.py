@@ -32,7 +32,7 @@ class Tier:
         self._settings = settings or {}
         self._processes = Processes(directory)
         self.port, self.metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False)
 
     def start(self) -> None:
         self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
@@ -51,7 +51,7 @@ class Tier:
         addresses = {"gateway.tokenizer": self._socket("tokenizer"), "gateway.detokenizer": self._socket("detokenizer")}
         self._start("gateway", "gateway", {"gateway.port": self.port, **addresses})
         # The gateway is ready as soon as one is; whoever asks before the other is known finds a home with the first.
-        wait_until(lambda: self.is_ready() and self.known() == len(GROUPS), timeout_s=60, what=self._processes.logs)
+        wait_until(lambda: self.is_ready() and self.known() == len(GROUPS), timeout_s=120, what=self._processes.logs)
 
     def start_group(self, group: int) -> None:
         self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
@@ -81,7 +81,7 @@ class Tier:
 
     def metrics(self) -> str:
         """Return what the tokenizer tells Prometheus."""
-        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", trust_env=False, timeout=10).text
+        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", trust_env=False, timeout=30).text
 
     def serving(self) -> set[int]:
         return {group for group in GROUPS if (state := self.state(group)) and state.worker_group == "READY"}
@@ -90,7 +90,7 @@ class Tier:
         with grpc.insecure_channel(self._socket(f"scheduler-{group}"), options=CHANNEL_OPTIONS) as channel:
             try:
                 stub = scheduler_pb2_grpc.SchedulerStub(channel)
-                return stub.GetState(scheduler_pb2.GetStateRequest(), timeout=2)
+                return stub.GetState(scheduler_pb2.GetStateRequest(), timeout=10)
             except grpc.RpcError:
                 return None
 

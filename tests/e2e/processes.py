@@ -25,11 +25,11 @@ class Processes:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, module: str, settings: Mapping[str, object]) -> None:
-        """Run `python -m module` with settings as flags, e.g. {"scheduler.max_rows": 8}."""
+        """Run `python -m module`, as the supervisor does, with settings as flags: {"scheduler.max_rows": 8}."""
         flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
         with self._log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *flags],
+                [sys.executable, "-m", "deploy.supervisor.child", str(os.getpid()), module, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=child_environment(os.environ),

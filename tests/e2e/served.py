@@ -61,7 +61,7 @@ class Served:
         """Return what the scheduler says of queues, rows and pages."""
         with grpc.insecure_channel(self.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            return stub.GetState(scheduler_pb2.GetStateRequest(include_requests=include_requests), timeout=10)
+            return stub.GetState(scheduler_pb2.GetStateRequest(include_requests=include_requests), timeout=30)
 
     def is_idle(self) -> bool:
         """Whether no request holds a row or a page; pages kept by the prefix cache may be taken at any time."""
@@ -80,5 +80,5 @@ class Served:
     def leaving_nothing_behind(self) -> Iterator[None]:
         """Check that the block's requests give back every row and page, and that none was ever lost."""
         yield
-        wait_until(self.is_idle, timeout_s=20, what=lambda: f"idle, but: {self.state(include_requests=True)}")
+        wait_until(self.is_idle, timeout_s=120, what=lambda: f"idle, but: {self.state(include_requests=True)}")
         assert self.state().leaked_pages == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -15,8 +14,11 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from tests.e2e.served import Served
 
-# Several seconds of prefill on two cores.
-LONG_PROMPT = "The quick brown fox jumps over the lazy dog. " * 300
+# A dozen seconds of prefill and more on two cores, in steps of 512 tokens.
+LONG_PROMPT = "The quick brown fox jumps over the lazy dog. " * 700
+CHUNKS = 14
+# Long beyond what a test waits.
+MANY_TOKENS = 6000
 
 
 def phases(served: Served) -> set[str]:
@@ -38,38 +40,44 @@ def send(served: Served, body: dict[str, object]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_gone_in_the_middle_of_prefill_frees_everything(served: Served, stream: bool) -> None:
-    wait_until(served.is_idle, timeout_s=20)
+    wait_until(served.is_idle, timeout_s=120)
     # A user of its own, or the second run would find the first one's prefix.
     body = {"model": served.model, "prompt": LONG_PROMPT, "max_tokens": 50, "stream": stream, "user": f"gone-{stream}"}
     with served.leaving_nothing_behind():
+        before = served.state().finished_steps
         with send(served, body):
-            wait_until(lambda: "PREFILL" in phases(served), timeout_s=20)
-        left = time.monotonic()
-        wait_until(lambda: not phases(served), timeout_s=10)
+            wait_until(lambda: "PREFILL" in phases(served), timeout_s=120)
+        wait_until(lambda: not phases(served), timeout_s=120)
         # The chunk that is being computed is finished first; the rest of the prompt never is.
-        assert time.monotonic() - left < 5
+        assert served.state().finished_steps - before < CHUNKS
 
 
 def test_a_client_gone_in_the_middle_of_decode_frees_everything(served: Served) -> None:
-    wait_until(served.is_idle, timeout_s=20)
-    body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    wait_until(served.is_idle, timeout_s=120)
+    body = {
+        "model": served.model,
+        "prompt": "Once upon a time",
+        "max_tokens": MANY_TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with served.leaving_nothing_behind(), served.http() as http:
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             for _ in range(10):
                 next(lines)
             assert "DECODE" in phases(served)
-        wait_until(lambda: not phases(served), timeout_s=5)
+        wait_until(lambda: not phases(served), timeout_s=30)
 
 
 def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> None:
-    wait_until(served.is_idle, timeout_s=20)
-    body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    wait_until(served.is_idle, timeout_s=120)
+    body = {"model": served.model, "prompt": "Once upon a time", "max_tokens": MANY_TOKENS, "ignore_eos": True}
     with served.leaving_nothing_behind():
         # The timeout is how this client goes away.
         with served.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
-        wait_until(lambda: not phases(served), timeout_s=5)
+        wait_until(lambda: not phases(served), timeout_s=30)
 
 
 def test_the_same_work_goes_on_after_many_disconnects(served_fake: Served) -> None:

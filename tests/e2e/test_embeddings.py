@@ -140,7 +140,7 @@ def test_a_client_that_leaves_takes_its_inputs_with_it(encoder: Served) -> None:
     with encoder.leaving_nothing_behind():
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(head.encode() + content)
-            wait_until(lambda: encoder.state().running_rows > 0, timeout_s=20)
+            wait_until(lambda: encoder.state().running_rows > 0, timeout_s=120)
         steps = encoder.state().finished_steps
     # 2,048 texts of 200 tokens, at most two of which fit into a step.
     assert encoder.state().finished_steps - steps < 300
@@ -152,11 +152,11 @@ def test_a_service_that_dies_costs_a_pause_only(encoder: Served, reference: NDAr
     got: list[NDArray[np.float32]] = []
     asking = threading.Thread(target=lambda: got.append(vectors_of(encoder, TEXTS[4:] * 150)))
     asking.start()
-    wait_until(lambda: encoder.state().running_rows > 0, timeout_s=20)
+    wait_until(lambda: encoder.state().running_rows > 0, timeout_s=120)
     encoder.deployment.kill(name)
-    asking.join(120)
+    asking.join(150)
     np.testing.assert_allclose(got[0], np.tile(reference[4:], (150, 1)), atol=1e-4)
-    wait_until(encoder.is_ready, 30)
+    wait_until(encoder.is_ready, 120)
     with encoder.leaving_nothing_behind():
         pass
 

@@ -52,7 +52,7 @@ class TlsRing:
     def start(self) -> None:
         for name in SERVICES:
             self._start(name)
-        wait_until(self.is_ready, timeout_s=60, what=self._processes.logs)
+        wait_until(self.is_ready, timeout_s=120, what=self._processes.logs)
 
     def is_ready(self) -> bool:
         try:
@@ -162,7 +162,7 @@ def test_ports_for_probes_answer_nothing_but_health(ring: TlsRing, service: str)
     with grpc.insecure_channel(address) as channel:
         call: Any = channel.unary_unary(f"/pando.v1.{service.capitalize()}/GetState")
         with pytest.raises(grpc.RpcError) as refused:
-            call(b"", timeout=5)
+            call(b"", timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -190,7 +190,7 @@ def test_a_certificate_without_the_token_is_not_enough(ring: TlsRing, service: s
     with grpc.secure_channel(ring.address(service), credentials(ring.identities["gateway"])) as channel:
         call: Any = channel.unary_stream(f"/pando.v1.{service.capitalize()}/{method[service]}")
         with pytest.raises(grpc.RpcError) as refused:
-            next(iter(call(b"", timeout=5)))
+            next(iter(call(b"", timeout=30)))
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -210,7 +210,7 @@ def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(
 def pando(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
     environment = child_environment(os.environ) | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
 def credentials(identity: Identity) -> grpc.ChannelCredentials:
@@ -225,7 +225,7 @@ def check(address: str, encrypted: grpc.ChannelCredentials | None) -> grpc.Statu
     with channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=30)
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
             return code

@@ -35,7 +35,7 @@ def test_when_one_rank_dies_both_start_again_and_serve(served_by_two: Served) ->
     before = [deployment.pid_of(f"worker-{rank}") for rank in range(2)]
     deployment.kill("worker-1")
     wait_until(
-        lambda: all(deployment.pid_of(f"worker-{rank}") not in (None, before[rank]) for rank in range(2)), timeout_s=30
+        lambda: all(deployment.pid_of(f"worker-{rank}") not in (None, before[rank]) for rank in range(2)), timeout_s=120
     )
-    wait_until(served_by_two.is_ready, timeout_s=60)
+    wait_until(served_by_two.is_ready, timeout_s=120)
     assert served_by_two.complete(max_tokens=3).startswith(" Paris")

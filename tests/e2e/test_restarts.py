@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.e2e.served import Served
 
 SERVICES = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
-RECOVERY_S = 30.0
+RECOVERY_S = 60.0
 
 
 def serves(served: Served) -> bool:
@@ -37,7 +37,7 @@ def test_the_protocol_recovers_when_a_service_is_killed(served_fake: Served, nam
     kill_and_wait_until_replaced(served_fake, name)
     took = wait_until(lambda: serves(served_fake), RECOVERY_S)
     assert took < RECOVERY_S
-    wait_until(served_fake.is_idle, timeout_s=20, what=lambda: str(served_fake.state(include_requests=True)))
+    wait_until(served_fake.is_idle, timeout_s=120, what=lambda: str(served_fake.state(include_requests=True)))
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -48,7 +48,7 @@ def test_an_open_request_ends_with_its_answer_or_a_clear_error(served_fake: Serv
 
     def ask() -> None:
         try:
-            with httpx.stream("POST", f"{served_fake.url}/v1/completions", json=body, timeout=60) as answer:
+            with httpx.stream("POST", f"{served_fake.url}/v1/completions", json=body, timeout=100) as answer:
                 ended.append("".join(answer.iter_lines()))
         except httpx.TimeoutException:
             ended.append("hung")
@@ -57,9 +57,9 @@ def test_an_open_request_ends_with_its_answer_or_a_clear_error(served_fake: Serv
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: served_fake.state().running_rows > 0 or bool(ended), timeout_s=20)
+    wait_until(lambda: served_fake.state().running_rows > 0 or bool(ended), timeout_s=120)
     kill_and_wait_until_replaced(served_fake, name)
-    asking.join(timeout=90)
+    asking.join(timeout=120)
     assert ended, "the request neither ended nor failed"
     if name == "gateway":
         assert ended[0].startswith("connection") or ended[0].endswith("[DONE]")
@@ -74,14 +74,14 @@ def test_the_real_model_answers_again_and_rightly(served: Served, name: str) -> 
     kill_and_wait_until_replaced(served, name)
     wait_until(lambda: serves(served), RECOVERY_S)
     assert served.complete(max_tokens=3).startswith(" Paris")
-    wait_until(served.is_idle, timeout_s=20, what=lambda: str(served.state(include_requests=True)))
+    wait_until(served.is_idle, timeout_s=120, what=lambda: str(served.state(include_requests=True)))
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "scheduler", "worker", "detokenizer"])
 def test_ready_says_no_while_a_service_is_away_and_yes_again_afterwards(served_fake: Served, name: str) -> None:
     wait_until(served_fake.is_ready, RECOVERY_S)
     served_fake.deployment.kill(name)
-    wait_until(lambda: not served_fake.is_ready(), timeout_s=5, step_s=0.01)
+    wait_until(lambda: not served_fake.is_ready(), timeout_s=120, step_s=0.01)
     with served_fake.http() as http:
         assert http.get("/health").status_code == httpx.codes.OK
     wait_until(served_fake.is_ready, RECOVERY_S)
@@ -93,4 +93,4 @@ def test_what_ready_promises_holds_right_after_the_start(served_fake: Served) ->
     assert served_fake.is_ready()
     started = time.monotonic()
     assert served_fake.complete("Hi", max_tokens=2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30

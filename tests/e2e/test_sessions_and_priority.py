@@ -112,7 +112,7 @@ def test_a_conversation_keeps_its_session_under_its_user(http: httpx.Client, sma
 
 
 def test_time_ends_a_session_and_quotas_refuse(http: httpx.Client) -> None:
-    session = open_session(http, timeout=1.0, user_id="carl")
+    session = open_session(http, timeout=3.0, user_id="carl")
     generate(http, PROMPT, session_params={"id": session}, user_id="carl")
     wait_for(lambda: not state(http)["sessions"])
     opened = [open_session(http, user_id="dora") for _ in range(2)]
@@ -134,12 +134,12 @@ def test_time_ends_a_session_and_quotas_refuse(http: httpx.Client) -> None:
 
 def test_an_urgent_request_makes_running_ones_wait_which_then_go_on(http: httpx.Client) -> None:
     prompts = [[3000 + 100 * number + i for i in range(2 * PAGE)] for number in range(2)]
-    undisturbed = [generate(http, prompt, 200, user_id="before")["output_ids"] for prompt in prompts]
+    undisturbed = [generate(http, prompt, 400, user_id="before")["output_ids"] for prompt in prompts]
     answers: dict[int, dict[str, Any]] = {}
     ends: list[object] = []
 
     def ask(number: int) -> None:
-        answers[number] = generate(http, prompts[number], 200, user_id=f"patient-{number}")
+        answers[number] = generate(http, prompts[number], 400, user_id=f"patient-{number}")
         ends.append(number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
@@ -156,7 +156,7 @@ def test_an_urgent_request_makes_running_ones_wait_which_then_go_on(http: httpx.
     assert state(http)["preemptions"] == "1"
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
     give_up_at = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < give_up_at, "it does not happen"

@@ -33,12 +33,17 @@ def both(run_root: Path) -> Iterator[Served]:
     yield from serve(Settings.model_validate(SETTINGS), run_root)
 
 
-def tokens_of(client: openai.OpenAI, model: str, max_tokens: int) -> list[str]:
-    stream = client.completions.create(model=model, prompt="x", max_tokens=max_tokens, seed=1, stream=True)
-    return [chunk.choices[0].text for chunk in stream]
+def tokens_of(
+    client: openai.OpenAI, model: str, max_tokens: int, on_token: Callable[[], None] = lambda: None
+) -> list[str]:
+    texts = []
+    for chunk in client.completions.create(model=model, prompt="x", max_tokens=max_tokens, seed=1, stream=True):
+        texts.append(chunk.choices[0].text)
+        on_token()
+    return texts
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < give_up_at, "it does not happen"
@@ -61,13 +66,15 @@ def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
     client = both.client()
     undisturbed = tokens_of(client, "large", 60)
     answers: dict[str, list[str]] = {}
+    begun = {model: threading.Event() for model in ("small", "large")}
 
     def ask(model: str) -> None:
-        answers[model] = tokens_of(client, model, 60)
+        answers[model] = tokens_of(client, model, 60, begun[model].set)
 
-    threads = [threading.Thread(target=ask, args=(model,)) for model in ("small", "large")]
+    threads = [threading.Thread(target=ask, args=(model,)) for model in begun]
     for thread in threads:
         thread.start()
+    assert all(event.wait(60) for event in begun.values())
     both.deployment.kill("small/scheduler")
     # While it is away, the gateway says so of this model, and of no other.
     wait_for(lambda: httpx.get(f"{both.url}/ready?model=small").status_code == 503)

@@ -61,7 +61,7 @@ def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
             storage_keyring=place / "keyring.json",
             cache_decision_log=log,
         ),
-        worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=1.0),
+        worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=10.0),
     )
     yield from serve(settings, root)
 
@@ -113,6 +113,6 @@ def test_answers_go_on_while_redis_dies(redis_process: RedisProcess, place: Path
         started = time.monotonic()
         for number in range(8):  # each asks something of its own: what all of them ask would become public
             assert cached(served, f"user-{number}", [3000 + number, *PROMPT]) == 0
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 90
         assert cached(served, "ann") == WHOLE_PAGES  # from the device
     check_logs(place, {"commit", "insert", "plan_storage", "finish"})

@@ -168,7 +168,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-async def send(port: int, content: bytes, *, is_short: bool = False, patience_s: float = 20.0) -> bytes:
+async def send(port: int, content: bytes, *, is_short: bool = False, patience_s: float = 60.0) -> bytes:
     """Send one request on a connection of its own, and return all that comes back.
 
     Raises:
@@ -259,7 +259,7 @@ async def fuzz(
 
     async def ask(content: bytes) -> bytes | None:
         try:
-            return await send(port, content, is_short=is_cut(content), patience_s=leave_after_s or 20.0)
+            return await send(port, content, is_short=is_cut(content), patience_s=leave_after_s or 60.0)
         except TimeoutError:
             if leave_after_s is None:
                 raise

@@ -34,7 +34,7 @@ async def probe_revocation(scene: Scene) -> list[Finding]:
     epochs = (clock.now() - start) / epoch_s
     if not probes:
         return [Finding(ORACLE, Verdict.UNDECIDED, 1, note="the text was not public when it was first probed")]
-    if cached and probes / PATIENCE_EPOCHS < HITS_THAT_TELL:
+    if (cached or epochs > ALLOWED_EPOCHS) and probes / epochs < HITS_THAT_TELL:
         return [Finding(ORACLE, Verdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")]
     if cached:
         return [Finding(ORACLE, Verdict.UNBOUNDED, probes, note=f"still found after {epochs:.1f} epochs")]

@@ -60,7 +60,7 @@ def test_answers_are_the_same_without_cache_cold_and_warm_from_device_and_host(t
     assert serve(tiered, LONG, CacheMode.NONE) == [0]
     assert serve(tiered, LONG) == [0]
     assert serve(tiered, LONG) == [everything]
-    wait_until(lambda: sum(len(node.host_pages) for node in nodes(tiered)) >= everything // 16, timeout_s=20)
+    wait_until(lambda: sum(len(node.host_pages) for node in nodes(tiered)) >= everything // 16, timeout_s=120)
     assert tokens_on_host_alone(tiered) == 0
 
     with tiered.leaving_nothing_behind():

@@ -102,4 +102,4 @@ async def test_across_the_death_of_a_service(sampling: Served, alone: dict[str, 
                 killed = True
     assert killed
     assert text == alone[PROMPTS[0]]
-    wait_until(sampling.is_ready, 60.0)
+    wait_until(sampling.is_ready, 120.0)
