@@ -88,18 +88,20 @@ class Compiler:
 
     def _structural_tag(self, text: str) -> xgrammar.CompiledGrammar:
         tag = json.loads(text)
-        return self._grammar_compiler.compile_structural_tag(json.dumps(self._with_ids(tag)))
+        return self._grammar_compiler.compile_structural_tag(json.dumps(self._prepared(tag)))
 
-    def _with_ids(self, value: Any) -> Any:  # Any: JSON
+    def _prepared(self, value: Any) -> Any:  # Any: JSON
         """Return a structural tag with ids in place of tokens' texts, as special tokens stand for no text here."""
         if isinstance(value, list):
-            return [self._with_ids(item) for item in value]
+            return [self._prepared(item) for item in value]
         if not isinstance(value, dict):
             return value
-        return {
-            name: item if name == "json_schema" else self._ids(item) if name in TOKEN_FIELDS else self._with_ids(item)
-            for name, item in value.items()
-        }
+        return {name: self._prepared_field(name, item) for name, item in value.items()}
+
+    def _prepared_field(self, name: str, value: Any) -> Any:  # Any: JSON
+        if name == "json_schema":
+            return as_enforced(value)
+        return self._ids(value) if name in TOKEN_FIELDS else self._prepared(value)
 
     def _ids(self, tokens: Any) -> Any:  # Any: JSON
         if isinstance(tokens, list):
