@@ -1,0 +1,137 @@
+"""What the README files name is there: files, commands, settings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from common.settings import PREFIX, Settings, check_environment
+from deploy.cli import COMMANDS
+from deploy.supervisor.command import read_arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("common", "deploy", "gateway", "protos", "services", "tests")
+DOCUMENTS = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+SECTIONS = {
+    name: set(getattr(field.annotation, "model_fields", {}))
+    for name, field in Settings.model_fields.items()
+    if name != "models"
+}
+# Other projects' files, of which ours speak.
+FOREIGN = {"serving_chat.py", "renderers/"}
+SUFFIXES = {"json", "proto", "py", "sock"}
+# What a name may begin with that is not said from its README's folder or the top.
+BELOW_THE_TOP = ("tests", "services", "services/scheduler", "services/worker")
+OURS = re.compile(r"[\w.{},/-]+(?:\.(?:py|sh|proto|md|cpp|txt|Dockerfile)|/)")
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def code_spans(text: str) -> list[str]:
+    """Return what stands between single backticks, outside of blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def command_lines(text: str) -> list[str]:
+    """Return the lines of code blocks, fenced or indented, without comments; continued lines as one."""
+    text = text.replace("\\\n", " ")
+    fenced = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    (?! )(.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    lines = "\n".join([*fenced, *indented]).splitlines()
+    return [re.sub(r"\s#\s.*$", "", line).strip() for line in lines if not line.startswith("#")]
+
+
+def commands(text: str, program: str) -> list[list[str]]:
+    """Return the arguments of each call of `program` on a line of its own."""
+    calls = (shlex.split(line) for line in command_lines(text) if re.match(rf"(\S+=\S+ )*(\S*/)?{program}\s", line))
+    return [call[next(i for i, word in enumerate(call) if Path(word).name == program) + 1 :] for call in calls]
+
+
+def exists(name: str, document: Path) -> bool:
+    """Tell whether a file or folder is there, seen from the document, the top, or somewhere below the document."""
+    places = [document.parent, ROOT, *(ROOT / place for place in BELOW_THE_TOP)]
+    return any((place / name).exists() for place in places) or any(document.parent.rglob(name.rstrip("/")))
+
+
+def is_module(path: Path) -> bool:
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def test_there_are_documents_with_commands() -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    assert len(DOCUMENTS) > 15
+    assert sum(len(commands(text, "pando")) for text in texts) > 30
+    assert sum(len(OURS.findall(" ".join(code_spans(text)))) for text in texts) > 100
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    named = [span for span in code_spans(document.read_text()) if OURS.fullmatch(span) and not span.startswith("/")]
+    assert [name for name in named if name not in FOREIGN and not exists(name, document)] == []
+
+
+@every_document
+def test_settings_that_are_named_exist(document: Path) -> None:
+    text = document.read_text()
+    flags = re.findall(r"--(\w+)\.(\w+)", text)
+    mentioned = [tuple(name) for span in code_spans(text) for name in re.findall(r"^(\w+)\.(\w+)(?: \S+)?$", span)]
+    for section, name in [*flags, *(pair for pair in mentioned if pair[0] in SECTIONS and pair[1] not in SUFFIXES)]:
+        assert name in SECTIONS.get(section, ()), f"{section}.{name}"
+    check_environment(dict.fromkeys(re.findall(rf"\b{PREFIX}\w+__\w+", text), ""))
+
+
+@every_document
+def test_modules_that_are_run_exist(document: Path) -> None:
+    modules = re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", document.read_text())
+    paths = [ROOT / module.replace(".", "/") for module in modules]
+    assert [
+        path for path in paths if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists()
+    ] == []
+
+
+@every_document
+def test_targets_of_make_exist(document: Path) -> None:
+    text = document.read_text()
+    calls = [call[0] for call in commands(text, "make")] + re.findall(r"`make ([\w-]+)", text)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert [target for target in calls if target not in targets] == []
+
+
+@every_document
+def test_commands_that_are_mentioned_exist(document: Path) -> None:
+    mentioned = set(re.findall(r"`pando ([a-z]\w*)", document.read_text()))
+    assert mentioned <= {command.name for command in COMMANDS}
+
+
+@every_document
+def test_commands_are_understood(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pando.toml").touch()  # readers have one
+    for name, *arguments in commands(document.read_text(), "pando"):
+        assert understand(name, arguments) == 0, f"pando {name} {shlex.join(arguments)}"
+
+
+def understand(name: str, arguments: list[str]) -> int:
+    """Parse arguments as `pando` does, and go no further; return the exit status."""
+    try:
+        if name == "up":
+            read_arguments(arguments)
+        else:
+            (command,) = (command for command in COMMANDS if command.name == name)
+            parser = argparse.ArgumentParser(prog=f"pando {name}")
+            importlib.import_module(command.module).add_arguments(parser)
+            parser.parse_args(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
