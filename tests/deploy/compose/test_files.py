@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 from dotenv import dotenv_values
 
-from common.settings import Settings, check_environment
+from common.settings import Settings, check_environment, parse_settings
 from tests.deploy.helm.chart import CHART
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,18 +23,31 @@ class Loader(yaml.SafeLoader):
     """Reads the tags that are Compose's own."""
 
 
-def _list(loader: yaml.SafeLoader, node: Any) -> list[Any]:
-    found: list[Any] = loader.construct_sequence(node, deep=True)
-    return found
+def _whole(loader: yaml.SafeLoader, node: Any) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    return loader.construct_sequence(node, deep=True)
 
 
 yaml.add_constructor("!reset", lambda *_: None, Loader)
-yaml.add_constructor("!override", _list, Loader)
+yaml.add_constructor("!override", _whole, Loader)
 
 
 def load(name: str) -> dict[str, Any]:
     content: dict[str, Any] = yaml.load((COMPOSE / name).read_text(), Loader)
     return content
+
+
+def settings_with(environment: dict[str, Any], variables: dict[str, str], patch: pytest.MonkeyPatch) -> Settings:
+    """Read what a service's environment says once Compose has put `variables` into it."""
+
+    def fill(match: re.Match[str]) -> str:
+        return variables.get(match[1]) or (match[3] if match[2] == "-" else "")
+
+    with patch.context() as context:
+        for name, value in environment.items():
+            context.setenv(name, re.sub(r"\$\{(\w+)(?::([-?])([^}]*))?\}", fill, str(value)))
+        return parse_settings(argparse.ArgumentParser(), [])[0]
 
 
 SERVICES = load("compose.yaml")["services"]
@@ -131,12 +146,36 @@ def test_secrets_are_files_and_whoever_reads_one_is_given_it() -> None:
     assert "admin_token" in overlay["services"]["gateway"]["secrets"]
 
 
+def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("models.yaml")["services"]
+    variables = {"PANDO_SECOND_MODEL": "/models/large", "PANDO_SECOND_NAME": "big"}
+
+    def settings_of(name: str) -> Settings:
+        base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
+        return settings_with({**base["environment"], **overlay[name]["environment"]}, variables, monkeypatch)
+
+    models = settings_of("gateway").gateway.models
+    assert list(models) == ["smollm2-135m-instruct", "big"]
+    for prefix, (name, backend) in zip(("", "second-"), models.items(), strict=True):
+        ring = {part: settings_of(f"{prefix}{part}") for part in RING[:-1]}
+        assert {settings.model.name for settings in ring.values()} == {name}
+        assert backend.tokenizer == f"{prefix}tokenizer:50051"
+        assert backend.detokenizer == ring["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"
+        assert backend.scheduler == ring["tokenizer"].tokenizer.scheduler == f"{prefix}scheduler:50052"
+        assert ring["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
+        assert str(ring["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")
+    for name, service in overlay.items():
+        if "extends" in service:
+            waits = SERVICES[service["extends"]["service"]].get("depends_on", {})
+            assert service.get("depends_on", {}).keys() == {f"second-{needed}" for needed in waits}, name
+
+
 def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> None:
     assert "reservations" not in (COMPOSE / "compose.yaml").read_text()
     two = load("gpu-2.yaml")["services"]
     workers = yaml.safe_load(two["scheduler"]["environment"]["PANDO_SCHEDULER__WORKERS"])
     assert workers == ["worker:50053", "worker-1:50053"]
     assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
-    for overlay in ("gpu.yaml", "gpu-2.yaml", "secrets.yaml", "tls.yaml"):
+    for overlay in ("gpu.yaml", "gpu-2.yaml", "models.yaml", "secrets.yaml", "tls.yaml"):
         for service in load(overlay)["services"].values():
             check_environment({key: str(value) for key, value in service.get("environment", {}).items()})

@@ -35,27 +35,27 @@ def _loaded() -> helm_python.Chart:
     return helm_python.Chart.load(CHART)
 
 
-def render_texts(values: Manifest) -> dict[str, str]:
+def render_texts(values: Manifest, release: str = RELEASE) -> dict[str, str]:
     """Return the rendered text of each template.
 
     Raises:
         RenderError: the schema or a template refuses the values.
     """
     try:
-        return _rendered(json.dumps(values))
+        return _rendered(json.dumps(values), release)
     except helm_python.HelmError as error:
         raise RenderError(str(error)) from error
 
 
 @cache
-def _rendered(values: str) -> dict[str, str]:
+def _rendered(values: str, release: str) -> dict[str, str]:
     # Many tests look at the same few releases.
-    return _loaded().render(json.loads(values), name=RELEASE, namespace=NAMESPACE)
+    return _loaded().render(json.loads(values), name=release, namespace=NAMESPACE)
 
 
-def render(values: Manifest) -> list[Manifest]:
+def render(values: Manifest, release: str = RELEASE) -> list[Manifest]:
     """Return all objects of a release with these values."""
-    texts = {name: text for name, text in render_texts(values).items() if name.endswith(".yaml")}
+    texts = {name: text for name, text in render_texts(values, release).items() if name.endswith(".yaml")}
     return _objects(texts[name] for name in sorted(texts))
 
 

@@ -73,6 +73,27 @@ def test_another_releases_gateway_reaches_what_a_gateway_asks_and_no_worker() ->
     }
 
 
+def test_the_gateway_of_two_releases_reaches_what_it_asks_in_both() -> None:
+    releases = {name: render(VALUE_SETS[f"example-two-models-{name}"], name) for name in ("front", "large")}
+    served = {
+        release: next(each.settings for each in running(objects) if each.service == "tokenizer").model.name
+        for release, objects in releases.items()
+    }
+    gateway = next(each for each in running(releases["front"]) if each.service == "gateway")
+    models = gateway.settings.gateway.models
+    assert models.keys() == set(served.values())
+    assert gateway.settings.gateway.default_model in models
+    asked = {
+        (gateway.workload["metadata"]["name"], *address.split(":"))
+        for model in models.values()
+        for address in (model.tokenizer, model.detokenizer, model.scheduler or "")
+    }
+    within = ring_of(releases["front"]) | ring_of(releases["large"])
+    assert open_edges([*releases["front"], *releases["large"]]) == within | {
+        (source, target, int(port)) for source, target, port in asked
+    }
+
+
 def ring_of(objects: list[Manifest]) -> set[Edge]:
     """Return the connections that the services of a release open between pods, as their settings say."""
     edges: set[Edge] = set()
