@@ -10,6 +10,7 @@ from common.rpc.security import read_security
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
+from gateway.connections import allow_many_connections
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the gateway until a signal."""
     settings = load_settings("python -m gateway", "OpenAI-compatible HTTP front end of Pando.")
+    allow_many_connections()
 
     async def serve(stopping: asyncio.Event) -> None:
         await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc)).run(stopping)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # rest is read and thrown away first.
 DISCARD_BYTES = 32 * 1024 * 1024
 DISCARD_S = 2.0
-# A client may pause so long between two pieces of its body.
+# A client may pause so long between two pieces of its body, and take so long for all of it.
 PAUSE_S = 30.0
+BODY_S = 300.0
 
 
 class ClientGoneError(Exception):
@@ -48,7 +49,10 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
 
 
 def _check_headers(request: Request) -> None:
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # Whoever writes requests by hand may leave it out. Pages may not: with it, a browser asks before it sends what a
+    # foreign page wants, and we never permit that.
+    unnamed = "" if "origin" in request.headers else "application/json"
+    content_type = request.headers.get("content-type", unnamed).partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HttpError(415, f"Content type {content_type!r} is not supported; send application/json.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -66,9 +70,10 @@ async def _read(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     more = True
+    deadline = asyncio.get_running_loop().time() + BODY_S
     while more:
         try:
-            async with asyncio.timeout(PAUSE_S):
+            async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + PAUSE_S)):
                 message = await request.receive()
         except TimeoutError:
             raise HttpError(408, "The request body did not come to its end.", close=True) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ MAX_HEADER_BYTES = 128 * 1024
 # is not acknowledged for so long.
 IDLE_S, INTERVAL_S, COUNT = 30, 10, 3
 UNACKNOWLEDGED_MS = 60_000
+# More than anybody serves from one process.
+MAX_FILES = 65_536
 
 
 class ImpatientProtocol(HttpToolsProtocol):
@@ -65,6 +69,17 @@ class ImpatientProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def allow_many_connections() -> int:
+    """Let this process open as many files as it may, since shells allow 1,024; return how many. A connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if 0 <= soft < allowed:
+        # Some systems name a limit that they do not grant.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def notice_dead_peers(listening: socket.socket) -> None:

@@ -53,6 +53,10 @@ class RequestContext:
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(http_request_id=request_id.decode())
         started = time.monotonic()
+        method = scope["method"]
+        if method == "HEAD":
+            # What answers GET answers this, too; the server leaves the body out.
+            scope = {**scope, "method": "GET"}
         try:
             await self._app(scope, receive, exchange.send)
         except Exception as error:  # noqa: BLE001  (the edge of the request's task: every defect must get an answer)
@@ -61,9 +65,9 @@ class RequestContext:
             if exchange.status is None:
                 await internal_error_response()(scope, receive, exchange.send)
         finally:
-            self._note_end(scope, exchange, time.monotonic() - started)
+            self._note_end(scope, method, exchange, time.monotonic() - started)
 
-    def _note_end(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+    def _note_end(self, scope: Scope, method: str, exchange: _Exchange, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         status = exchange.status or CLIENT_GONE_STATUS
         self._metrics.requests.labels(route, str(status)).inc()
@@ -73,7 +77,7 @@ class RequestContext:
         log = self._log.debug if route in QUIET_ROUTES else self._log.info
         log(
             "request.finished",
-            method=scope["method"],
+            method=method,
             path=scope["path"],
             status=status,
             complete=exchange.complete,

@@ -19,6 +19,8 @@ SchemaT = TypeVar("SchemaT", bound="Schema")
 MAX_PREVIEW_CHARACTERS = 80
 # Of pydantic's error types these concern the type of a value, the others its content.
 TYPE_ERRORS = ("_type", "_parsing")
+# pydantic names our classes here.
+OBJECT_ERRORS = ("model_type", "dict_type")
 
 
 class Schema(BaseModel):
@@ -45,7 +47,8 @@ def explain(detail: ErrorDetails) -> InvalidRequestError:
     if detail["type"] == "missing":
         return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
     kind = "type" if detail["type"].endswith(TYPE_ERRORS) else "value"
-    text = detail["msg"].removeprefix("Input ").rstrip(".")
+    message = "should be an object" if detail["type"] in OBJECT_ERRORS else detail["msg"]
+    text = message.removeprefix("Input ").rstrip(".")
     where = f" for '{param}'" if param else ""
     return InvalidRequestError(f"Invalid {kind}{where}: {text}, got {preview(detail['input'])}.", param=param or None)
 

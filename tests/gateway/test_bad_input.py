@@ -56,7 +56,7 @@ def gateway() -> FakedGateway:
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "100"),
-        ({"logit_bias": [1]}, "logit_bias", "dictionary"),
+        ({"logit_bias": [1]}, "logit_bias", "an object"),
         ({"logprobs": 3}, "logprobs", "boolean"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
@@ -64,7 +64,7 @@ def gateway() -> FakedGateway:
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "function"),
-        ({"chat_template_kwargs": 1}, "chat_template_kwargs", "dictionary"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs", "an object"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "both"),
         ({"user": 7}, "user", "string"),
         ({"user": "x" * 257}, "user", "256"),
@@ -210,6 +210,15 @@ async def test_form_content_type_is_unsupported(gateway: FakedGateway) -> None:
     async with gateway.client() as client:
         response = await client.post("/v1/completions", data={"model": "tiny"})
     assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
+async def test_a_page_must_name_the_content_type_so_that_its_browser_asks_first(gateway: FakedGateway) -> None:
+    body = b'{"model": "tiny", "prompt": "x"}'
+    async with gateway.client() as client:
+        for origin, status in (({}, 200), ({"origin": "http://elsewhere.example"}, 415)):
+            assert (await client.post("/v1/completions", content=body, headers=origin)).status_code == status
+        preflight = await client.options("/v1/completions", headers={"origin": "http://elsewhere.example"})
+    assert "access-control-allow-origin" not in preflight.headers
 
 
 async def test_compressed_body_is_unsupported(gateway: FakedGateway) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from gateway import body, connections
@@ -98,6 +100,18 @@ async def test_what_answers_get_answers_head_without_a_body() -> None:
             assert head.startswith(b"HTTP/1.1 " + status)
             assert b"content-length: 0" not in head
             assert rest == b""
+
+
+def test_the_process_may_have_more_connections_than_shells_allow() -> None:
+    program = (
+        "import resource; from gateway.connections import allow_many_connections as allow\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
+        "print(allow(), allow(), hard)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second, hard = map(int, done.stdout.split())
+    assert first == second == (min(hard, connections.MAX_FILES) if hard >= 0 else connections.MAX_FILES)
 
 
 def test_accepted_connections_ask_whether_the_other_end_is_there() -> None:
