@@ -40,6 +40,8 @@ from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, Token
 if TYPE_CHECKING:
     from gateway.api.context import Context
 
+# What clients of Anthropic's API ask.
+ANTHROPIC = "/v1/messages"
 # Errors that are refusals, by what metrics call them.
 REFUSALS = {
     ErrorCode.QUEUE_FULL: "queue_full",
@@ -88,12 +90,12 @@ async def _on_pando_error(request: Request, error: Exception) -> Response:
     cause = "limit" if isinstance(error, LimitedError) else REFUSALS.get(error.code)
     if cause is not None:
         request.scope[REFUSAL] = cause
-    return error_response(error)
+    return _shaped(request, error_response(error))
 
 
-async def _on_http_error(_request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
-    return http_error_response(error)
+    return _shaped(request, http_error_response(error))
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:
@@ -108,6 +110,14 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
 async def _on_validation_error(_request: Request, error: Exception) -> Response:
     """Answer for what FastAPI itself rejects, in our shape and with our status."""
     return http_error_response(HttpError(400, str(error)))
+
+
+def _shaped(request: Request, response: Response) -> Response:
+    """Return the answer of an error as its endpoint's clients know it: Anthropic's look for a type."""
+    if request.url.path.startswith(ANTHROPIC):
+        response.body = b'{"type":"error",' + bytes(response.body)[1:]
+        response.headers["content-length"] = str(len(response.body))
+    return response
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from gateway.api.chat import chat_request, require_chat
@@ -37,5 +38,17 @@ def create_router(context: Context) -> APIRouter:
         if chat.stream:
             return context.stream(asker, [generate], MessageStream(head, reading))
         return context.whole(asker, [generate], WholeMessage(head, reading))
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=documented(MessagesBody))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens that a conversation is for the model; `max_tokens` is not needed here."""
+        await context.caller(request)
+        raw = await context.body(request)
+        refusals.check(raw, refusals.MESSAGES)
+        chat = parse(MessagesBody, {**raw, "max_tokens": 1}).to_chat()
+        card = await require_chat(context, chat.model)
+        backend = await context.models.find(card.name)
+        encoded = await backend.model.render_chat(chat.to_prompt(chat.reading(card).prefix))
+        return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
 
     return router

@@ -113,7 +113,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """Check what every error has in common, and return it."""
     assert response.status_code == status, response.text
     body = response.json()
-    assert body.keys() == {"error"}
+    # Anthropic's clients look for a type beside it.
+    assert body.keys() - {"type"} == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"]
     assert response.headers["content-type"] == "application/json"

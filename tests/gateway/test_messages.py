@@ -91,3 +91,19 @@ async def test_why_it_ended() -> None:
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert error_of(await post(thinking("x"), **fields), 400)["param"] == param
+
+
+async def test_tokens_are_counted_without_a_limit_of_the_answer() -> None:
+    gateway = thinking("x")
+    body = {"model": "tiny", "system": "Be", "messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]}
+    response = await gateway.post("/v1/messages/count_tokens", body)
+    assert response.json() == {"input_tokens": len("<system>Be<user>Hello")}
+    assert not gateway.ring.submitted
+
+
+async def test_an_error_says_so_where_clients_of_this_api_look() -> None:
+    response = await post(thinking("x"), max_tokens=0)
+    assert response.json()["type"] == "error"
+    assert error_of(response, 400)["param"] == "max_tokens"
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert "type" not in (await thinking("x").post("/v1/completions", {"model": "tiny"})).json()
