@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from common.errors import RequestFailedError
+from common.types import ErrorCode, RequestFailure
 from gateway.middleware import EXTRA_HEADERS
 from gateway.render.prompt_logprobs import PromptScores
-from gateway.render.shapes import WholeChoice, collect
+from gateway.render.shapes import WholeChoice, collect, told_values
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ EVENT_STREAM_HEADERS = [
     # Tells nginx and its like not to hold the events back.
     (b"x-accel-buffering", b"no"),
 ]
+# Log probabilities of generated tokens that are kept until an answer is whole: some 200 MB.
+MAX_WHOLE_VALUES = 1_048_576
+TOO_MANY_VALUES = RequestFailure(
+    ErrorCode.INVALID_REQUEST,
+    f"The answer has more than {MAX_WHOLE_VALUES} log probabilities: stream it, or ask for fewer of them.",
+    param="logprobs",
+)
 # A comment of the event stream format, which clients pass over.
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -152,12 +160,20 @@ class WholeDelivery:
         self._renderer = renderer
 
     async def deliver(self, generation: Generation, send: Send) -> None:
-        """Wait for the end of all choices and send them."""
+        """Wait for the end of all choices and send them.
+
+        Raises:
+            RequestFailedError: it failed, or has more log probabilities than are kept for one answer.
+        """
         prompts = [PromptScores() for _ in generation.entries]
         pairs = zip(generation.entries, prompts, strict=True)
         choices = [WholeChoice(prompt=prompt) for entry, prompt in pairs for _ in entry.choices]
+        values = 0
         while (updates := await generation.next_updates()) is None or updates:
             collect(updates or (), choices)
+            values += told_values(updates or ())
+            if values > MAX_WHOLE_VALUES:
+                raise RequestFailedError(TOO_MANY_VALUES)
         body = self._renderer.body(choices, generation.usage)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

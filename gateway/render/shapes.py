@@ -101,6 +101,11 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
             choice.embedding = update.finish.embedding
 
 
+def told_values(updates: Iterable[ChoiceUpdate]) -> int:
+    """Return how many log probabilities of generated tokens `updates` bring."""
+    return sum(1 + len(entry.top) + len(entry.asked) for update in updates for entry in update.logprobs)
+
+
 def matched_stop(finish: Finish) -> int | str | None:
     """Return the stop token or text that ended a choice; None if the model ended it by itself."""
     return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id

@@ -7,8 +7,9 @@ import pytest
 
 from common.deltas import Delta, PromptUsage
 from common.requests import TokenPrompt
+from gateway import responses
 from tests.fakes.ring import STOP, Event, logprob, says
-from tests.gateway.support import events, faked, gateway_saying
+from tests.gateway.support import error_of, events, faked, gateway_saying
 
 
 async def test_whole_completion_has_openai_shape() -> None:
@@ -102,3 +103,16 @@ async def test_a_stream_has_exactly_one_chunk_per_token() -> None:
     chunks = [orjson.loads(event) for event in events(response.text) if event != "[DONE]"]
     assert [chunk["choices"][0]["text"] for chunk in chunks] == words
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 19 + ["stop"]
+
+
+async def test_log_probabilities_that_are_kept_for_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_WHOLE_VALUES", 12)
+    words = ("a", "b", "c", "d")
+    gateway = faked(says(*words, logprobs=[logprob(word, -0.5, ("x", -0.75), ("y", -1.0)) for word in words]))
+    assert (await gateway.complete(logprobs=2)).status_code == 200
+    error = error_of(await gateway.complete(logprobs=2, n=2), 400)
+    assert error["param"] == "logprobs"
+    assert "stream" in error["message"]
+    assert (await gateway.complete(logprobs=2, n=2, stream=True)).text.endswith("data: [DONE]\n\n")
+    assert (await gateway.complete(n=2)).status_code == 200
+    assert not len(gateway.journal)
