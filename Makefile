@@ -33,7 +33,7 @@ UNIT_JOBS ?= 2
 .PHONY: clients help serve embed test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-10s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: install ## Start all services and serve the bundled model; PORT=8000 GPU=1 ARGS="--tp 2"
 	@$(BIN)/pando up --gateway.port $(PORT) $(ARGS)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Attack; return 0 if everything is as claimed, 1 if not, 2 if it could not be found out."""
     if importlib.util.find_spec("scipy") is None:
-        print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: pip install 'pando[analysis]'"))
+        print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: make install-dev"))
         return 2
     from deploy.attack.report import finding_table, write_findings
     from deploy.attack.runs import attack_launched, attack_running

@@ -33,7 +33,7 @@ def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plots(arguments: argparse.Namespace) -> int:
     """Draw; return the exit code."""
     if importlib.util.find_spec("matplotlib") is None:
-        print_failure("pando bench plots", ModuleNotFoundError("this needs matplotlib: pip install 'pando[analysis]'"))
+        print_failure("pando bench plots", ModuleNotFoundError("this needs matplotlib: make install-dev"))
         return 2
     try:
         entries = read_entries(arguments.folder)

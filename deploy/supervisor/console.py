@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,7 +29,8 @@ OWN_NAME = "pando"
 NAME_WIDTH = 11
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 # What newcomers ask first, of a model that generates or embeds.
-CHAT = {"messages": [{"role": "user", "content": "Name three primary colors."}]}
+# By its likeliest tokens: small models say anything when they roll dice.
+CHAT = {"temperature": 0, "messages": [{"role": "user", "content": "Name three primary colors."}]}
 EMBEDDING = {"input": ["Name three primary colors.", "Red, yellow and blue."]}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 
@@ -166,13 +170,19 @@ def banner(layout: Layout) -> str:
     if shows_encoder(layout):
         path, body = "embeddings", json.dumps({"model": layout.model, **EMBEDDING})
     else:
-        more = f"  pando chat --url {layout.url}\n\n"
+        more = f"  {own_command()} chat --url {layout.url}\n\n"
     return (
         f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/{path} -H 'content-type: application/json' \\\n"
         f"    -d {shlex.quote(body)}\n\n{more}"
         "Ctrl-C ends it: open requests finish first, a second Ctrl-C does not wait for them."
     )
+
+
+def own_command() -> str:
+    """Return what a person types to call `pando` here: its name where the shell finds it, else its path."""
+    beside = Path(sys.executable).with_name(OWN_NAME)
+    return OWN_NAME if shutil.which(OWN_NAME) or not beside.exists() else os.path.relpath(beside)
 
 
 def shows_encoder(layout: Layout) -> bool:

@@ -105,7 +105,7 @@ def test_what_cannot_be_attacked_is_explained(
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert main(["attack", "--url", free_url()]) == 2
-    assert "pando[analysis]" in capsys.readouterr().err
+    assert "make install-dev" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("is_shared", "verdict"), [(False, "closed"), (True, "leaks")])

@@ -49,4 +49,4 @@ def test_a_file_that_is_no_list_of_results_is_named(tmp_path: Path, capsys: pyte
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert main(["bench", "plots"]) == 2
-    assert "pando[analysis]" in capsys.readouterr().err
+    assert "make install-dev" in capsys.readouterr().err

@@ -33,6 +33,18 @@ def test_the_banner_s_curl_is_whole_and_for_the_served_model(terminal: bool) -> 
     assert json.loads(body)["model"] == LAYOUT.model
 
 
+def test_the_banner_names_a_command_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "pando"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "  bin/pando chat --url" in banner(LAYOUT)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert "  pando chat --url" in banner(LAYOUT)
+
+
 def test_markup_in_a_service_s_words_stays_as_it_is() -> None:
     shown, output = reporter(terminal=False)
     shown.line("worker", "[bold]not markup[/bold]")

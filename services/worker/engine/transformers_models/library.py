@@ -17,7 +17,7 @@ def import_transformers(family: str) -> Any:  # the library is not typed
     if importlib.util.find_spec("transformers") is None:
         raise ConfigurationError(
             f"model family {family!r} is not one of Pando's own; it runs through transformers, which is not installed: "
-            "pip install 'pando[transformers]'"
+            "pip install '.[transformers]' in Pando's repository"
         )
     import transformers
 
