@@ -29,6 +29,7 @@ from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, count_host_pages
 from services.worker.engine.host_tier.tier import make_transfers
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
+from services.worker.engine.kernels.native_layers import join_layers
 from services.worker.engine.measuring.calibration import calibrate
 from services.worker.engine.measuring.capacity import (
     MemoryMeasure,
@@ -224,7 +225,10 @@ class _Loader:
             lambda share: self._report(0.98 * share, "loading weights")
         )
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
-        attention = self._attention(context)
+        attention, (*inner, last) = self._attention(context), weights.layers
+        if ranks == 1:  # several add up what their parts of a layer contribute: no one call
+            joined = join_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
+            weights = replace(weights, joined=joined)
         return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
 
     def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:

@@ -63,14 +63,14 @@ class NativeLinear:
 
     def __init__(self, library: NativeLibrary, matrix: PackedMatrix, threads: int) -> None:
         """Multiply with `matrix` on `threads` threads."""
-        self._library = library
-        self._matrix = matrix
-        self._threads = threads
+        self.library = library
+        self.matrix = matrix
+        self.threads = threads
         self._constants = (matrix.address, matrix.element_type, matrix.bias_address)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the product."""
-        outputs = inputs.new_empty(inputs.shape[0], self._matrix.outputs)
+        outputs = inputs.new_empty(inputs.shape[0], self.matrix.outputs)
         self._run(inputs, outputs, accumulate=0)
         return outputs
 
@@ -82,9 +82,9 @@ class NativeLinear:
         assert inputs.is_contiguous(), "operators take contiguous activations"
         assert outputs.is_contiguous(), "operators write contiguous activations"
         weights, element_type, bias = self._constants
-        self._library.linear(
-            inputs.data_ptr(), weights, element_type, bias, inputs.shape[0], self._matrix.inputs, self._matrix.outputs,
-            outputs.data_ptr(), accumulate, self._threads,
+        self.library.linear(
+            inputs.data_ptr(), weights, element_type, bias, inputs.shape[0], self.matrix.inputs, self.matrix.outputs,
+            outputs.data_ptr(), accumulate, self.threads,
         )  # fmt: skip
 
 
@@ -97,19 +97,19 @@ class NativeGatedLinear:
         """Multiply with `gate` and `up` on `threads` threads."""
         assert gate.panels.dtype == up.panels.dtype, "gate and up are of one type"
         self._library = library
-        self._gate = gate
-        self._up = up
-        self._activation = ACTIVATIONS[activation]
+        self.gate = gate
+        self.up = up
+        self.activation = ACTIVATIONS[activation]
         self._threads = threads
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return activation(gate) * up."""
         assert inputs.is_contiguous(), "operators take contiguous activations"
-        gate, up = self._gate, self._up
+        gate, up = self.gate, self.up
         outputs = inputs.new_empty(inputs.shape[0], gate.outputs)
         self._library.gated_linear(
             inputs.data_ptr(), gate.address, up.address, gate.element_type, gate.bias_address, up.bias_address,
-            inputs.shape[0], gate.inputs, gate.outputs, outputs.data_ptr(), self._activation, self._threads,
+            inputs.shape[0], gate.inputs, gate.outputs, outputs.data_ptr(), self.activation, self._threads,
         )  # fmt: skip
         return outputs
 

@@ -61,6 +61,52 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+class MatrixArguments(ctypes.Structure):
+    """`MatrixArguments` of native/layers.hpp."""
+
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int), ("outputs", c_int))
+
+
+class LayerArguments(ctypes.Structure):
+    """`LayerArguments` of native/layers.hpp."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("feed_forward_norm", c_void_p),
+        ("angles", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("qkv", MatrixArguments),
+        ("output", MatrixArguments),
+        ("gate", MatrixArguments),
+        ("up", MatrixArguments),
+        ("down", MatrixArguments),
+        ("window_left", c_int),
+        ("table", c_int),
+    )
+
+
+class LayersArguments(ctypes.Structure):
+    """`LayersArguments` of native/layers.hpp."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerArguments)),
+        ("hidden", c_void_p),
+        ("normed", c_void_p),
+        ("next_norm", c_void_p),
+        ("scratch", c_void_p),
+        ("page_tables", c_void_p * 2),
+        ("slots", c_void_p * 2),
+        ("table_widths", c_int * 2),
+        ("count", c_int),
+        ("activation", c_int),
+        ("store", StoreArguments),
+        ("attention", AttentionArguments),
+    )
+
+
 _SIGNATURES = {
     "linear": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int),
     "gated_linear": (
@@ -69,6 +115,7 @@ _SIGNATURES = {
     "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
     "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),
     "attend": (ctypes.POINTER(AttentionArguments), c_void_p, c_void_p, c_int),
+    "layers": (ctypes.POINTER(LayersArguments), c_int, c_int),
 }  # fmt: skip
 
 
@@ -91,6 +138,7 @@ class NativeLibrary:
         self.rms_norm = library.pando_rms_norm
         self.store = library.pando_store
         self.attend = library.pando_attend
+        self.layers = library.pando_layers
         self.lanes: int = library.pando_lanes()
         """Floats in a vector register: head_dim and page_size must be multiples."""
         self.panel: int = library.pando_panel()

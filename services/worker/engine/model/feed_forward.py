@@ -28,16 +28,16 @@ class DenseFeedForward:
 
     def __init__(self, gate_up: GatedLinear, down: Linear) -> None:
         """Join the two products."""
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the product."""
-        return self._down(self._gate_up(inputs))
+        return self.down(self.gate_up(inputs))
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`."""
-        self._down.add_to(self._gate_up(inputs), sums)
+        self.down.add_to(self.gate_up(inputs), sums)
 
 
 class MixtureFeedForward:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, KvLayout, Linear
+    from services.worker.engine.kernels.native_layers import JoinedLayers
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward
@@ -44,6 +45,8 @@ class TransformerWeights:
     layers: Sequence[DecoderLayer]
     output_norm: torch.Tensor  # [hidden]
     head: Linear
+    joined: JoinedLayers | None = None
+    """All layers but the last in one call, where the kernels can."""
 
 
 class Transformer:
@@ -97,16 +100,19 @@ class Transformer:
         """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
         hidden = self._embed(batch.token_ids)
         layers = self._weights.layers
-        normed = self._kernels.rms_norm(hidden, layers[0].input_norm, self._epsilon)
         # What normalises the residual stream behind each layer.
         following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
         # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
         *inner, last = zip(layers, self._attention, pool.layers, views, following, strict=True)
-        for layer, attention, kv, view, next_norm in inner:
-            attended = attention.store_and_attend(layer.qkv(normed), kv, layer.head_norms, view)
-            normed = self._finish_layer(layer, hidden, attended, next_norm)
+        if self._weights.joined is not None:
+            normed = self._weights.joined(hidden, batch, pool)
+        else:
+            normed = self._kernels.rms_norm(hidden, layers[0].input_norm, self._epsilon)
+            for layer, attention, kv, view, next_norm in inner:
+                attended = attention.store_and_attend(layer.qkv(normed), kv, layer.head_norms, view)
+                normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, kv, view, next_norm = last
         projected = layer.qkv(normed)
         if batch.sample_indices.shape[0] == 0:

@@ -294,14 +294,22 @@ inline std::vector<AttentionTask> split_tasks(const AttentionArguments& a) {
   return tasks;
 }
 
+// Runs all tasks, with the threads of the parallel region around it, and waits for them. Tasks that follow each other read
+// neighbouring memory, but a thread must not hold back many of them.
+template <typename Element>
+void share_tasks(const AttentionArguments& a, const std::vector<AttentionTask>& tasks, const Element* keys,
+                 const Element* values) {
+  const int count = static_cast<int>(tasks.size());
+  const int chunk = std::max(1, std::min(a.kv_heads, count / (8 * a.threads)));
+#pragma omp for schedule(dynamic, chunk)
+  for (int i = 0; i < count; ++i) run_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], keys, values);
+}
+
 template <typename Element>
 void attend(const AttentionArguments& a, const Element* keys, const Element* values) {
   const std::vector<AttentionTask> tasks = split_tasks(a);
-  const int count = static_cast<int>(tasks.size());
-  // Tasks that follow each other read neighbouring memory, but a thread must not hold back many of them.
-  const int chunk = std::max(1, std::min(a.kv_heads, count / (8 * a.threads)));
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic, chunk)
-  for (int i = 0; i < count; ++i) run_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], keys, values);
+#pragma omp parallel num_threads(a.threads)
+  share_tasks(a, tasks, keys, values);
 }
 
 }  // namespace pando

@@ -10,7 +10,8 @@ namespace pando {
 // Below this many floats a second thread costs more than it brings.
 constexpr long kWorthThreads = 1 << 14;
 
-inline void normalise(const float* inputs, const float* weight, float epsilon, int width, float* outputs) {
+// Never inlined: wherever it is called from, it rounds alike.
+__attribute__((noinline)) inline void normalise(const float* inputs, const float* weight, float epsilon, int width, float* outputs) {
   Vector squares{};
   int i = 0;
   for (; i + kLanes <= width; i += kLanes) squares += load(inputs + i) * load(inputs + i);
@@ -51,11 +52,11 @@ inline void rotate(float* head, const float* angles, int head_dim) {
 }
 
 // Normalises and rotates queries and keys in place; keys [pages, kv_heads, head_dim, page_size] and values
-// [pages, kv_heads, page_size, head_dim] take the new tokens.
+// [pages, kv_heads, page_size, head_dim] take the new tokens. Shared by the threads of the parallel region around it.
 template <typename Element>
-void rotate_and_store(const StoreArguments& a, Element* keys, Element* values) {
+void share_store(const StoreArguments& a, Element* keys, Element* values) {
   const long width = static_cast<long>(a.query_heads + 2 * a.kv_heads) * a.head_dim;
-#pragma omp parallel for num_threads(a.threads) if (a.tokens * width > kWorthThreads)
+#pragma omp for
   for (int token = 0; token < a.tokens; ++token) {
     float* head = a.qkv + token * width;
     const float* angles = a.angles + a.positions[token] * a.head_dim;
@@ -75,6 +76,13 @@ void rotate_and_store(const StoreArguments& a, Element* keys, Element* values) {
       }
     }
   }
+}
+
+template <typename Element>
+void rotate_and_store(const StoreArguments& a, Element* keys, Element* values) {
+  const long width = static_cast<long>(a.query_heads + 2 * a.kv_heads) * a.head_dim;
+#pragma omp parallel num_threads(a.threads) if (a.tokens * width > kWorthThreads)
+  share_store(a, keys, values);
 }
 
 }  // namespace pando

@@ -3,6 +3,7 @@
 
 #include "attention.hpp"
 #include "elementwise.hpp"
+#include "layers.hpp"
 #include "matrix.hpp"
 
 namespace {
@@ -70,6 +71,12 @@ void pando_attend(const pando::AttentionArguments* arguments, const void* keys, 
   with_type(type, [&](auto element) {
     using Element = decltype(element);
     pando::attend(*arguments, static_cast<const Element*>(keys), static_cast<const Element*>(values));
+  });
+}
+
+void pando_layers(const pando::LayersArguments* arguments, int weights_type, int kv_type) {
+  with_type(weights_type, [&](auto weight) {
+    with_type(kv_type, [&](auto element) { pando::run_layers<decltype(weight), decltype(element)>(*arguments); });
   });
 }
 

@@ -6,6 +6,8 @@
 // a token gets never depends on what it is batched with.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -212,17 +214,18 @@ inline void run_tile(const Operation& operation, int rows, int row, int panel) {
   }
 }
 
-// Runs all tiles. A panel stays in a thread's cache for all tokens. Threads get long runs of panels first, which memory
-// delivers faster than scattered ones (one token: by a third), and single ones in the end, because other processes share
-// the cores. Where panels are few, the tokens are cut up too.
+// Runs all tiles, with the threads of the parallel region around it, and waits for them. A panel stays in a thread's cache
+// for all tokens. Threads get long runs of panels first, which memory delivers faster than scattered ones (one token: by
+// a third), and single ones in the end, because other processes share the cores. Where panels are few, the tokens are cut
+// up too.
 template <typename Operation>
-void run_tiles(const Operation& operation, int tokens, int threads) {
+void share_tiles(const Operation& operation, int tokens) {
   const int panels = panels_of(operation.width());
   const int tiles = (tokens + kTileRows - 1) / kTileRows;
-  const int wanted = std::max(1, 4 * threads / panels);
+  const int wanted = std::max(1, 4 * omp_get_num_threads() / panels);
   const int tiles_per_task = std::max(1, tiles / wanted);
   const int cuts = (tiles + tiles_per_task - 1) / tiles_per_task;
-#pragma omp parallel for num_threads(threads) schedule(guided)
+#pragma omp for schedule(guided)
   for (int task = 0; task < panels * cuts; ++task) {
     const int panel = task / cuts, first = task % cuts * tiles_per_task;
     for (int tile = first; tile < std::min(tiles, first + tiles_per_task); ++tile) {
@@ -230,6 +233,12 @@ void run_tiles(const Operation& operation, int tokens, int threads) {
       run_tile<kTileRows>(operation, std::min(kTileRows, tokens - row), row, panel);
     }
   }
+}
+
+template <typename Operation>
+void run_tiles(const Operation& operation, int tokens, int threads) {
+#pragma omp parallel num_threads(threads)
+  share_tiles(operation, tokens);
 }
 
 // Inputs in the type that products with `Weight` take; valid until the calling thread asks again.

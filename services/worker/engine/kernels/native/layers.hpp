@@ -1,0 +1,158 @@
+// Successive decoder layers in one parallel region: between operators the threads meet at a barrier, and that is all.
+//
+// Called one by one, the operators of a single token cost a tenth of its time again: threads are woken for each, and the
+// interpreter, whose lock another thread may hold, prepares the next. What is computed is the same to the last bit.
+#pragma once
+
+#include <vector>
+
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "matrix.hpp"
+
+namespace pando {
+
+struct MatrixArguments {
+  const void* panels;
+  const float* bias;
+  int inputs, outputs;
+};
+
+// One layer of this rank, whose share is the whole model.
+struct LayerArguments {
+  const float* input_norm;    // [hidden]
+  const float* query_norm;    // [head_dim], or null as key_norm then is
+  const float* key_norm;
+  const float* feed_forward_norm;  // [hidden]
+  const float* angles;        // as StoreArguments has them
+  void* keys;
+  void* values;
+  MatrixArguments qkv, output, gate, up, down;
+  int window_left, table;     // which of the page tables, and slots, are this layer's
+};
+
+struct LayersArguments {
+  const LayerArguments* layers;
+  float* hidden;           // [tokens, hidden], the residual stream; overwritten
+  float* normed;           // [tokens, hidden], normalised by `next_norm`, is written at the end
+  const float* next_norm;  // [hidden]
+  float* scratch;          // [tokens, widest input + qkv + queries + intermediate]
+  const int32_t* page_tables[2];
+  const int64_t* slots[2];
+  int table_widths[2];
+  int count, activation;
+  StoreArguments store;        // what differs between layers is filled in
+  AttentionArguments attention;
+};
+
+template <typename Weight>
+Matrix<Weight> matrix_of(const MatrixArguments& a) {
+  return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
+}
+
+// Inputs of a product, [tokens, width]: `row(token, target)` makes one token's. If they are few, each thread makes all of
+// them for itself, which takes no longer than waiting until another has; else they are shared, in `shared`.
+template <typename Input, typename Row>
+const Input* prepare(int tokens, int width, Input* shared, Row row) {
+  if (static_cast<long>(tokens) * width <= kWorthThreads) {
+    static thread_local std::vector<Input> own;
+    own.resize(static_cast<long>(tokens) * width);
+    for (int token = 0; token < tokens; ++token) row(token, own.data() + static_cast<long>(token) * width);
+    return own.data();
+  }
+#pragma omp for
+  for (int token = 0; token < tokens; ++token) row(token, shared + static_cast<long>(token) * width);
+  return shared;
+}
+
+template <typename Input>
+const Input* normalised(const float* inputs, const float* weight, float epsilon, int tokens, int width, Input* shared) {
+  return prepare<Input>(tokens, width, shared, [=](int token, Input* target) {
+    const float* source = inputs + static_cast<long>(token) * width;
+    if constexpr (std::is_same_v<Input, float>) {
+      normalise(source, weight, epsilon, width, target);
+    } else {
+      static thread_local std::vector<float> line;
+      line.resize(width);
+      normalise(source, weight, epsilon, width, line.data());
+      for (int i = 0; i < width; ++i) from_float(line[i], target + i);
+    }
+  });
+}
+
+template <typename Input>
+const Input* converted(const float* inputs, int tokens, int width, Input* shared) {
+  if constexpr (std::is_same_v<Input, float>) {
+    return inputs;
+  } else {
+    return prepare<Input>(tokens, width, shared, [=](int token, Input* target) {
+      const float* source = inputs + static_cast<long>(token) * width;
+      for (int i = 0; i < width; ++i) from_float(source[i], target + i);
+    });
+  }
+}
+
+// Places in the scratch memory. `inputs` is as wide as the widest of what is normalised or rounded for a product.
+struct Scratch {
+  float *inputs, *qkv, *attended, *gated;
+
+  Scratch(const LayersArguments& a, int hidden) {
+    const LayerArguments& layer = a.layers[0];
+    const long tokens = a.store.tokens;
+    inputs = a.scratch;
+    qkv = inputs + tokens * std::max({hidden, layer.output.inputs, layer.down.inputs});
+    attended = qkv + tokens * layer.qkv.outputs;
+    gated = attended + tokens * layer.output.inputs;
+  }
+};
+
+template <typename Weight, typename Element>
+void share_layer(const LayersArguments& a, const LayerArguments& layer, const std::vector<AttentionTask>& tasks,
+                 const Scratch& scratch) {
+  using Input = InputOf<Weight>;
+  const int tokens = a.store.tokens, hidden = layer.qkv.inputs;
+  const float epsilon = a.store.epsilon;
+  Input* shared = reinterpret_cast<Input*>(scratch.inputs);
+  StoreArguments store = a.store;
+  store.qkv = scratch.qkv;
+  store.angles = layer.angles;
+  store.slots = a.slots[layer.table];
+  store.query_norm = layer.query_norm;
+  store.key_norm = layer.key_norm;
+  AttentionArguments attention = a.attention;
+  attention.queries = scratch.qkv;
+  attention.outputs = scratch.attended;
+  attention.page_table = a.page_tables[layer.table];
+  attention.table_width = a.table_widths[layer.table];
+  attention.window_left = layer.window_left;
+
+  const Input* inputs = normalised(a.hidden, layer.input_norm, epsilon, tokens, hidden, shared);
+  share_tiles(Product<Weight>{matrix_of<Weight>(layer.qkv), inputs, scratch.qkv, false}, tokens);
+  share_store(store, static_cast<Element*>(layer.keys), static_cast<Element*>(layer.values));
+  share_tasks(attention, tasks, static_cast<const Element*>(layer.keys), static_cast<const Element*>(layer.values));
+  inputs = converted(scratch.attended, tokens, layer.output.inputs, shared);
+  share_tiles(Product<Weight>{matrix_of<Weight>(layer.output), inputs, a.hidden, true}, tokens);
+  inputs = normalised(a.hidden, layer.feed_forward_norm, epsilon, tokens, hidden, shared);
+  share_tiles(GatedProduct<Weight>{matrix_of<Weight>(layer.gate), matrix_of<Weight>(layer.up), inputs, scratch.gated,
+                                   static_cast<Activation>(a.activation)},
+              tokens);
+  inputs = converted(scratch.gated, tokens, layer.down.inputs, shared);
+  share_tiles(Product<Weight>{matrix_of<Weight>(layer.down), inputs, a.hidden, true}, tokens);
+}
+
+template <typename Weight, typename Element>
+void run_layers(const LayersArguments& a) {
+  const std::vector<AttentionTask> tasks = split_tasks(a.attention);
+  const int tokens = a.store.tokens, hidden = a.layers[0].qkv.inputs;
+  const Scratch scratch(a, hidden);
+#pragma omp parallel num_threads(a.store.threads)
+  {
+    for (int i = 0; i < a.count; ++i) share_layer<Weight, Element>(a, a.layers[i], tasks, scratch);
+#pragma omp for
+    for (int token = 0; token < tokens; ++token)
+      normalise(a.hidden + static_cast<long>(token) * hidden, a.next_norm, a.store.epsilon, hidden,
+                a.normed + static_cast<long>(token) * hidden);
+  }
+}
+
+}  // namespace pando
