@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import PandoError
 from common.types import ErrorCode
@@ -38,8 +39,18 @@ from gateway.schemas.sessions import CloseSessionBody, OpenSessionBody
 from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gateway.api.context import Context
 
+# Headers that scripts of pages may read, beside those that they may anyway.
+SHOWN_TO_PAGES = (
+    "retry-after",
+    "retry-after-ms",
+    "x-request-id",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 # What clients of Anthropic's API ask.
 ANTHROPIC = "/v1/messages"
 # Errors that are refusals, by what metrics call them.
@@ -67,8 +78,8 @@ BODIES = (
 )
 
 
-def create_app(context: Context) -> FastAPI:
-    """Return the application over `context`."""
+def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application over `context`, which browsers may call for pages of `cors_origins`."""
     app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
     generating = (chat, completions, responses, messages, native)
     for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
@@ -79,6 +90,14 @@ def create_app(context: Context) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     describe(app, BODIES)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=SHOWN_TO_PAGES,
+        )
     app.add_middleware(RequestContext, metrics=context.metrics)
     return app
 

@@ -76,7 +76,7 @@ class Gateway:
             fingerprint=fingerprint(),
         )
         https = https_files(settings)
-        self._server = HttpServer(create_app(context), settings.host, settings.port, https)
+        self._server = HttpServer(create_app(context, settings.cors_origins), settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
             ProbeServer(context, settings.host, security.probe_port)

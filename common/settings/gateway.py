@@ -24,6 +24,9 @@ class GatewaySettings(IdentitySettings):
     client_authority: Path | None = None
     """Authorities (PEM) of clients' certificates: who shows none of theirs is refused. Absent: clients need none.
     Health, readiness and metrics are then answered at rpc.probe_port, too, in plaintext, for who cannot show one."""
+    cors_origins: tuple[str, ...] = ()
+    """Pages of these origins (https://chat.example) may call the API from their visitors' browsers; "*": all pages.
+    Without keys, whatever such a page asks counts as asked by whoever runs the browser."""
     tokenizer: str = "127.0.0.1:50051"
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"

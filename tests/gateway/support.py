@@ -60,7 +60,7 @@ class FakedGateway:
             limits=limits(self.settings),
             fingerprint="pando-test",
         )
-        self.app: FastAPI = create_app(self.context)
+        self.app: FastAPI = create_app(self.context, self.settings.cors_origins)
 
     @property
     def backend(self) -> Backend:

@@ -122,6 +122,23 @@ async def test_request_id_is_on_streams_too() -> None:
     assert (await gateway_saying("x").chat(stream=True)).headers["x-request-id"]
 
 
+async def test_only_pages_of_named_origins_may_call_from_browsers() -> None:
+    gateway = gateway_saying("x", cors_origins=("https://chat.example",))
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    async with gateway.client() as client:
+        for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://other.example", None)):
+            preflight = await client.options("/v1/chat/completions", headers={"origin": origin, **asking})
+            assert preflight.headers.get("access-control-allow-origin") == allowed
+            assert preflight.is_success == (allowed is not None)
+            body = {"model": "tiny", "prompt": "x"}
+            answer = await client.post("/v1/completions", json=body, headers={"origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            # Of a refusal, too, a page is told why.
+            refused = await client.post("/v1/completions", json={}, headers={"origin": origin})
+            assert refused.headers.get("access-control-allow-origin") == allowed
+    assert "x-request-id" in answer.headers
+
+
 def test_trace_of_the_caller_is_continued() -> None:
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     trace = trace_of({"traceparent": caller, "tracestate": "vendor=1"})
