@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +22,10 @@ from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import expected_output
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from services.worker.engine.model.batch import ForwardBatch
     from tests.services.worker.engine.parallel.ranks import Ranks
@@ -207,8 +208,11 @@ def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: s
         told = "nothing"
     except Exception as error:  # noqa: BLE001  (whichever it is, is the question)
         told = type(error).__name__
-    # What the executor does, which wakes the other rank.
+    # What the executor does, which wakes the other rank. The scheduler configures ranks anew once it has lost them all;
+    # one that came sooner would meet the group that the other has not left yet.
     engine.close()
+    Path(model, f"{phase}-{rank}-has-left").touch()
+    wait_until(lambda: len(list(Path(model).glob(f"{phase}-*-has-left"))) == world_size)
     engine.configure(asked, lambda _fraction, _stage: None)
     first = StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 6),))
     then = StepPlan(StepId(2), prefills=(chunk(0, 6, 6),), steps=6)

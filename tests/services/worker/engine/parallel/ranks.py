@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.pool import Pool
 
 MOST_RANKS = 3
 _TIMEOUT_SECONDS = 150
@@ -17,8 +18,7 @@ class Ranks:
     """Processes that stay for several groups of ranks: starting them takes longest."""
 
     def __init__(self) -> None:
-        # torch and its threads must not be inherited by fork.
-        self._pool = multiprocessing.get_context("spawn").Pool(MOST_RANKS)
+        self._pool = _start()
 
     def run(self, function: Callable[..., object], world_size: int, *arguments: object) -> list[Any]:
         """Return what `function(rank, world_size, rendezvous, *arguments)` returned, for each rank in order."""
@@ -29,9 +29,20 @@ class Ranks:
         waiting = [
             self._pool.apply_async(function, (rank, world_size, rendezvous, *arguments)) for rank in range(world_size)
         ]
-        return [result.get(_TIMEOUT_SECONDS) for result in waiting]
+        try:
+            return [result.get(_TIMEOUT_SECONDS) for result in waiting]
+        except multiprocessing.TimeoutError:
+            # What hangs here must not hold up the tests after this one.
+            self.stop()
+            self._pool = _start()
+            raise
 
     def stop(self) -> None:
         """End the processes."""
         self._pool.terminate()
         self._pool.join()
+
+
+def _start() -> Pool:
+    # torch and its threads must not be inherited by fork.
+    return multiprocessing.get_context("spawn").Pool(MOST_RANKS)
