@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = pytest.mark.e2e
-
 PROMPT = [5, 17, 80, 33, 61, 2, 9]
 NEW_TOKENS = 10
 PLAN = StepPlan(
