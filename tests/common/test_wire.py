@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from common import wire
 from common.errors import InvalidRequestError
@@ -19,6 +19,7 @@ def reparsed(message: scheduler_pb2.ScheduleRequest) -> scheduler_pb2.ScheduleRe
     return scheduler_pb2.ScheduleRequest.FromString(message.SerializeToString())
 
 
+@settings(max_examples=50)
 @given(strategies.schedule_requests)
 def test_a_request_survives_the_wire(request: ScheduleRequest) -> None:
     back = wire.schedule_request_from_wire(reparsed(wire.schedule_request_to_wire(request)))
