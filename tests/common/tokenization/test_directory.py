@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigurationError
 from common.models import ModelFiles, ModelKind
@@ -24,6 +23,8 @@ CONFIG = {"model_type": "llama", "max_position_embeddings": 2048, "vocab_size": 
 @pytest.fixture
 def directory(tmp_path: Path, bundled: TextModel) -> Path:
     """Save the bundled vocabulary in the layout of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bundled.tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>"
     )

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 def test_a_prompt_becomes_its_text_with_special_tokens_spelled_out(model: TextModel) -> None:
     text = "<|im_start|>system\nKeep 漢字 and 😀 safe.<|im_end|>\n"
     ids = np.array(model.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-    transcript = Transcriber(model).transcribe(ids)
+    transcriber = Transcriber(model)
+    transcript = transcriber.transcribe(ids)
     assert transcript.text == text
     for start, character in enumerate(text):
         token = transcript.token_of(start)
-        before = Transcriber(model).transcribe(ids[:token]).text.rstrip("\ufffd")
+        before = transcriber.transcribe(ids[:token]).text.rstrip("\ufffd")
         assert len(before) <= start, character
 
 
