@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
@@ -35,6 +36,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     server = RpcServer(NAME, settings.detokenizer.address, security)
     hub = Hub(DecoderFactory(load_served_model(settings.model)))
+    MODEL_INFO.labels(settings.model.name).set(1)
     server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
     await server.start()
     try:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
+from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import run_service
@@ -43,6 +44,7 @@ def main() -> None:
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, or until the engine hangs."""
     security = read_security(settings.rpc)
+    MODEL_INFO.labels(settings.model.name).set(1)
     tier = make_tier(settings.worker)
     library = GrammarLibrary()
     grammars = GrammarDesk(library, GrammarChecker(settings.worker.grammar_timeout_s))

@@ -120,11 +120,19 @@ def test_addresses_are_those_of_containers(name: str) -> None:
 
 
 def test_prometheus_scrapes_every_service_where_it_reports() -> None:
-    [job] = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    job, overlays = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {config["labels"]["pod"]: config["targets"] for config in job["static_configs"]}
     environment = SERVICES["worker"]["environment"]
     expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING[:-1]}
     assert targets == expected | {"gateway": ["gateway:8000"]}
+    ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
+    started = {
+        name: service["extends"]["service"]
+        for overlay in ("gpu-2.yaml", "models.yaml")
+        for name, service in load(overlay)["services"].items()
+        if "extends" in service
+    }
+    assert ports == {name: int(expected[like][0].split(":")[1]) for name, like in started.items()}
 
 
 def test_rules_and_dashboards_are_those_of_the_chart() -> None:

@@ -71,6 +71,14 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
                 yield f"{path.stem}: {panel['title']} {target['refId']}", target["expr"]
 
 
+def variable_queries() -> Iterator[tuple[str, str]]:
+    for path in DASHBOARDS:
+        for variable in json.loads(path.read_text())["templating"]["list"]:
+            if variable["type"] == "query":
+                selector = re.fullmatch(r"label_values\((.*), \w+\)", variable["query"]["query"])
+                yield f"{path.stem}: ${variable['name']}", selector[1] if selector else variable["query"]["query"]
+
+
 def scaler_queries() -> Iterator[tuple[str, str]]:
     for component, name in SCALED.items():
         for trigger in named(render(VALUE_SETS[f"{name}keda"]), "ScaledObject", component)["spec"]["triggers"]:
@@ -78,7 +86,7 @@ def scaler_queries() -> Iterator[tuple[str, str]]:
                 yield f"keda: {component} {trigger['metadata']['query'].split('{')[0]}", trigger["metadata"]["query"]
 
 
-QUERIES = dict([*rule_queries(), *dashboard_queries(), *scaler_queries()])
+QUERIES = dict([*rule_queries(), *dashboard_queries(), *variable_queries(), *scaler_queries()])
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
@@ -162,7 +170,7 @@ def problems(query: str) -> list[str]:
 
 def _without_variables(query: str) -> str:
     """Put values in the place of Grafana's variables."""
-    return query.replace("$__rate_interval", "5m").replace("$namespace", ".*")
+    return re.sub(r"\$(namespace|model|pod)\b", ".*", query.replace("$__rate_interval", "5m"))
 
 
 def _nodes(node: Any) -> Iterator[Any]:
