@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from services.worker.engine.kernels.fp8 import Fp8Matrix
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import Activation
 
@@ -100,9 +101,9 @@ class GatedLinear(Protocol):
 class ExpertMatrices:
     """One expert of a mixture: gate and up [intermediate, hidden], down [hidden, intermediate]."""
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: torch.Tensor | Fp8Matrix
+    up: torch.Tensor | Fp8Matrix
+    down: torch.Tensor | Fp8Matrix
 
 
 class Experts(Protocol):
@@ -120,18 +121,21 @@ class Experts(Protocol):
 
 
 class Kernels(Protocol):
-    """Everything in a layer but attention."""
+    """Everything in a layer but attention.
+
+    Matrices of one gated layer, or of all experts, are either all in FP8 or none is.
+    """
 
     activation_dtype: torch.dtype
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out a matrix [out, in] and its bias [out]; `weight` may be dropped afterwards."""
         ...
 
     def gated_linear(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: torch.Tensor | Fp8Matrix,
+        up: torch.Tensor | Fp8Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:

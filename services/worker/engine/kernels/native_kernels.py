@@ -12,7 +12,9 @@ import torch
 
 from services.worker.engine.host_memory import HostArena
 from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.kernels.fp8 import Fp8Matrix, WidenedLinear, above
 from services.worker.engine.kernels.native_library import ACTIVATIONS, ELEMENT_TYPES, NativeLibrary
+from services.worker.engine.kernels.torch_kernels import TorchGatedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,20 +128,28 @@ class NativeKernels:
         self._threads = threads
         self._arena = HostArena()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out one matrix."""
-        return NativeLinear(self._library, self._pack(weight, bias), self._threads)
+        if isinstance(weight, Fp8Matrix):
+            # The narrowest type that holds FP8 values exactly; so do inputs that are rounded to it.
+            packed = self._pack(weight.values, None, torch.bfloat16)
+            product = NativeLinear(self._library, packed, self._threads)
+            return WidenedLinear(product, torch.float32, weight.scales, bias)
+        return NativeLinear(self._library, self._pack(weight, bias, self._dtype), self._threads)
 
     def gated_linear(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: torch.Tensor | Fp8Matrix,
+        up: torch.Tensor | Fp8Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix."""
+        if isinstance(gate, Fp8Matrix) or isinstance(up, Fp8Matrix):
+            # Scales come before the activation.
+            return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
         gate_bias, up_bias = biases or (None, None)
-        packed = self._pack(gate, gate_bias), self._pack(up, up_bias)
+        packed = self._pack(gate, gate_bias, self._dtype), self._pack(up, up_bias, self._dtype)
         return NativeGatedLinear(self._library, *packed, activation, self._threads)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
@@ -156,12 +166,12 @@ class NativeKernels:
         )
         return outputs
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedMatrix:
         outputs, inputs = weight.shape
-        panel, pair = self._library.panel, _INPUTS_PER_STEP[self._dtype]
+        panel, pair = self._library.panel, _INPUTS_PER_STEP[dtype]
         assert inputs % pair == 0, "no model has layers of odd width"
         panels, whole = -(-outputs // panel), outputs // panel
-        packed = self._arena.zeros((panels, inputs // pair, panel, pair), self._dtype)
+        packed = self._arena.zeros((panels, inputs // pair, panel, pair), dtype)
         rows = weight.reshape(outputs, inputs // pair, pair)
         packed[:whole] = rows[: whole * panel].view(whole, panel, inputs // pair, pair).transpose(1, 2)
         if whole < panels:

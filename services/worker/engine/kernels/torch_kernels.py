@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 
 from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.kernels.fp8 import Fp8Matrix, WidenedLinear, above
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
@@ -84,19 +85,24 @@ class TorchKernels:
         packs = has_packing and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self._linear_type: type[PrepackedLinear | TorchLinear] = PrepackedLinear if packs else TorchLinear
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out one matrix."""
+        if isinstance(weight, Fp8Matrix):
+            # Sums of products that are still to be scaled leave float16's range.
+            wide = torch.float32 if self.activation_dtype == torch.float16 else self.activation_dtype
+            product = self._linear_type(weight.values.to(self._device).to(wide), None)
+            return WidenedLinear(product, wide, weight.scales.to(self._device), bias)
         return self._linear_type(self._converted(weight), None if bias is None else self._converted(bias))
 
     def gated_linear(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: torch.Tensor | Fp8Matrix,
+        up: torch.Tensor | Fp8Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix above each other."""
-        return TorchGatedLinear(self.linear(torch.cat((gate, up)), torch.cat(biases) if biases else None), activation)
+        return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
         """Lay out each expert by itself."""

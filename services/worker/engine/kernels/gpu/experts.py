@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.engine.kernels.fp8 import FP8, Fp8Matrix
 from services.worker.engine.kernels.gpu.elementwise import activated
+from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
@@ -25,16 +27,16 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _grouped_product(
-    inputs, weight, shares, outputs, order, starts, first_blocks, last_block,
-    width, columns, gated_offset, stride_expert,
+    inputs, weight, input_scales, weight_scales, shares, outputs, order, starts, first_blocks, last_block,
+    width, columns, gated_offset, stride_expert, stride_scales,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    IS_FIRST: tl.constexpr, GELU: tl.constexpr,
+    IS_FIRST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs with their expert's matrix.
 
     The first product takes its inputs from the pairs' tokens and gates them, the second one takes those results, weighs
-    them and puts them back to the pairs' places.
+    them and puts them back to the pairs' places. Both take FP8 on both sides, and scale what comes out, if SCALED.
     """
     block = tl.program_id(1)
     if block >= tl.load(last_block):
@@ -60,6 +62,12 @@ def _grouped_product(
         sums += tl.dot(given, tl.load(at_weight + start, mask=mask, other=0.0))
         if IS_FIRST:
             gated_sums += tl.dot(given, tl.load(at_weight + gated_offset + start, mask=mask, other=0.0))
+    if SCALED:
+        scales = weight_scales + expert * stride_scales + at
+        of_inputs = tl.load(input_scales + sources, mask=inside, other=0.0)[:, None]
+        sums *= of_inputs * tl.load(scales, mask=in_columns, other=0.0)[None, :]
+        if IS_FIRST:
+            gated_sums *= of_inputs * tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
     element = outputs.dtype.element_ty
     if IS_FIRST:
         # Rounded where the reference rounds.
@@ -97,6 +105,30 @@ def tuning_for(pairs: int, experts: int) -> ExpertTuning:
     return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
 
 
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One matrix of each expert, in FP8 if there are scales."""
+
+    values: torch.Tensor  # [experts, out, in]
+    scales: torch.Tensor | None  # [experts, out] float32
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, scaled: bool) -> _Stack:
+        """Allocate."""
+        scales = torch.empty(shape[:2], device=device) if scaled else None
+        return cls(torch.empty(shape, dtype=FP8 if scaled else dtype, device=device), scales)
+
+    def put(self, expert: int, rows: slice, matrix: torch.Tensor | Fp8Matrix) -> None:
+        """Copy a matrix, or what is to lie above or below another one, to its place."""
+        if isinstance(matrix, Fp8Matrix):
+            assert self.scales is not None, "experts are held alike"
+            self.values[expert, rows].copy_(matrix.values)
+            self.scales[expert, rows].copy_(matrix.scales)
+        else:
+            assert self.scales is None, "experts are held alike"
+            self.values[expert, rows].copy_(matrix)
+
+
 class GpuExperts:
     """All experts' matrices in two tensors; see `Experts`."""
 
@@ -107,21 +139,21 @@ class GpuExperts:
         """Copy `count` experts to `device`, one after the other."""
         first = next(matrices)
         columns, width = first.gate.shape
-        gate_up = torch.empty(count, 2 * columns, width, dtype=dtype, device=device)
-        down = torch.empty(count, width, columns, dtype=dtype, device=device)
+        scaled = isinstance(first.gate, Fp8Matrix)
+        # [experts, 2 intermediate, hidden], gate above up; [experts, hidden, intermediate]
+        self._gate_up = _Stack.empty((count, 2 * columns, width), dtype, device, scaled=scaled)
+        self._down = _Stack.empty((count, width, columns), dtype, device, scaled=scaled)
         for i, expert in enumerate(itertools.chain([first], matrices)):
-            gate_up[i, :columns].copy_(expert.gate)
-            gate_up[i, columns:].copy_(expert.up)
-            down[i].copy_(expert.down)
-        self._gate_up = gate_up  # [experts, 2 intermediate, hidden], gate above up
-        self._down = down  # [experts, hidden, intermediate]
+            self._gate_up.put(i, slice(columns), expert.gate)
+            self._gate_up.put(i, slice(columns, None), expert.up)
+            self._down.put(i, slice(None), expert.down)
         self._activation = activation
         self._bounds = torch.arange(count + 1, device=device)
 
     def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum, without waiting for the device."""
         tokens, chosen = expert_ids.shape
-        experts, hidden, columns = self._down.shape
+        experts, hidden, columns = self._down.values.shape
         if tokens == 0:
             return torch.empty_like(inputs)
         pairs = tokens * chosen
@@ -138,13 +170,14 @@ class GpuExperts:
             (inputs, self._gate_up, gated, True),
             (gated, self._down, outputs, False),
         ):
-            width, wide = weight.shape[2], target.shape[1]
+            width, wide = weight.values.shape[2], target.shape[1]
+            given, scales = (source, source) if weight.scales is None else quantise_rows(source)
             _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
-                source, weight, shares, target, *plan,
-                width, wide, wide * width if is_first else 0, weight.stride(0),
+                given, weight.values, scales, source if weight.scales is None else weight.scales, shares, target, *plan,
+                width, wide, wide * width if is_first else 0, weight.values.stride(0), weight.values.shape[1],
                 PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
                 ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=tuning.depth,
-                IS_FIRST=is_first, GELU=self._activation is Activation.GELU_TANH,
+                IS_FIRST=is_first, GELU=self._activation is Activation.GELU_TANH, SCALED=weight.scales is not None,
                 num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return outputs.view(tokens, chosen, hidden).sum(dim=1)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from services.worker.engine.kernels.fp8 import Fp8Matrix, above
 from services.worker.engine.kernels.gpu import elementwise, small_linear
 from services.worker.engine.kernels.gpu.experts import GpuExperts
+from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, GpuFp8Linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,20 +67,25 @@ class GpuKernels:
         self.activation_dtype = dtype
         self._device = device
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out one matrix."""
-        return GpuLinear(self._converted(weight), None if bias is None else self._converted(bias))
+        converted_bias = None if bias is None else self._converted(bias)
+        if isinstance(weight, Fp8Matrix):
+            return GpuFp8Linear(weight.to(self._device), converted_bias)
+        return GpuLinear(self._converted(weight), converted_bias)
 
     def gated_linear(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: torch.Tensor | Fp8Matrix,
+        up: torch.Tensor | Fp8Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix above each other."""
-        both = torch.cat([self._converted(gate), self._converted(up)])
         bias = torch.cat([self._converted(bias) for bias in biases]) if biases else None
+        both = above(self._moved(gate), self._moved(up))
+        if isinstance(both, Fp8Matrix):
+            return GpuFp8GatedLinear(both, bias, activation)
         return GpuGatedLinear(both, bias, activation)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
@@ -88,6 +95,9 @@ class GpuKernels:
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Normalise over the last dimension."""
         return elementwise.rms_norm(inputs, weight, epsilon)
+
+    def _moved(self, matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor | Fp8Matrix:
+        return matrix.to(self._device) if isinstance(matrix, Fp8Matrix) else self._converted(matrix)
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, self.activation_dtype).contiguous()

@@ -1,7 +1,11 @@
-"""Matrix products of one or two tokens: bound by reading the weights, which libraries do at half the bandwidth."""
+"""Matrix products of one or two tokens: bound by reading the weights, which libraries do at half the bandwidth.
+
+FP8 inputs and weights are widened in registers, and their product is scaled in the end.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -24,18 +28,30 @@ _LONGEST_AT_ONCE = 4096
 _RESIDENT_PROGRAMS = 132 * 32
 
 
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What products of FP8 values are multiplied with."""
+
+    of_inputs: torch.Tensor  # [tokens] float32
+    of_outputs: torch.Tensor  # [rows of the weights] float32
+
+
 @triton.jit
 def _finished(
-    sums, gated_sums, bias, target, rows, inside, columns_out,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    sums, gated_sums, bias, input_scale, weight_scales, target, rows, inside, columns_out,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """Return what is to be stored: the product with its bias, gated, or added to what is there."""
+    """Return what is to be stored: the product, scaled, with its bias, gated, or added to what is there."""
     element = target.dtype.element_ty
     product = tl.sum(sums, axis=1)
+    if SCALED:
+        product *= tl.load(input_scale) * tl.load(weight_scales + rows, mask=inside, other=0.0)
     if HAS_BIAS:
         product += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.sum(gated_sums, axis=1)
+        if SCALED:
+            up *= tl.load(input_scale) * tl.load(weight_scales + columns_out + rows, mask=inside, other=0.0)
         if HAS_BIAS:
             up += tl.load(bias + columns_out + rows, mask=inside, other=0.0).to(tl.float32)
         gate = product.to(element).to(tl.float32)
@@ -47,9 +63,9 @@ def _finished(
 
 @triton.jit
 def _product(
-    inputs, weight, bias, outputs, width, columns_out,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
-    GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    inputs, weight, bias, input_scales, weight_scales, outputs, width, columns_out,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Read the weights in steps of BLOCK, which divides `width`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -70,16 +86,16 @@ def _product(
             gated_sums += tl.load(at_gated + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32) * given
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
-        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED,
-        GELU=GELU,
+        sums, gated_sums, bias, input_scales + token, weight_scales, target, rows, inside, columns_out,
+        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, GELU=GELU,
     ), mask=inside)  # fmt: skip
 
 
 @triton.jit
 def _product_at_once(
-    inputs, weight, bias, outputs, width, columns_out,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
-    GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    inputs, weight, bias, input_scales, weight_scales, outputs, width, columns_out,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Have all weights on their way while the program before still runs."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -101,15 +117,26 @@ def _product_at_once(
         gated_sums += gated_weights.to(tl.float32) * given
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
-        sums, gated_sums, bias, target, rows, inside, columns_out, HAS_BIAS=HAS_BIAS, ADDS=ADDS, GATED=GATED,
-        GELU=GELU,
+        sums, gated_sums, bias, input_scales + token, weight_scales, target, rows, inside, columns_out,
+        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, GELU=GELU,
     ), mask=inside)  # fmt: skip
 
 
-def _launch(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *,
-    adds: bool = False, gated: bool = False, gelu: bool = False,
+def launch(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor,
+    scales: Scales | None = None, *, adds: bool = False, activation: Activation | None = None,
 ) -> None:  # fmt: skip
+    """Write inputs [tokens, in] times weight, plus bias, to `outputs` [tokens, out], which are contiguous.
+
+    Args:
+        inputs: contiguous, and in FP8 if the weights are.
+        weight: [out, in]; of a gated layer [2 out, in], the gate's rows, then those of up.
+        bias: as many as rows.
+        outputs: what is written.
+        scales: of FP8 inputs and weights.
+        adds: add to `outputs` instead.
+        activation: of a gated layer, which gives activation(gate) * up.
+    """
     tokens, columns_out = outputs.shape
     width = weight.shape[1]
     rows = 2 if width <= _SHORT_ROW else 1
@@ -120,8 +147,10 @@ def _launch(
         block = next(step for step in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1) if width % step == 0)
     run = _product_at_once if at_once else _product
     run[(programs, tokens)](
-        inputs, weight, weight if bias is None else bias, outputs, width, columns_out,
-        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, ADDS=adds, GATED=gated, GELU=gelu,
+        inputs, weight, weight if bias is None else bias, scales.of_inputs if scales else weight,
+        scales.of_outputs if scales else weight, outputs, width, columns_out,
+        ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, SCALED=scales is not None, ADDS=adds,
+        GATED=activation is not None, GELU=activation is Activation.GELU_TANH,
         num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **launch_options(tokens),
     )  # fmt: skip
 
@@ -129,13 +158,13 @@ def _launch(
 def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return inputs [tokens, in] times weight [out, in], plus bias [out]."""
     outputs = inputs.new_empty(inputs.shape[0], weight.shape[0])
-    _launch(inputs.contiguous(), weight, bias, outputs)
+    launch(inputs.contiguous(), weight, bias, outputs)
     return outputs
 
 
 def add_product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: torch.Tensor) -> None:
     """Add the product to `sums` [tokens, out] in place."""
-    _launch(inputs.contiguous(), weight, bias, sums, adds=True)
+    launch(inputs.contiguous(), weight, bias, sums, adds=True)
 
 
 def gated_product(
@@ -143,5 +172,5 @@ def gated_product(
 ) -> torch.Tensor:
     """Return activation(gate) * up, where `weight` [2 out, in] holds the gate's rows, then those of up."""
     outputs = inputs.new_empty(inputs.shape[0], weight.shape[0] // 2)
-    _launch(inputs.contiguous(), weight, bias, outputs, gated=True, gelu=activation is Activation.GELU_TANH)
+    launch(inputs.contiguous(), weight, bias, outputs, activation=activation)
     return outputs

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.kernels.expert_loop import ExpertLoop
+from services.worker.engine.kernels.fp8 import quantise
 from services.worker.engine.kernels.interface import ExpertMatrices
 from services.worker.engine.kernels.torch_kernels import TorchKernels
 from services.worker.engine.model.config import Activation
@@ -62,6 +63,27 @@ def test_any_routing_gives_what_the_loop_gives(
     device: torch.device, experts: int, tokens: int, skew: float, activation: Activation
 ) -> None:
     check(experts, tokens, skew, activation, device)
+
+
+@pytest.mark.parametrize(("experts", "tokens", "activation"), [(5, 24, Activation.SILU), (3, 97, Activation.GELU_TANH)])
+def test_experts_in_fp8_give_what_the_loop_over_them_gives(
+    device: torch.device, experts: int, tokens: int, activation: Activation
+) -> None:
+    if HAS_GPU and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU does not multiply FP8")
+    made = [
+        ExpertMatrices(*(quantise(matrix.float()) for matrix in (each.gate, each.up, each.down)))  # type: ignore[union-attr]  # made so
+        for each in matrices(experts)
+    ]
+    inputs, ids, shares = routed(tokens, experts, 0.5)
+    mixture = GpuExperts(experts, iter(made), activation, DTYPE, device)
+    got = mixture(inputs.to(device), ids.to(device), shares.to(device)).cpu().float()
+    loop = ExpertLoop(TorchKernels(torch.float32, torch.device("cpu")), experts, iter(made), activation)
+    expected = loop(inputs.float(), ids, shares.float())
+    # What lies between two values may be rounded the other way between the products.
+    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.median()) < (2e-2 if HAS_GPU else 1e-5)
+    assert float(error.max()) < 5e-2
 
 
 def test_many_tokens_take_larger_blocks(device: torch.device) -> None:

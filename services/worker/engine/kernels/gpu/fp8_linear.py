@@ -1,0 +1,135 @@
+"""Products in FP8 by the device's matrix units; activations are scaled and rounded token by token ahead of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from services.worker.engine.kernels.fp8 import FP8, LARGEST, SMALLEST
+from services.worker.engine.kernels.gpu import elementwise, small_linear
+from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.fp8 import Fp8Matrix
+    from services.worker.engine.model.config import Activation
+
+
+@triton.jit
+def _to_grid(values, LARGEST: tl.constexpr):
+    """Return values that FP8 has, rounded to nearest even and saturated, as float32.
+
+    A cast alone would do on a GPU, but not in Triton's interpreter, which loses what the mantissa carries over. What
+    FP8 has exactly, all cast alike.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    # To three bits of mantissa; 20 are dropped.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Below 2^-6 in steps of 2^-9, which are the last bits of numbers around 1.5 * 2^14.
+    subnormal = (values + 24576.0) - 24576.0
+    rounded = tl.where(tl.abs(values) < 0.015625, subnormal, normal)
+    return tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _quantise_rows(
+    inputs, values, scales, width,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    wide = tl.load(inputs + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    # Bits of numbers without a sign are ordered as the numbers are, and those of a NaN come last: it spoils its row.
+    bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    scale = tl.where(largest < SMALLEST, SMALLEST, largest) / LARGEST
+    tl.store(scales + row, scale)
+    grid = _to_grid(wide / scale, LARGEST=LARGEST)
+    tl.store(values + row * width + columns, grid.to(values.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [tokens, width] in FP8 and what each is to be multiplied with, [tokens, 1] float32.
+
+    Nothing waits for the device.
+    """
+    inputs = inputs.contiguous()
+    tokens, width = inputs.shape
+    values = torch.empty_like(inputs, dtype=FP8)
+    scales = inputs.new_empty(tokens, 1, dtype=torch.float32)
+    if tokens:
+        block = triton.next_power_of_2(width)
+        _quantise_rows[(tokens,)](
+            inputs, values, scales, width, BLOCK=block, LARGEST=LARGEST, SMALLEST=SMALLEST,
+            num_warps=min(max(block // 1024, 1), 16), **launch_options(tokens),
+        )  # fmt: skip
+    return values, scales
+
+
+class GpuFp8Linear:
+    """One FP8 matrix; activations are bfloat16."""
+
+    def __init__(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
+        """Keep the matrix [out, in] and bias [out]."""
+        self._matrix = matrix
+        self._bias = bias
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        if inputs.shape[0] > small_linear.MOST_TOKENS:
+            return multiply(inputs, self._matrix, self._bias)
+        outputs = inputs.new_empty(inputs.shape[0], self._matrix.shape[0])
+        multiply_few(inputs, self._matrix, self._bias, outputs)
+        return outputs
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product to `sums`."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS and sums.is_contiguous():
+            multiply_few(inputs, self._matrix, self._bias, sums, adds=True)
+        else:
+            sums += self(inputs)
+
+
+class GpuFp8GatedLinear:
+    """Gate and up projection as one product."""
+
+    def __init__(self, matrix: Fp8Matrix, bias: torch.Tensor | None, activation: Activation) -> None:
+        """Keep the matrix [2 intermediate, in], gate above up, and bias [2 intermediate]."""
+        self._matrix = matrix
+        self._bias = bias
+        self._activation = activation
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return activation(gate) * up."""
+        if inputs.shape[0] > small_linear.MOST_TOKENS:
+            return elementwise.gate(multiply(inputs, self._matrix, self._bias), self._activation)
+        outputs = inputs.new_empty(inputs.shape[0], self._matrix.shape[0] // 2)
+        multiply_few(inputs, self._matrix, self._bias, outputs, activation=self._activation)
+        return outputs
+
+
+def multiply(inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return inputs [tokens, in] bfloat16 times the matrix [out, in], plus bias [out] bfloat16."""
+    values, scales = quantise_rows(inputs)
+    product: torch.Tensor = torch._scaled_mm(
+        values, matrix.values.t(), scale_a=scales, scale_b=matrix.scales[None], bias=bias, out_dtype=inputs.dtype
+    )
+    return product
+
+
+def multiply_few(
+    inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool = False,
+    activation: Activation | None = None,
+) -> None:  # fmt: skip
+    """Write the product of few tokens to `outputs` [tokens, out], or add it; gated if there is an activation."""
+    if inputs.shape[0]:
+        values, scales = quantise_rows(inputs)
+        small_linear.launch(
+            values, matrix.values, bias, outputs, small_linear.Scales(scales, matrix.scales), adds=adds,
+            activation=activation,
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Products in FP8 on the GPU against sums in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.worker.engine.kernels import fp8
+from services.worker.engine.kernels.torch_kernels import activate
+from services.worker.engine.model.config import Activation
+from tests.services.worker.engine.kernels.fp8_bounds import exact_product, within
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.kernels.gpu import small_linear
+from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
+from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+
+# The interpreter multiplies no bfloat16, and devices give products of scaled rows in nothing else.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# On both sides of where the library takes over.
+TOKENS = (1, small_linear.MOST_TOKENS, small_linear.MOST_TOKENS + 1, 17)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+
+
+@pytest.fixture(autouse=True)
+def can_multiply(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU does not multiply FP8")
+
+
+@pytest.mark.parametrize("width", [16, 200, 5120])
+def test_rows_are_quantised_as_the_reference_does(device: torch.device, width: int) -> None:
+    rows = random(9, width) * torch.logspace(-3, 3, 9).to(DTYPE)[:, None]
+    rows[3] = 0
+    # All that FP8 has, and all that is half way between.
+    steps = torch.arange(0x7F, dtype=torch.uint8).view(fp8.FP8).float()
+    grid = torch.cat([steps, (steps[1:] + steps[:-1]) / 2]).to(DTYPE)
+    rows[4, :16], rows[5] = grid[-16:], grid[torch.arange(width) % grid.numel()]
+    rows[4, 0] = rows[5, 0] = fp8.LARGEST
+    values, scales = quantise_rows(rows.to(device))
+    expected_values, expected_scales = fp8.quantise_rows(rows)
+    torch.testing.assert_close(scales.cpu(), expected_scales, atol=0, rtol=1e-6)
+    same = values.cpu().float() == expected_values.float()
+    # A division that is off in its last bit may round the other way, where it is half way between two values.
+    assert same.double().mean() > 0.99
+    assert same[3:6].all()
+    off = (values.cpu().double() * scales.cpu() - rows).abs()
+    assert within(off, (expected_values.double() * expected_scales - rows).abs() + rows.double().abs() * 2.0**-20)
+
+
+def test_what_is_no_number_spoils_its_row_and_no_rows_need_no_program(device: torch.device) -> None:
+    rows = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 4.0], [1.0, float("-inf"), 2.0]], dtype=DTYPE)
+    values, scales = quantise_rows(rows.to(device))
+    product = (values.float() * scales).cpu().sum(dim=-1)
+    assert product[0].isnan()
+    assert product[1] == 7.0
+    assert not product[2].isfinite()
+    assert quantise_rows(rows[:0].to(device))[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("width", [208, 1024, 4352])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_those_of_quantised_values(device: torch.device, tokens: int, width: int, has_bias: bool) -> None:
+    inputs, matrix = random(tokens, width), fp8.quantise(random(32, width, seed=1).float())
+    bias, sums = (random(32, seed=3) if has_bias else None), random(tokens, 32, seed=2)
+    linear = GpuKernels(DTYPE, device).linear(matrix, bias)
+    exact, bound = exact_product(inputs, matrix, bias, DTYPE)
+    got = linear(inputs.to(device))
+    assert got.dtype == DTYPE
+    assert within((got.cpu().double() - exact).abs(), bound)
+    added = sums.to(device, copy=True)
+    linear.add_to(inputs.to(device), added)
+    wanted = sums.double() + exact
+    assert within((added.cpu().double() - wanted).abs(), bound + torch.finfo(DTYPE).eps * wanted.abs())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("width", [208, 4352])
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_products_are_those_of_quantised_values(
+    device: torch.device, tokens: int, width: int, activation: Activation
+) -> None:
+    inputs = random(tokens, width) / width**0.5
+    matrices = fp8.quantise(random(16, width, seed=1).float()), fp8.quantise(random(16, width, seed=2).float())
+    biases = random(16, seed=3), random(16, seed=4)
+    got = GpuKernels(DTYPE, device).gated_linear(*matrices, biases, activation)(inputs.to(device))
+    gate, up = (exact_product(inputs, *each, DTYPE)[0] for each in zip(matrices, biases, strict=True))
+    torch.testing.assert_close(got.cpu().double(), activate(gate, activation) * up, atol=3e-2, rtol=3e-2)
+
+
+def test_a_token_is_quantised_alike_whoever_else_is_in_the_batch(device: torch.device) -> None:
+    rows = (random(33, 256) * torch.logspace(-3, 3, 33)[:, None]).to(DTYPE).to(device)
+    values, scales = quantise_rows(rows)
+    for count in (1, 2, 16):
+        some_values, some_scales = quantise_rows(rows[-count:])
+        assert torch.equal(some_values.float(), values[-count:].float())
+        assert torch.equal(some_scales, scales[-count:])
