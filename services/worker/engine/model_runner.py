@@ -44,10 +44,12 @@ from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
 from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.tensors import Tensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
+from services.worker.engine.quantization import check_device, check_model, holds_fp8, quantises
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
 
@@ -183,6 +185,10 @@ class _Loader:
             if self._device.type == "cpu"
             else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
         )
+        if holds_fp8(spec, self._config):
+            check_model(self._config, self._shard, is_own=is_own)
+            if self._backend.name == "gpu":
+                check_device(self._dtype, torch.cuda.get_device_capability(self._device))
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
 
     @torch.inference_mode()
@@ -204,9 +210,9 @@ class _Loader:
         pool = self._pool(pages + self._is_resident, model.kv_layout, window_pages)
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value)
         log.info(
-            "model.loaded model=%s device=%s backend=%s dtype=%s kv_dtype=%s pages=%d context=%d threads=%d",
-            spec.model, self._device, self._backend.name, self._dtype, self._kv_dtype, pages, capacity.max_context,
-            torch.get_num_threads(),
+            "model.loaded model=%s device=%s backend=%s dtype=%s fp8=%s kv_dtype=%s pages=%d context=%d threads=%d",
+            spec.model, self._device, self._backend.name, self._dtype, holds_fp8(spec, config), self._kv_dtype, pages,
+            capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
         runner = ModelRunner(model, pool, capacity, group, self._device, is_resident=self._is_resident)
         host_pages = group.minimum(self._count_host_pages(pool))
@@ -221,7 +227,8 @@ class _Loader:
         if isinstance(self._checkpoint, TransformersCheckpoint):
             return self._transformers_decoder(self._checkpoint, context)
         kernels, ranks = self._backend.kernels, self._spec.world_size
-        weights = Assembler(self._checkpoint, self._shard, kernels, self._dtype, self._device).weights(
+        tensors = Tensors(self._checkpoint, self._device, quantises=quantises(self._spec, self._config))
+        weights = Assembler(tensors, self._shard, kernels, self._dtype, self._device).weights(
             lambda share: self._report(0.98 * share, "loading weights")
         )
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
@@ -347,6 +354,7 @@ class _Loader:
         spec, shard = self._spec, self._shard
         parts = (
             self._checkpoint.identity, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
+            str(quantises(spec, self._config)),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
         return EngineCapacity(

@@ -63,6 +63,8 @@ class EncoderRunner:
             raise ConfigurationError(f"an encoder runs on one rank, not on {spec.world_size}")
         if spec.load_format not in ("auto", "safetensors"):
             raise ConfigurationError(f"load_format={spec.load_format} has no encoders; they are read from safetensors")
+        if spec.quantization != "auto":
+            raise ConfigurationError(f"quantization={spec.quantization}: encoders compute with weights as they are")
         config = encoder_config(read_json(directory / "config.json"))
         device = select_device(options)
         if device.type == "cpu":

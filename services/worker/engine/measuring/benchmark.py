@@ -23,6 +23,7 @@ def parse(argv: Sequence[str] | None, backends: Sequence[str]) -> argparse.Names
     parser.add_argument("--load-format", default="auto", help="auto, safetensors, gguf or dummy")
     parser.add_argument("--dtype", default="auto", help="type of the weights")
     parser.add_argument("--kv-dtype", default="auto", help="type of keys and values")
+    parser.add_argument("--quantization", default="auto", help="auto or fp8")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: the cores there are")
     parser.add_argument("--backends", nargs="+", default=["auto"], choices=backends, help="kernels to compare")

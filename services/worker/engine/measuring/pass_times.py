@@ -51,8 +51,9 @@ def run(arguments: argparse.Namespace, show: Callable[[Measurement], None]) -> l
     results = []
     for backend in arguments.backends:
         spec = EngineSpec(
-            arguments.model, load_format=arguments.load_format, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
-        )
+            arguments.model, load_format=arguments.load_format, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype,
+            quantization=arguments.quantization,
+        )  # fmt: skip
         options = RunnerOptions(device=arguments.device, threads=arguments.threads, backend=backend)
         runner = ModelRunner.load(spec, lambda *_: None, options)
         works = [

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import ConfigurationError
-from services.worker.engine.checkpoints.tensor_shapes import block_shape
+from services.worker.engine.kernels.fp8 import above
 from services.worker.engine.kernels.interface import ExpertMatrices, HeadNorms
 from services.worker.engine.model.feed_forward import DenseFeedForward, MixtureFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
@@ -16,10 +15,10 @@ from services.worker.engine.model.transformer import DecoderLayer, TransformerWe
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
-    from services.worker.engine.model.config import MixtureConfig
+    from services.worker.engine.model.config import MixtureConfig, ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward
+    from services.worker.engine.model.tensors import Tensors
     from services.worker.engine.parallel.shards import ModelShard
 
 
@@ -27,19 +26,24 @@ if TYPE_CHECKING:
 class Assembler:
     """Reads a rank's share of one checkpoint, tensor by tensor."""
 
-    checkpoint: Checkpoint
+    tensors: Tensors
     shard: ModelShard
     kernels: Kernels
     dtype: torch.dtype
     """Of the embedding; matrices are converted by `kernels`."""
     device: torch.device
 
+    @property
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        return self.tensors.checkpoint.config
+
     def weights(self, report: Callable[[float], None]) -> TransformerWeights:
         """Read everything; `report` gets the share that is done after each layer."""
-        config, vocabulary = self.checkpoint.config, self.shard.vocabulary
+        config, vocabulary = self.config, self.shard.vocabulary
         rows = vocabulary.scaled(1)
-        embedding = self._read("model.embed_tokens.weight", rows)
-        head = embedding if config.tied_embeddings else self._read("lm_head.weight", rows)
+        embedding = self.tensors.plain("model.embed_tokens.weight", rows)
+        head = embedding if config.tied_embeddings else self.tensors.plain("lm_head.weight", rows)
         # Head and embedding weigh as much as this many layers; the rest of the bar belongs to the layers.
         units = config.layers + 1
         head_linear = self.kernels.linear(head, None)
@@ -60,7 +64,7 @@ class Assembler:
         attention, output_norms = f"{prefix}.self_attn", None
         # Where outputs are normalised, too, this name belongs to that of attention.
         feed_forward_norm = f"{prefix}.post_attention_layernorm.weight"
-        if self.checkpoint.config.output_norms:
+        if self.config.output_norms:
             output_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
         return DecoderLayer(
@@ -69,8 +73,8 @@ class Assembler:
             head_norms=self._head_norms(attention),
             attention_output=self._row_parallel(
                 f"{attention}.o_proj",
-                self.shard.query_heads.scaled(self.checkpoint.config.head_dim),
-                self.checkpoint.config.output_bias,
+                self.shard.query_heads.scaled(self.config.head_dim),
+                self.config.output_bias,
             ),
             feed_forward_norm=self._norm(feed_forward_norm),
             feed_forward=self._dense(f"{prefix}.mlp") if mixture is None else self._mixture(f"{prefix}.mlp", mixture),
@@ -78,24 +82,22 @@ class Assembler:
         )
 
     def _qkv(self, attention: str) -> Linear:
-        config = self.checkpoint.config
+        config = self.config
         queries, keys = self.shard.query_heads.scaled(config.head_dim), self.shard.kv_heads.scaled(config.head_dim)
         parts = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-        weight = torch.cat([self._read(f"{attention}.{name}.weight", rows) for name, rows in parts])
+        matrices = self.tensors.alike([(f"{attention}.{name}.weight", rows, None) for name, rows in parts])
         bias = None
         if config.qkv_bias:
-            bias = torch.cat([self._read(f"{attention}.{name}.bias")[rows] for name, rows in parts])
-        return self.kernels.linear(weight, bias)
+            bias = torch.cat([self.tensors.plain(f"{attention}.{name}.bias")[rows] for name, rows in parts])
+        return self.kernels.linear(above(*matrices), bias)
 
     def _dense(self, mlp: str) -> FeedForward:
-        columns, has_bias = self.shard.intermediate.scaled(1), self.checkpoint.config.mlp_bias
+        columns, has_bias = self.shard.intermediate.scaled(1), self.config.mlp_bias
         return DenseFeedForward(self._gate_up(mlp), self._row_parallel(f"{mlp}.down_proj", columns, has_bias))
 
     def _mixture(self, mlp: str, mixture: MixtureConfig) -> FeedForward:
-        router = self.kernels.linear(self._read(f"{mlp}.gate.weight"), None)
-        experts = self.kernels.experts(
-            mixture.experts, self._experts(mlp, mixture.experts), self.checkpoint.config.activation
-        )
+        router = self.kernels.linear(self.tensors.plain(f"{mlp}.gate.weight"), None)
+        experts = self.kernels.experts(mixture.experts, self._experts(mlp, mixture.experts), self.config.activation)
         return MixtureFeedForward(router, experts, mixture)
 
     def _experts(self, mlp: str, count: int) -> Iterator[ExpertMatrices]:
@@ -105,32 +107,33 @@ class Assembler:
         for i in range(count):
             expert = f"{mlp}.experts.{i}"
             yield ExpertMatrices(
-                gate=self._read(f"{expert}.gate_proj.weight", part),
-                up=self._read(f"{expert}.up_proj.weight", part),
-                down=self._read(f"{expert}.down_proj.weight", columns=None if self.shard.world_size == 1 else part),
+                *self.tensors.alike(
+                    [
+                        (f"{expert}.gate_proj.weight", part, None),
+                        (f"{expert}.up_proj.weight", part, None),
+                        (f"{expert}.down_proj.weight", None, None if self.shard.world_size == 1 else part),
+                    ]
+                )
             )
 
     def _gate_up(self, mlp: str) -> GatedLinear:
         rows = self.shard.intermediate.scaled(1)
         biases = None
-        if self.checkpoint.config.mlp_bias:
-            biases = (self._read(f"{mlp}.gate_proj.bias")[rows], self._read(f"{mlp}.up_proj.bias")[rows])
-        return self.kernels.gated_linear(
-            self._read(f"{mlp}.gate_proj.weight", rows),
-            self._read(f"{mlp}.up_proj.weight", rows),
-            biases,
-            self.checkpoint.config.activation,
-        )
+        if self.config.mlp_bias:
+            gate_bias, up_bias = (self.tensors.plain(f"{mlp}.{name}_proj.bias")[rows] for name in ("gate", "up"))
+            biases = gate_bias, up_bias
+        gate, up = self.tensors.alike([(f"{mlp}.{name}_proj.weight", rows, None) for name in ("gate", "up")])
+        return self.kernels.gated_linear(gate, up, biases, self.config.activation)
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> Linear:
         """Lay out a matrix of which every rank holds some input columns; their products add up to the result."""
         whole = self.shard.world_size == 1
-        weight = self._read(f"{name}.weight", columns=None if whole else columns)
-        bias = self._read(f"{name}.bias") if has_bias and self.shard.is_first else None
+        weight = self.tensors.matrix(f"{name}.weight", columns=None if whole else columns)
+        bias = self.tensors.plain(f"{name}.bias") if has_bias and self.shard.is_first else None
         return self.kernels.linear(weight, bias)
 
     def _head_norms(self, attention: str) -> HeadNorms | None:
-        config = self.checkpoint.config
+        config = self.config
         if not config.head_norms:
             return None
         return HeadNorms(
@@ -140,18 +143,8 @@ class Assembler:
         )
 
     def _norm(self, name: str) -> torch.Tensor:
-        offset = self.checkpoint.config.norm_offset
+        offset = self.config.norm_offset
         if offset:
             # In a narrow type, one plus a small number would lose most of the latter.
-            return (self._read(name).float() + offset).to(self.device)
-        return self._read(name).to(self.device, self.kernels.activation_dtype, copy=True)
-
-    def _read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        # Rows of all ranks are given even where they are all rows: formats check them alike.
-        tensor = self.checkpoint.read(name, rows, columns)
-        expected = block_shape(name, self.checkpoint.config, rows, columns)
-        if tuple(tensor.shape) != expected:
-            raise ConfigurationError(
-                f"tensor {name!r} has the shape {tuple(tensor.shape)} where the model's configuration says {expected}"
-            )
-        return tensor
+            return (self.tensors.plain(name).float() + offset).to(self.device)
+        return self.tensors.plain(name).to(self.device, self.kernels.activation_dtype, copy=True)

@@ -19,6 +19,15 @@ class Activation(Enum):
     """GELU by its approximation with a hyperbolic tangent."""
 
 
+class StoredScales(Enum):
+    """What of an FP8 matrix in a checkpoint has a scale of its own."""
+
+    CHANNEL = "channel"
+    """Each output: scales [out, 1]."""
+    TENSOR = "tensor"
+    """The matrix."""
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
     """Rotary position embedding (RoFormer, Su et al. 2021), halves of a head rotated against each other.
@@ -85,6 +94,8 @@ class ModelConfig:
     logit_cap: float | None = None
     """Logits are bent into (-cap, cap) by a hyperbolic tangent."""
     mixture: MixtureConfig | None = None
+    stored_scales: StoredScales | None = None
+    """How matrices that the checkpoint stores in FP8 are scaled; None: it stores none."""
 
     def __post_init__(self) -> None:
         """Reject shapes that no code here could run."""

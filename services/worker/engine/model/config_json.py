@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import FAMILIES, Activation, MixtureConfig, ModelConfig, RotaryConfig
 from services.worker.engine.model.rotary import read_rotary
+from services.worker.engine.model.stored_quantization import stored_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,11 +39,10 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     family = text.get("model_type", config.get("model_type"))
     if family not in FAMILIES:
         raise ConfigurationError(f"model family {family!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
-        raise ConfigurationError(f"quantization_config: weights quantised by {method!r} are not supported")
+    quantization = config.get("quantization_config") or text.get("quantization_config")
+    scales = stored_scales(quantization) if quantization else None
     try:
-        return _read(family, text, generation or {})
+        return replace(_read(family, text, generation or {}), stored_scales=scales)
     except KeyError as error:
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
 
