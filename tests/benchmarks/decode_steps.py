@@ -103,10 +103,10 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
     most = max(arguments.rows)
     spec = EngineSpec(
         arguments.model, load_format="dummy", max_rows=most, max_context=4096, max_step_tokens=PASS_TOKENS + most,
-        rank=rank, world_size=arguments.tp, rendezvous=rendezvous,
+        rank=rank, world_size=arguments.tp, rendezvous=rendezvous, quantization=arguments.quantization,
     )  # fmt: skip
     driver = Driver(spec)
-    name = f"{Path(arguments.model).name} (dummy)"
+    name = f"{Path(arguments.model).name} (dummy{', fp8' if arguments.quantization == 'fp8' else ''})"
     command = shlex.join(["python", "-m", "tests.benchmarks.decode_steps", *sys.argv[1:]])
     sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command))
     for rows in sorted(arguments.rows):
@@ -146,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[256], help="how many decode at once, one after another")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="of the layers' matrices")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
     with socket.socket() as probe:

@@ -7,6 +7,7 @@ the mean Kullback-Leibler divergence from float32, and how often the likeliest t
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,22 @@ BUNDLED = "smollm2-135m-instruct"
 ROOT = Path(__file__).parents[2]
 TEXTS = ("README.md", "services/scheduler/README.md", "services/scheduler/cache/README.md", "common/errors.py")
 KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float16"), ("bfloat16", "bfloat16"))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How predictions compare with others, over all tokens."""
+
+    likelihood: float
+    """Mean negative log likelihood, nats per token."""
+    divergence: float
+    """Mean Kullback-Leibler divergence from the others, nats."""
+    same: float
+    """How often the likeliest token is the same, in [0, 1]."""
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        return f"NLL {self.likelihood:.4f}  KL {self.divergence:.1e}  same likeliest token {self.same:.2%}"
 
 
 def main() -> int:
@@ -56,18 +73,15 @@ def predict(texts: Sequence[list[int]], dtype: str, kv_dtype: str) -> list[torch
     return predicted
 
 
-def compare(texts: Sequence[list[int]], predicted: list[torch.Tensor], reference: list[torch.Tensor]) -> str:
-    """Return the three figures over all texts."""
+def compare(texts: Sequence[list[int]], predicted: list[torch.Tensor], reference: list[torch.Tensor]) -> Comparison:
+    """Return the figures over all texts."""
     likelihood = divergence = equal = 0.0
     for token_ids, log_probabilities, exact in zip(texts, predicted, reference, strict=True):
         likelihood -= log_probabilities[:-1].gather(1, torch.tensor(token_ids[1:])[:, None]).sum().item()
         divergence += (exact.exp() * (exact - log_probabilities)).sum().item()
         equal += (log_probabilities.argmax(-1) == exact.argmax(-1)).sum().item()
     tokens = sum(map(len, texts))
-    return (
-        f"NLL {likelihood / (tokens - len(texts)):.4f}  KL {divergence / tokens:.1e}  same likeliest token "
-        f"{equal / tokens:.2%}"
-    )
+    return Comparison(likelihood / (tokens - len(texts)), divergence / tokens, equal / tokens)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""What FP8 weights cost and bring: `python -m tests.benchmarks.quantization accuracy`, or `speed`.
+
+`accuracy` predicts every token of some texts from all before it, with weights as they are and in FP8, and continues
+prompts greedily. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence,
+how often the likeliest token is the same, in the texts and behind the prompts, and how many tokens of a continuation
+are the same until the first that is not.
+
+`speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
+memory, not from a cache. On a GPU it replays captured passes:
+
+    python -m tests.benchmarks.quantization speed --device cuda tests/benchmarks/shapes/llama-3.1-8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.bench.results import Provenance, ResultSheet, write_results
+from services.worker.engine.host import limit_spinning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BENCHMARK = "quantization"
+SHAPES = Path(__file__).parent / "shapes"
+ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures, and write them if asked to; return the exit code."""
+    arguments = parse(argv)
+    limit_spinning()
+    # Only now: these load torch, and with it the runtime that reads what was set.
+    if arguments.part == "accuracy":
+        from tests.benchmarks.quantization_accuracy import measure_accuracy as measure
+    else:
+        from tests.benchmarks.quantization_speed import measure_speed as measure
+    command = shlex.join(["python", "-m", "tests.benchmarks.quantization", *(sys.argv[1:] if argv is None else argv)])
+    provenance = replace(Provenance.collect(()), command=command)
+
+    def sheet(model: str, label: str) -> ResultSheet:
+        return ResultSheet(BENCHMARK, model, 1, provenance, label)
+
+    sheets = measure(arguments, sheet)
+    if arguments.json is not None:
+        write_results(arguments.json, [result for each in sheets for result in each.results])
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    accuracy = parts.add_parser("accuracy", help="predictions in FP8 against those of wider weights")
+    accuracy.add_argument("--model", default="smollm2-135m-instruct", help="bundled name, directory or GGUF file")
+    accuracy.add_argument("--dtype", default="bfloat16", help="of what is compared with, and of activations")
+    accuracy.add_argument("--tokens", type=int, default=512, help="of each text, at most (%(default)s)")
+    accuracy.add_argument("--prompts", type=int, default=16, help="how many are continued (%(default)s)")
+    accuracy.add_argument("--new-tokens", type=int, default=48, help="of each continuation (%(default)s)")
+    accuracy.add_argument("texts", nargs="*", type=Path, help="files to predict; default: some of this repository")
+    speed = parts.add_parser("speed", help="times of linear layers")
+    speed.add_argument("shapes", nargs="*", type=Path, help="directories with a config.json each")
+    speed.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of a product, one after another")
+    speed.add_argument("--tp", type=int, default=1, help="of so many ranks, the first one's share")
+    speed.add_argument("--seconds", type=float, default=0.2, help="how long to repeat each product (%(default)s)")
+    speed.set_defaults(shapes=[SHAPES / "llama-3.1-8b", SHAPES / "qwen3-14b"])
+    for part in (accuracy, speed):
+        part.add_argument("--device", default="auto", help="auto, cpu or cuda")
+        part.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,143 @@
+"""Predictions with weights in FP8 beside those with weights as they are; see `quantization.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.models import resolve
+from common.steps import EngineSpec
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.model_runner import ModelRunner
+from tests.benchmarks.precision import TEXTS, Comparison, compare
+from tests.services.worker.engine.driving import Driver
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from deploy.bench.results import ResultSheet
+
+    Ids = Sequence[Sequence[int]]
+
+ROOT = Path(__file__).parents[2]
+PROMPT_TOKENS = 64
+KINDS = {"wide": "auto", "fp8": "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How continuations compare with those of wider weights."""
+
+    same: float
+    """Share of tokens that are the likeliest ones, too, after the same tokens."""
+    same_until: float
+    """Mean number of tokens before the first one that is another."""
+
+
+class Predictor:
+    """One loaded model."""
+
+    def __init__(self, arguments: argparse.Namespace, quantization: str, longest: int) -> None:
+        """Load it for texts of `longest` tokens."""
+        rows = arguments.prompts
+        spec = EngineSpec(
+            arguments.model, dtype=arguments.dtype, quantization=quantization, max_rows=rows,
+            max_step_tokens=max(longest, rows * (PROMPT_TOKENS + arguments.new_tokens)),
+            device_pages=max(-(-longest // 16), rows * -(-(PROMPT_TOKENS + arguments.new_tokens) // 16)) + 1,
+        )  # fmt: skip
+        self._runner = ModelRunner.load(spec, lambda *_: None, RunnerOptions(device=arguments.device))
+
+    @torch.inference_mode()
+    def log_probabilities(self, texts: Ids) -> list[torch.Tensor]:
+        """Return those of each text's next tokens, [tokens, vocabulary]."""
+        drivers = [(Driver(self._runner), list(text)) for text in texts]
+        return [
+            torch.log_softmax(driver.run([(driver.open(len(text)), text)], all_tokens=True).float().cpu(), dim=-1)
+            for driver, text in drivers
+        ]
+
+    @torch.inference_mode()
+    def continued(self, prompts: Ids, tokens: int) -> list[list[int]]:
+        """Return the greedy continuations, decoded together."""
+        driver = Driver(self._runner)
+        rows = [driver.open(len(prompt) + tokens) for prompt in prompts]
+        work, generated = [list(prompt) for prompt in prompts], [[] for _ in prompts]  # type: list[list[int]], list[list[int]]
+        for _ in range(tokens):
+            chosen = driver.run(list(zip(rows, work, strict=True))).argmax(dim=-1).tolist()
+            work = [[token] for token in chosen]
+            for ids, token in zip(generated, chosen, strict=True):
+                ids.append(token)
+        return generated
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._runner.close()
+
+
+def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], ResultSheet]) -> list[ResultSheet]:
+    """Print and return the figures."""
+    paths = arguments.texts or [ROOT / name for name in TEXTS]
+    texts, prompts = read_texts(arguments.model, paths, arguments.tokens, arguments.prompts)
+    longest = max(map(len, texts))
+    predictions: dict[str, list[torch.Tensor]] = {}
+    continuations: list[list[int]] = []
+    agreement = None
+    for kind, quantization in KINDS.items():
+        predictor = Predictor(arguments, quantization, longest)
+        predictions[kind] = predictor.log_probabilities(texts)
+        if not continuations:
+            continuations = predictor.continued(prompts, arguments.new_tokens)
+        else:
+            whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, continuations, strict=True)]
+            agreement = agree(predictor.log_probabilities(whole), continuations)
+        predictor.close()
+    assert agreement is not None, "the second kind is compared with the first"
+    results = sheet(Path(arguments.model).name, arguments.dtype)
+    for kind in KINDS:
+        show(kind, compare(texts, predictions[kind], predictions["wide"]), results)
+    for metric, value, unit in (
+        ("fp8: greedy tokens that are the same", 100 * agreement.same, "%"),
+        ("fp8: tokens until the first other one", agreement.same_until, "tokens"),
+    ):
+        print(f"{metric}: {value:.2f} {unit}")  # noqa: T201
+        results.add(metric, value, unit)
+    return [results]
+
+
+def read_texts(model: str, paths: Sequence[Path], tokens: int, prompts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ids of the texts' beginnings, and prompts that are cut out of them evenly."""
+    # Only here: measuring speed needs no tokenizer.
+    from transformers import AutoTokenizer
+
+    file = resolve(model).path
+    gguf = {"gguf_file": file.name} if file.is_file() else {}
+    folder = file.parent if file.is_file() else file
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **gguf)
+    texts = [tokenizer(path.read_text())["input_ids"][:tokens] for path in paths]
+    flat = [token for text in texts for token in text]
+    step = max(1, (len(flat) - PROMPT_TOKENS) // prompts)
+    return texts, [flat[i * step : i * step + PROMPT_TOKENS] for i in range(prompts)]
+
+
+def agree(predicted: Sequence[torch.Tensor], continuations: Ids) -> Agreement:
+    """Compare the likeliest tokens behind prompts and their continuations with these."""
+    same: list[torch.Tensor] = []
+    for log_probabilities, ids in zip(predicted, continuations, strict=True):
+        same.append(log_probabilities[-len(ids) :].argmax(dim=-1) == torch.tensor(ids))
+    until = [float(each.long().cumprod(0).sum()) for each in same]
+    return Agreement(float(torch.cat(same).double().mean()), sum(until) / len(until))
+
+
+def show(kind: str, comparison: Comparison, results: ResultSheet) -> None:
+    """Print and keep what texts' predictions give."""
+    print(f"{kind:5} {comparison}")  # noqa: T201
+    results.add(f"{kind}: negative log likelihood", comparison.likelihood, "nats")
+    results.add(f"{kind}: perplexity", math.exp(comparison.likelihood), "")
+    if kind != "wide":
+        results.add(f"{kind}: divergence", comparison.divergence, "nats")
+        results.add(f"{kind}: likeliest tokens that are the same", 100 * comparison.same, "%")

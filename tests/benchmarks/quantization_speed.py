@@ -1,0 +1,197 @@
+"""How long the linear layers of a model's shape take, with FP8 weights and wider ones; see `quantization.py`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.worker.engine.backends import RunnerOptions, find_library, select_backend, select_device
+from services.worker.engine.checkpoints.safetensors_directory import read_config
+from services.worker.engine.host import available_cores
+from services.worker.engine.kernels.fp8 import quantise
+from services.worker.engine.parallel.shards import shard_model
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from deploy.bench.results import ResultSheet
+    from services.worker.engine.kernels.interface import Kernels
+    from services.worker.engine.model.config import Activation
+
+    Multiply = Callable[[torch.Tensor], object]
+
+# Weights that are read in turn: more than caches hold, of a GPU and of a processor.
+_COLD_BYTES = {"cuda": 512 * 1024**2, "cpu": 96 * 1024**2}
+_MOST_COPIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One product of a decoder's layer, on one rank."""
+
+    name: str
+    inputs: int
+    outputs: int
+    activation: Activation | None = None
+    """Of the gated product, whose outputs are half gate, half up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product can be computed, for some numbers of rows."""
+
+    name: str
+    prepare: Callable[[Layer, torch.Tensor], Multiply]
+    most_rows: int | None = None
+
+
+def measure_speed(arguments: argparse.Namespace, sheet: Callable[[str, str], ResultSheet]) -> list[ResultSheet]:
+    """Print and return microseconds of each layer, way and number of rows."""
+    device = select_device(RunnerOptions(device=arguments.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    sheets = []
+    for shape in arguments.shapes:
+        results = sheet(Path(shape).name, str(device.type))
+        for layer in layers_of(shape, arguments.tp):
+            for way in ways(device):
+                for rows, seconds in times(layer, way, arguments.rows, device, arguments.seconds):
+                    rate = 2 * rows * layer.inputs * layer.outputs / seconds / 1e12
+                    line = f"{results_name(layer, rows):44}{way.name:24}{seconds * 1e6:12.1f} us{rate:10.3f} TFLOP/s"
+                    print(line, flush=True)  # noqa: T201
+                    results.add(f"{results_name(layer, rows)}: {way.name}", seconds * 1e6, "us")
+        sheets.append(results)
+    return sheets
+
+
+def results_name(layer: Layer, rows: int) -> str:
+    """Return what one product is called."""
+    return f"{layer.name} {layer.inputs} x {layer.outputs}, {rows} rows"
+
+
+def layers_of(shape: Path, ranks: int) -> list[Layer]:
+    """Return the products of one layer of the model whose config.json is in `shape`, on the first of `ranks`."""
+    config = read_config(shape)
+    shard = shard_model(config, 0, ranks)
+    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
+    columns = len(shard.intermediate)
+    return [
+        Layer("qkv", config.hidden_size, queries + 2 * keys),
+        Layer("attention output", queries, config.hidden_size),
+        Layer("gate and up", config.hidden_size, 2 * columns, config.activation),
+        Layer("down", columns, config.hidden_size),
+    ]
+
+
+def ways(device: torch.device) -> list[Way]:
+    """Return what is compared: what the engine does, and on a GPU the parts it is made of and could be made of."""
+    if device.type == "cpu":
+        library = find_library(RunnerOptions(device="cpu"), device)
+        kernels = select_backend(library, torch.bfloat16, device, available_cores()).kernels
+        return engine_ways(kernels)
+    # Only here: the CPU does without.
+    from services.worker.engine.kernels.gpu.fp8_linear import multiply, multiply_few, quantise_rows
+    from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+
+    def library_product(layer: Layer, weight: torch.Tensor) -> Multiply:
+        matrix = quantise(weight)
+        return lambda inputs: multiply(inputs, matrix, None)
+
+    def small_product(layer: Layer, weight: torch.Tensor) -> Multiply:
+        matrix = quantise(weight)
+        return lambda inputs: multiply_few(inputs, matrix, None, inputs.new_empty(inputs.shape[0], layer.outputs))
+
+    def fast_product(layer: Layer, weight: torch.Tensor) -> Multiply:
+        matrix = quantise(weight)
+
+        def run(inputs: torch.Tensor) -> object:
+            values, scales = quantise_rows(inputs)
+            return torch._scaled_mm(
+                values, matrix.values.t(), scale_a=scales, scale_b=matrix.scales[None], out_dtype=inputs.dtype,
+                use_fast_accum=True,
+            )  # fmt: skip
+
+        return run
+
+    return [
+        *engine_ways(GpuKernels(torch.bfloat16, device)),
+        Way("fp8 by the library", library_product),
+        Way("fp8 by few rows' program", small_product, most_rows=16),
+        Way("fp8, faster sums", fast_product),
+        Way("quantising alone", lambda _layer, _weight: quantise_rows),
+    ]
+
+
+def engine_ways(kernels: Kernels) -> list[Way]:
+    """Return what the engine computes with weights as they are, and in FP8."""
+
+    def wide(layer: Layer, weight: torch.Tensor) -> Multiply:
+        if layer.activation is None:
+            return kernels.linear(weight, None)
+        gate, up = weight.chunk(2)
+        return kernels.gated_linear(gate, up, None, layer.activation)
+
+    def narrow(layer: Layer, weight: torch.Tensor) -> Multiply:
+        if layer.activation is None:
+            return kernels.linear(quantise(weight), None)
+        gate, up = (quantise(half) for half in weight.chunk(2))
+        return kernels.gated_linear(gate, up, None, layer.activation)
+
+    return [Way("bfloat16", wide), Way("fp8", narrow)]
+
+
+def times(layer: Layer, way: Way, rows: list[int], device: torch.device, seconds: float) -> Iterator[tuple[int, float]]:
+    """Yield the seconds of one product for each number of rows, with weights that no cache holds."""
+    # So many that they are cold in FP8, too.
+    copies = min(max(2, -(-_COLD_BYTES[device.type] // (layer.inputs * layer.outputs))), _MOST_COPIES)
+    generator = torch.Generator(device).manual_seed(0)
+    products = []
+    for _ in range(copies):
+        weight = torch.randn(layer.outputs, layer.inputs, generator=generator, device=device, dtype=torch.bfloat16)
+        products.append(way.prepare(layer, weight.mul_(layer.inputs**-0.5)))
+    for count in rows:
+        if way.most_rows is None or count <= way.most_rows:
+            inputs = torch.randn(count, layer.inputs, generator=generator, device=device)
+            yield count, time_of(products, inputs, device, seconds)
+
+
+@torch.inference_mode()
+def time_of(products: list[Multiply], inputs: torch.Tensor, device: torch.device, seconds: float) -> float:
+    """Return the median seconds of one of `products`, which run one after another."""
+    if device.type == "cpu":
+        return median_of(lambda: run_all(products, inputs), seconds) / len(products)
+    inputs = inputs.to(torch.bfloat16)
+    run_all(products, inputs)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all(products, inputs)
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return median_of(replay, seconds) / len(products)
+
+
+def run_all(products: list[Multiply], inputs: torch.Tensor) -> None:
+    """Compute all products of the same inputs."""
+    for product in products:
+        product(inputs)
+
+
+def median_of(run: Callable[[], None], seconds: float) -> float:
+    """Run again and again after a first time; return the median seconds of a run."""
+    run()
+    found: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(found) < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return sorted(found)[len(found) // 2]
