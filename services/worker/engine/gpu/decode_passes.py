@@ -207,6 +207,7 @@ class DecodePasses:
 
     @staticmethod
     def _try_capture(one: DecodePass, pool: Any, *, is_shared: bool) -> bool:
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
             one.capture(pool)
         except Exception as error:
@@ -223,6 +224,8 @@ class DecodePasses:
             return True
         # Only here: the error holds on to what the pass had allocated.
         one.release()
-        if torch.cuda.is_available():
+        if stream is not None:
+            # A capture that could not be ended leaves its own behind.
+            torch.cuda.set_stream(stream)
             torch.cuda.empty_cache()
         return False

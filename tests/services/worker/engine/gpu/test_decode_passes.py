@@ -1,0 +1,108 @@
+"""Which batch sizes are captured, and what happens to those that memory does not suffice for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.gpu.decode_passes import DecodePasses
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class MadeUpPass:
+    """Stands in for `DecodePass`."""
+
+    size: int
+    fails: Callable[[int], Exception | None]
+    is_captured: bool = False
+    releases: int = 0
+
+    def capture(self, _pool: object) -> None:
+        error = self.fails(self.size)
+        if error is not None:
+            raise error
+        self.is_captured = True
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+@dataclass
+class Ladder:
+    fails: Callable[[int], Exception | None] = lambda _size: None
+    made: list[MadeUpPass] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def capture(self, budget_s: float = 60.0, *, is_shared: bool = False) -> None:
+        def make(size: int) -> MadeUpPass:
+            self.made.append(MadeUpPass(size, self.fails))
+            return self.made[-1]
+
+        passes = DecodePasses(SIZES, make)  # type: ignore[arg-type]  # stands in for `DecodePass`
+        passes.capture(self.shares.append, budget_s, None, is_shared=is_shared)
+
+    @property
+    def captured(self) -> list[int]:
+        return [one.size for one in self.made if one.is_captured]
+
+
+def short_above(size: int) -> Callable[[int], Exception | None]:
+    return lambda asked: torch.OutOfMemoryError("made up") if asked > size else None
+
+
+def cut_short(asked: int) -> Exception | None:
+    """Return what torch raises when a capture cannot even be ended any more."""
+    if asked < 16:
+        return None
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = torch.OutOfMemoryError("made up")
+    return error
+
+
+def test_sizes_without_memory_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    one = Ladder(short_above(4))
+    with caplog.at_level(logging.WARNING):
+        one.capture()
+    assert one.captured == [1, 2, 4]
+    assert [made.size for made in one.made if made.releases] == [8, 16]
+    assert one.shares[-1] == 1.0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "8, 16 rows" in message
+    assert "scheduler.memory_fraction" in message
+
+
+def test_a_capture_that_memory_has_cut_short_counts_as_one_without_memory() -> None:
+    one = Ladder(cut_short)
+    one.capture()
+    assert one.captured == [1, 2, 4, 8]
+
+
+def test_a_rank_of_several_says_what_to_change() -> None:
+    with pytest.raises(ConfigurationError, match="16 rows; make"):
+        Ladder(short_above(4)).capture(is_shared=True)
+
+
+def test_other_errors_are_not_taken_for_a_want_of_memory() -> None:
+    with pytest.raises(ValueError, match="made up"):
+        Ladder(lambda _size: ValueError("made up")).capture()
+
+
+def test_what_time_does_not_suffice_for_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    one = Ladder()
+    with caplog.at_level(logging.WARNING):
+        one.capture(budget_s=0.0)
+    assert one.captured == [16]
+    assert "1 of 5 batch sizes" in caplog.text
