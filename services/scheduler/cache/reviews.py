@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 
@@ -24,16 +24,6 @@ class PromotionCandidate:
 
     candidate_id: CandidateId
     token_ids: TokenIds
-
-
-class ContentVeto(Protocol):
-    """Looks for what must not become public. It can only say no: without evidence, nothing is asked."""
-
-    def allowed_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading tokens may be public: all, none, or those before the first finding.
-
-        Whatever it raises counts as none.
-        """
 
 
 @dataclass(slots=True, eq=False)
