@@ -11,6 +11,9 @@ import structlog
 if TYPE_CHECKING:
     from common.settings import LogSettings
 
+# At debug, they tell dozens of times per call what only concerns themselves.
+TALKATIVE = ("asyncio", "grpc", "httpcore")
+
 
 def configure_logging(service: str, settings: LogSettings) -> None:
     """Set up structlog and the standard library's loggers for this process, writing to standard error."""
@@ -45,15 +48,15 @@ def configure_logging(service: str, settings: LogSettings) -> None:
             ],
         )
     )
-    logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    _set_library_levels(settings.level)
 
 
 def set_level(level: str) -> str:
     """Write events from `level` on, from now on and in the whole process; return the level until now."""
-    root = logging.getLogger()
-    previous = logging.getLevelName(root.level).lower()
+    previous = logging.getLevelName(logging.getLogger().level).lower()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level), **_kept_configuration())
-    root.setLevel(level.upper())
+    _set_library_levels(level)
     return previous
 
 
@@ -61,6 +64,14 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return a logger whose events carry the component `name`."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(component=name)
     return logger
+
+
+def _set_library_levels(level: str) -> None:
+    """Let the standard library's loggers write from `level` on; talkative ones never at debug."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(max(root.level, logging.INFO))
 
 
 def _kept_configuration() -> dict[str, Any]:

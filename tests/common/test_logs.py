@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.logs import set_level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    previous = set_level("info")
+    yield
+    set_level(previous)
+
+
+def test_at_debug_libraries_keep_to_themselves_what_concerns_nobody_else() -> None:
+    assert set_level("debug") == "info"
+    assert logging.getLogger("services.worker").isEnabledFor(logging.DEBUG)
+    assert not logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.DEBUG)
+    assert logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.INFO)
+
+
+def test_above_info_they_are_as_silent_as_the_others() -> None:
+    assert set_level("error") == "info"
+    assert not logging.getLogger("services.worker").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.WARNING)
