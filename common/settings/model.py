@@ -25,9 +25,9 @@ class ModelSettings(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the KV pool; auto follows dtype."""
     quantization: Literal["auto", "fp8"] = "auto"
-    """How the layers' matrices are held; auto: as the checkpoint stores them. fp8: quantised as they are read, a scale for
-    each output channel, and activations at each product, one for each token: for GPUs that multiply FP8 (from compute
-    capability 8.9 on). Embedding, head and norms stay as they are."""
+    """How the layers' matrices are held; auto: as the checkpoint stores them. fp8: quantised as they are read, a scale
+    for each output channel, and activations at each product, one for each token: for GPUs that multiply FP8 (from
+    compute capability 8.9 on). Embedding, head and norms stay as they are."""
     tool_style: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
     """How the model writes tool calls; auto: as its chat template does."""
     reasoning_style: Literal["auto", "none", "think"] = "auto"

@@ -171,7 +171,7 @@ class _Loader:
         else:
             # Of this thread, which all work on the engine happens in: launches and captures go to the current device.
             torch.cuda.set_device(self._device)
-        report(0.0, "preparing kernels")
+        report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
         if spec.world_size > 1 and not is_own:
