@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
+# Why a stream ended that its owner ended: nothing to warn of.
+CLOSED_HERE = "closed here"
+
 
 class StreamLink(Generic[RequestT, ResponseT]):
     """Keeps one bidirectional stream to a peer open, and opens it again whenever it breaks.
@@ -68,7 +71,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
     async def _run_once(self) -> bool:
         """Open the stream and serve it until it breaks; return whether it had been connected."""
         call = self._open_stream()
-        reason = "closed here"
+        reason = CLOSED_HERE
         try:
             # The peer sends its initial metadata as soon as it has accepted the stream.
             await call.wait_for_connection()
@@ -83,7 +86,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
             call.cancel()
             self._queue.clear()
             if was_connected:
-                self._log.warning("link.broken", link=self.name, reason=reason)
+                tell = self._log.info if reason is CLOSED_HERE else self._log.warning
+                tell("link.broken", link=self.name, reason=reason)
                 self._on_disconnected(reason)
         return was_connected
 

@@ -9,6 +9,7 @@ import grpc
 
 from common.logs import get_logger
 from common.rpc.reconnect import keep_connecting
+from common.rpc.stream import CLOSED_HERE
 from common.types import SubscriberId
 from gateway.ring.wire import delta_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
@@ -50,7 +51,7 @@ class Subscription:
         """Subscribe and receive until that breaks; return whether it had been connected."""
         subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
         call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
-        reason = "closed here"
+        reason = CLOSED_HERE
         try:
             await call.wait_for_connection()
             self.subscriber_id = subscriber_id
@@ -66,6 +67,7 @@ class Subscription:
             was_connected, self.subscriber_id = self.subscriber_id is not None, None
             call.cancel()
             if was_connected:
-                self._log.warning("subscription.broken", subscriber_id=subscriber_id, reason=reason)
+                tell = self._log.info if reason is CLOSED_HERE else self._log.warning
+                tell("subscription.broken", subscriber_id=subscriber_id, reason=reason)
                 self._on_broken(reason)
         return was_connected
