@@ -17,7 +17,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.bdp_probe", 0),
     # A service that restarts must be found again within a second, not after the default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long one attempt may last, whatever its name: less than what a busy machine takes to answer fails for nothing.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 

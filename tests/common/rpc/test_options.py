@@ -23,8 +23,10 @@ PATIENCE_S = 5.0
 
 def hurried(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return the same options with shorter intervals, but as much patience with a busy peer."""
+    patience = {"timeout", "reconnect"}
     return [
-        (name, value // FASTER if name.endswith("_ms") and "timeout" not in name else value) for name, value in options
+        (name, value // FASTER if name.endswith("_ms") and not patience & set(name.split("_")) else value)
+        for name, value in options
     ]
 
 
