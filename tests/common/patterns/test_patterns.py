@@ -97,10 +97,10 @@ def test_what_needs_to_look_back_or_is_wrong_is_refused_by_name(pattern: str) ->
 
 def test_expressions_that_kill_backtracking_engines_take_linear_time() -> None:
     matcher = PatternMatcher(compile_pattern("(?:a+)+b"))
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(3000):
         assert matcher.step("a") is None
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     assert matcher.step("b") is not None
 
 
@@ -114,7 +114,7 @@ def test_what_is_held_back_is_bounded() -> None:
 @pytest.mark.parametrize("pattern", ["(?:a?){100}b", "(?:[ab]|a|(?:a|b)?){30}c", f"[{'x' * 200}a]{{90}}b"])
 def test_the_worst_patterns_cost_little_for_a_character(pattern: str) -> None:
     matcher = PatternMatcher(compile_pattern(pattern))
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(1000):
         matcher.step("a")
-    assert time.perf_counter() - started < 3.0
+    assert time.process_time() - started < 3.0
