@@ -126,9 +126,11 @@ def check_cache_off(served: Served, references: Sequence[Reference]) -> None:
         assert not any(answer.cached_tokens for answer in without.answers)
 
 
-def check_retraction(served: Served, cache_mode: CacheMode) -> None:
+def check_retraction(
+    served: Served, cache_mode: CacheMode, orders: Sequence[Sequence[Reference]] = (GROWING, GROWING[::-1])
+) -> None:
     """Fill the pool. The youngest rows are retracted: several short ones, then the one of 2,000 tokens."""
-    for references in (GROWING, GROWING[::-1]):
+    for references in orders:
         with served.leaving_nothing_behind():
             crowded = ask(
                 served, [reference.prompt_ids for reference in references], OUTPUT_TOKENS, "crowd", cache_mode

@@ -61,4 +61,4 @@ def test_prompts_are_scored(two_ranks: Served) -> None:
 
 
 def test_rows_that_were_retracted_end_as_if_they_had_not_been(two_ranks: Served) -> None:
-    check_retraction(two_ranks, CacheMode.DEFAULT)
+    check_retraction(two_ranks, CacheMode.DEFAULT, (GROWING,))

@@ -48,7 +48,7 @@ def whole(run_root: Path) -> Iterator[Served]:
 
 
 def test_alone(whole: Served) -> None:
-    check_alone(whole, [*SHORT[::2], *pick("length-2000-english")])
+    check_alone(whole, SHORT[::2])
 
 
 def test_sixteen_together_with_cold_and_with_cached_prompts(whole: Served) -> None:

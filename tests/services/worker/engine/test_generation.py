@@ -15,6 +15,7 @@ from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.torch_engine import TorchEngine
+from tests.e2e.greedy.reference import read_golden
 from tests.services.worker.engine.scenario import chunk, grant, open_row, tokens_by_row
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
@@ -97,6 +98,17 @@ def fresh_rows(subject: Subject) -> None:
 
 def total(prompt: list[int]) -> int:
     return len(prompt) + NEW_TOKENS
+
+
+@pytest.mark.slow
+def test_the_answers_that_deployments_are_compared_with_are_those_of_the_library(subject: Subject) -> None:
+    if subject.reference != BUNDLED:
+        pytest.skip("they are the bundled model's")
+    kept = {reference.prompt_ids: list(reference.output_ids[:NEW_TOKENS]) for reference in read_golden()}
+    found = {tuple(prompt): ids for prompt, ids in zip(subject.prompts, subject.expected, strict=True)}
+    shared = kept.keys() & found.keys()
+    assert len(shared) == 2
+    assert {prompt: kept[prompt] for prompt in shared} == {prompt: found[prompt] for prompt in shared}
 
 
 @pytest.mark.parametrize("lengths", [[100], [1, 100], [3, 1, 100]], ids=str)
