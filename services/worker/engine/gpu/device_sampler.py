@@ -11,7 +11,7 @@ import torch
 
 from common.types import RowSlot, TokenLogprob
 from services.worker.engine.gpu.resident_rows import to_device
-from services.worker.engine.gpu.row_adjustments import ADJUSTING, RowAdjustments, fits_tables
+from services.worker.engine.gpu.row_adjustments import ADJUSTING, MOST_BIASES, RowAdjustments, bans_sequences
 from services.worker.engine.kernels.gpu import row_state
 from services.worker.engine.kernels.gpu.reporting import MOST_NAMED, MOST_TOP, Report, report
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
@@ -53,9 +53,9 @@ class LaunchedReport:
         width = ids.shape[1]
         entries = []
         for slot, place, top, named in zip(self.slots, self.places, self.tops, self.named, strict=True):
-            line = values[place].tolist()
-            top_ids = tuple(ids[place, :top].tolist())
-            told = TokenLogprob(line[0], top_ids, tuple(line[1 : 1 + len(top_ids)]), tuple(line[1 + width :][:named]))
+            own, *likely = values[place, : 1 + top].tolist()
+            asked = values[place, 1 + width : 1 + width + named].tolist()
+            told = TokenLogprob(own, tuple(ids[place, :top].tolist()), tuple(likely), tuple(asked))
             entries.append((RowSlot(int(slot)), told))
         return tuple(entries)
 
@@ -70,6 +70,7 @@ class DeviceSampler:
         self._table = table
         self._vocabulary_size = vocabulary_size
         self._is_beyond = np.zeros(spec.max_rows, np.bool_)
+        self._bans_sequences = np.zeros(spec.max_rows, np.bool_)
         self._adjustments: RowAdjustments | None = None
         if spec.rank != 0:
             return
@@ -87,8 +88,12 @@ class DeviceSampler:
         """Take note of a row, whose parameters are in the table already."""
         sampling = opened.sampling
         needs = Needs(int(self._table.needs[opened.row]))
-        is_reported = (sampling.top_logprobs or 0) <= MOST_TOP and len(sampling.logprob_token_ids) <= MOST_NAMED
-        self._is_beyond[opened.row] = not (is_reported and fits_tables(opened))
+        self._bans_sequences[opened.row] = bans_sequences(opened)
+        self._is_beyond[opened.row] = (
+            (sampling.top_logprobs or 0) > MOST_TOP
+            or len(sampling.logprob_token_ids) > MOST_NAMED
+            or len(sampling.logit_bias) > MOST_BIASES
+        )
         if self._adjustments is None or self._is_beyond[opened.row]:
             return
         self._adjustments.open(opened, needs)
@@ -108,8 +113,11 @@ class DeviceSampler:
         return not self._is_beyond[slots].any()
 
     def needs_history(self, slots: RowIndices) -> bool:
-        """Whether the host has to know all earlier tokens of rows `slots`: grammars are followed there."""
-        return slots.size > 0 and not (self.can_choose(slots) and not self._table.needs_of(slots) & Needs.GRAMMAR)
+        """Whether the host has to know all tokens of rows `slots`: it follows their grammars and what they ban."""
+        if slots.size == 0:
+            return False
+        follows = self._bans_sequences[slots].any() or bool(self._table.needs_of(slots) & Needs.GRAMMAR)
+        return bool(follows) or not self.can_choose(slots)
 
     def way_of(self, slots: RowIndices, rows: RowTable) -> Way:
         """Return how rows `slots` choose their next token."""
@@ -126,15 +134,17 @@ class DeviceSampler:
         """Whether any of rows `slots` wants log probabilities."""
         return slots.size > 0 and bool(self._table.needs_of(slots) & Needs.LOGPROBS)
 
-    def follow_grammars(self, slots: RowIndices, rows: RowTable) -> None:
-        """Tell the device what grammars of rows `slots` allow next."""
-        grammars = self._table.grammars
-        held = slots[self._table.rows_that_need(Needs.GRAMMAR, slots)]
-        if self._adjustments is None or grammars is None or not held.size:
+    def follow(self, slots: RowIndices, rows: RowTable) -> None:
+        """Tell the device what rows `slots` may sample next, where that depends on what they have sampled."""
+        if self._adjustments is None:
             return
-        masks = grammars.masks(held, rows)
-        self._table.endings.put_off(masks, held, rows)
-        self._adjustments.hold(held, masks)
+        banning = slots[self._bans_sequences[slots]].tolist()
+        self._adjustments.rule_out({RowSlot(slot): self._table.words.ends(slot, rows) for slot in banning})
+        held = slots[self._table.rows_that_need(Needs.GRAMMAR, slots)]
+        if self._table.grammars is not None and held.size:
+            masks = self._table.grammars.masks(held, rows)
+            self._table.endings.put_off(masks, held, rows)
+            self._adjustments.hold(held, masks)
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, way: Way) -> None:
         """Choose the next token of rows `slots` [rows] int32, into `token_ids` [rows] int32.

@@ -159,8 +159,8 @@ class GpuStepper:
             padded[at] = samples.token_ids.to(torch.int32)
             one.tell(padded, counts=self._sampler.counts(members))
             return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
-        # While the device computes: tokens are known up to here, or there is no grammar.
-        self._sampler.follow_grammars(members, rows)
+        # While the device computes: tokens are known up to here, or nothing depends on them.
+        self._sampler.follow(members, rows)
         one.choose(self._sampler.way_of(members, rows), reports=reports)
         if told is None:
             return self._fetch(one.token_ids, host, order)
@@ -206,7 +206,7 @@ class GpuStepper:
             return _Part(samples.token_ids.to(torch.int32), prompt_logprobs, samples.logprobs)
         reports: tuple[LaunchedReport, ...] = ()
         if self._is_first:
-            self._sampler.follow_grammars(sampled, rows)
+            self._sampler.follow(sampled, rows)
             slots = to_device(sampled.astype(np.int32), device)
             self._sampler.choose(logits, slots, token_ids, self._sampler.way_of(sampled, rows))
             reports = self._report(logits, sampled, slots, token_ids)

@@ -1,7 +1,7 @@
 """What rows ask of their logits, in tables on the device: penalties, biases, and what may not be sampled.
 
-Lines are written when rows are opened. The device itself counts what rows sample; only what a grammar allows next is
-told before every pass.
+Lines are written when rows are opened. The device itself counts what rows sample; only what a grammar allows next, or
+what would end a banned sequence, is told before every pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.worker.engine.kernels.gpu.adjusting import IN_PROMPT, AdjustmentTa
 from services.worker.engine.sampling.table import Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,10 +30,9 @@ MOST_BIASES = 1024
 ADJUSTING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | Needs.WORDS
 
 
-def fits_tables(opened: RowOpen) -> bool:
-    """Whether the tables can hold what a row asks for: of what it bans, only single tokens."""
-    sampling = opened.sampling
-    return len(sampling.logit_bias) <= MOST_BIASES and all(len(banned) == 1 for banned in sampling.banned_sequences)
+def bans_sequences(opened: RowOpen) -> bool:
+    """Whether what a row may not sample next depends on what it has sampled."""
+    return any(len(sequence) > 1 for sequence in opened.sampling.banned_sequences)
 
 
 class RowAdjustments:
@@ -57,10 +56,15 @@ class RowAdjustments:
         )
         self._adjusted = torch.empty(max_rows, vocabulary_size, dtype=torch.float32, device=device)
         self._opened: dict[RowSlot, tuple[RowOpen, Needs]] = {}
+        # [vocabulary, in whole words] uint8, what rows that ban sequences may sample at all.
+        self._flags: dict[RowSlot, NDArray[np.uint8]] = {}
 
     def open(self, opened: RowOpen, needs: Needs) -> None:
         """Take note of what a row asks for, of which `needs` tells the kinds."""
         self._opened.pop(opened.row, None)
+        self._flags.pop(opened.row, None)
+        if bans_sequences(opened):
+            self._flags[opened.row] = self._allowed(opened)
         if needs & ADJUSTING:
             self._opened[opened.row] = opened, needs
 
@@ -71,7 +75,7 @@ class RowAdjustments:
         for opened in self._gathered(Needs.PENALTIES):
             self._seed_counts(opened)
         tables = self._tables
-        self._write(tables.allowed, {one.row: self._allowed_bits(one) for one in self._gathered(Needs.WORDS)})
+        self._write(tables.allowed, {one.row: _packed(self._allowed(one)) for one in self._gathered(Needs.WORDS)})
         stops = {one.row: self._bits_without(one.stop_token_ids) for one in self._gathered(Needs.MIN_TOKENS)}
         self._write(tables.before_minimum, stops)
         biases = {one.row: self._biases(one) for one in self._gathered(Needs.BIAS)}
@@ -84,6 +88,15 @@ class RowAdjustments:
         """Let rows `slots` sample next what `masks` [slots, words] allow, whose grammars these are."""
         lines = {RowSlot(slot): mask for slot, mask in zip(slots.tolist(), masks, strict=True)}
         self._write(self._tables.grammar, lines)
+
+    def rule_out(self, ends: Mapping[RowSlot, Sequence[int]]) -> None:
+        """Let rows that ban sequences not sample `ends` next, nor what they never may."""
+        lines = {}
+        for row, ids in ends.items():
+            flags = self._flags[row].copy()
+            flags[self._in_vocabulary(ids)] = 0
+            lines[row] = _packed(flags)
+        self._write(self._tables.allowed, lines)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """Return what rows `slots` choose from, [rows, vocabulary] float32, valid until the next call."""
@@ -112,15 +125,15 @@ class RowAdjustments:
         bias = opened.sampling.logit_bias
         return {id_: bias[id_] for id_ in self._in_vocabulary(bias)}
 
-    def _allowed_bits(self, opened: RowOpen) -> NDArray[np.int32]:
+    def _allowed(self, opened: RowOpen) -> NDArray[np.uint8]:
         sampling = opened.sampling
-        banned = [sequence[0] for sequence in sampling.banned_sequences if len(sequence) == 1]
-        if not sampling.allowed_token_ids:
-            return self._bits_without(banned)
         flags = np.zeros(self._words * 32, np.uint8)
-        flags[self._in_vocabulary(sampling.allowed_token_ids)] = 1
-        flags[self._in_vocabulary(banned)] = 0
-        return _packed(flags)
+        if sampling.allowed_token_ids:
+            flags[self._in_vocabulary(sampling.allowed_token_ids)] = 1
+        else:
+            flags[:] = 1
+        flags[self._in_vocabulary(banned[0] for banned in sampling.banned_sequences if len(banned) == 1)] = 0
+        return flags
 
     def _bits_without(self, ids: Iterable[int]) -> NDArray[np.int32]:
         flags = np.ones(self._words * 32, np.uint8)

@@ -25,8 +25,6 @@ _SAMPLING = (
     SamplingParams(temperature=1.0, top_p=0.9, top_k=5),
     SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={0: 1.0}, top_logprobs=1),
 )
-# What only the host's sampler knows.
-_ON_HOST = SamplingParams(temperature=1.0, top_p=0.9, top_k=5, banned_sequences=((0, 1),))
 # Tokens that a row may get while others join it, doubling their number each time.
 _GROWTH = 16
 # The shortest prompt that is run alone; then twice as long, and so on.
@@ -45,8 +43,6 @@ def warm_up(stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) 
         passes.add((_PROMPT,), sampling, steps=2)
     while passes.add((_PROMPT,) * passes.open_rows, _SAMPLING[0]):
         pass
-    passes.close()
-    passes.add((_PROMPT,), _ON_HOST, steps=2)
     passes.close()
     length = _SHORTEST_ALONE
     while passes.add((length,), _SAMPLING[0]):

@@ -45,12 +45,16 @@ class WordTable:
                 values = row[kept]
                 row.fill_(RULED_OUT)
                 row[kept] = values
-            generated = rows.token_ids[slot, rows.prompt_tokens[slot] : rows.lengths[slot]]
-            ends = [
-                sequence[-1]
-                for sequence in self._banned[slot]
-                if len(sequence) <= generated.size + 1
-                and tuple(generated[generated.size + 1 - len(sequence) :].tolist()) == sequence[:-1]
-            ]
+            ends = self.ends(slot, rows)
             if ends:
                 row[torch.tensor(ends, device=logits.device)] = RULED_OUT
+
+    def ends(self, slot: int, rows: RowTable) -> list[int]:
+        """Return the ids with which a row would now end a sequence that it bans."""
+        generated = rows.token_ids[slot, rows.prompt_tokens[slot] : rows.lengths[slot]]
+        return [
+            sequence[-1]
+            for sequence in self._banned[slot]
+            if len(sequence) <= generated.size + 1
+            and tuple(generated[generated.size + 1 - len(sequence) :].tolist()) == sequence[:-1]
+        ]

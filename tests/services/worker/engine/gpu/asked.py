@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from common.steps import RowOpen
     from services.worker.engine.plans.rows import RowIndices, RowTable
 
+# Tokens; of these there are too many pairs to ban enough of them.
+MANY = 1000
 GRAMMAR = Grammar(GrammarKind.REGEX, "every third", "regex")
 
 
@@ -39,7 +41,7 @@ class EveryThird:
 
 
 def random_sampling(random: Random, vocabulary: int, *, is_bound: bool = True) -> SamplingParams:
-    """Return parameters of which few rows have many and some have none; `is_bound` if it may have a grammar."""
+    """Return parameters of which few rows have many and some have none; `is_bound` if they may depend on tokens."""
     ids = range(vocabulary)
     options: dict[str, Any] = {
         "top_k": random.choice([1, 3, 50]),
@@ -55,6 +57,10 @@ def random_sampling(random: Random, vocabulary: int, *, is_bound: bool = True) -
     }
     if is_bound:
         options["grammar"] = GRAMMAR
+        # A twentieth of all pairs, so that some do come up.
+        sequences = ((random.choice(ids), random.choice(ids)) for _ in range(vocabulary * vocabulary // 20))
+        if vocabulary < MANY:
+            options["banned_sequences"] += tuple(sequences)
     chosen = random.sample(sorted(options), random.choice([0, 1, 1, 2, 4, len(options)]))
     sampling = SamplingParams(
         temperature=random.choice([0.0, 0.4, 1.0, 1.7]), seed=random.getrandbits(64), **{n: options[n] for n in chosen}

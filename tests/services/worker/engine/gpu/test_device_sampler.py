@@ -63,7 +63,7 @@ class Both:
         sampler.upload()
         on_device = torch.tensor(members, dtype=torch.int32, device=self.device)
         token_ids = torch.empty(len(members), dtype=torch.int32, device=self.device)
-        sampler.follow_grammars(slots, self.rows)
+        sampler.follow(slots, self.rows)
         given = logits.to(self.device)
         sampler.choose(given, on_device, token_ids, sampler.way_of(slots, self.rows))
         assert torch.equal(given.cpu(), logits), "logits stay as the model gave them"
@@ -144,30 +144,48 @@ def test_penalties_count_what_the_device_has_sampled(device: torch.device) -> No
 
 
 def test_a_row_that_is_opened_again_is_punished_for_what_it_had_sampled(device: torch.device) -> None:
-    punished = SamplingParams(temperature=0.9, seed=4, presence_penalty=1.0, frequency_penalty=0.7)
-    steps = [logits_of(1, seed, torch.bfloat16) for seed in range(8)]
+    punished = SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.7)
+    logits = torch.full((1, VOCABULARY), -50.0)
+    logits[0, [3, 5, 7, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
     whole, first, second = (Both(2, device) for _ in range(3))
-    whole.open([open_row(1, [4, 5, 6], range(4), total=CONTEXT, sampling=punished)])
-    outputs = [whole.step(logits, [1])[0][0] for logits in steps]
-    first.open([open_row(1, [4, 5, 6], range(4), total=CONTEXT, sampling=punished)])
-    before = [first.step(logits, [1])[0][0] for logits in steps[:5]]
-    again = open_row(0, [4, 5, 6, *before], range(4), prompt=3, total=CONTEXT, sampling=punished)
-    second.open([again])
-    assert before + [second.step(logits, [0])[0][0] for logits in steps[5:]] == outputs
+    for both in (whole, first):
+        both.open([open_row(1, [4, 5, 6], range(4), total=CONTEXT, sampling=punished)])
+    outputs = [whole.step(logits.half(), [1])[0][0] for _ in range(8)]
+    before = [first.step(logits.half(), [1])[0][0] for _ in range(5)]
+    second.open([open_row(0, [4, 5, 6, *before], range(4), prompt=3, total=CONTEXT, sampling=punished)])
+    after = [second.step(logits.half(), [0])[0][0] for _ in range(3)]
+    assert before + after == outputs
+    assert after != outputs[:3], "what it had sampled makes a difference"
 
 
-def test_stop_ids_are_out_of_reach_until_the_minimum(device: torch.device) -> None:
-    both = Both(1, device)
-    both.open([open_row(0, [1, 2], range(4), total=9, stop=(40, 99999), min_new=2, sampling=SamplingParams(0.0))])
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, 40], logits[0, 30] = 9.0, 5.0
+@pytest.mark.parametrize("members", [[0], [0, 1]])
+def test_stop_ids_are_out_of_reach_until_the_minimum(device: torch.device, members: list[int]) -> None:
+    both = Both(2, device)
+    other = SamplingParams(0.0, presence_penalty=0.1)
+    both.open([
+        open_row(0, [1, 2], range(4), total=9, stop=(40, 99999), min_new=2, sampling=SamplingParams(0.0)),
+        open_row(1, [1, 2], range(4), total=9, sampling=other),
+    ])  # fmt: skip
+    logits = torch.zeros(len(members), VOCABULARY)
+    logits[:, 40], logits[:, 30] = 9.0, 5.0
     ways = []
     for _ in range(3):
-        ways.append(both.sampler.way_of(np.array([0]), both.rows))
-        got, expected = both.step(logits.half(), [0])
+        ways.append(both.sampler.way_of(np.array(members), both.rows))
+        got, expected = both.step(logits.half(), members)
         assert got == expected
-    assert ways == [Way.ADJUSTED, Way.ADJUSTED, Way.PLAIN]
+    assert ways == [Way.ADJUSTED, Way.ADJUSTED, Way.ADJUSTED if 1 in members else Way.PLAIN]
     assert both.rows.token_ids[0, 2:5].tolist() == [30, 30, 40]
+
+
+def test_a_sequence_is_banned_but_not_its_tokens(device: torch.device) -> None:
+    both = Both(1, device)
+    banned = SamplingParams(0.0, banned_sequences=((40, 40), (40, 30, 40), (20,)))
+    both.open([open_row(0, [40, 40], range(4), total=12, sampling=banned)])
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [20, 40, 30, 10]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    chosen = [both.step(logits.half(), [0]) for _ in range(6)]
+    assert [got for got, _ in chosen] == [expected for _, expected in chosen]
+    assert [got[0] for got, _ in chosen] == [40, 30, 30, 40, 30, 30]
 
 
 def test_nobody_pays_for_what_nobody_asks(device: torch.device) -> None:
@@ -188,17 +206,17 @@ def test_what_the_tables_cannot_hold_is_left_to_the_host(device: torch.device) -
     both = Both(6, device)
     sampling = SamplingParams(0.0)
     asked = [
-        replace(sampling, banned_sequences=((5,), (3, 4))),
         replace(sampling, top_logprobs=21),
         replace(sampling, top_logprobs=1, logprob_token_ids=tuple(range(129))),
         replace(sampling, logit_bias=dict.fromkeys(range(1025), 1.0)),
         replace(sampling, grammar=GRAMMAR),
+        replace(sampling, banned_sequences=((5,), (3, 4))),
         replace(sampling, frequency_penalty=1.0, banned_sequences=((5,), (6,))),
     ]
     both.open([open_row(row, [1, 2], range(4), sampling=each) for row, each in enumerate(asked)])
     slots = [np.array([row]) for row in range(6)]
-    assert [both.sampler.can_choose(one) for one in slots] == [False] * 4 + [True] * 2
-    # Grammars are followed on the host, which has to know the tokens for that.
+    assert [both.sampler.can_choose(one) for one in slots] == [False] * 3 + [True] * 3
+    # Grammars and sequences are followed on the host, which has to know the tokens for that.
     assert [both.sampler.needs_history(one) for one in slots] == [True] * 5 + [False]
 
 

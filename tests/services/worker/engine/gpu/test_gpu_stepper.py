@@ -95,7 +95,7 @@ def test_rows_with_two_page_tables_follow_the_plans(
 
 
 # What the tables on the device cannot hold: the host samples.
-BEYOND = SamplingParams(temperature=0.0, frequency_penalty=0.001, banned_sequences=((1, 2, 3),))
+BEYOND = SamplingParams(temperature=0.0, frequency_penalty=0.001, top_logprobs=21)
 
 
 def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -> None:
@@ -183,7 +183,7 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
 
         monkeypatch.setattr(owner, name, wanting)
 
-    punished = replace(BEYOND, banned_sequences=(), top_logprobs=1)
+    punished = replace(BEYOND, top_logprobs=20)
     asked = BEYOND if where == "choose on the host" else punished
     opens = tuple(
         open_row(row, [11 + row, 12, 13], [3 * row, 3 * row + 1, 3 * row + 2], total=9, sampling=asked)

@@ -212,22 +212,26 @@ def test_ranks_that_are_told_keep_up(device: torch.device) -> None:
     told: list[torch.Tensor] = []
     first = MarkovRunner(CPU, tells=told)
     ranks = (first, MarkovRunner(CPU, told=told))
-    beyond = SamplingParams(temperature=0.8, seed=5, banned_sequences=((1, 2),), frequency_penalty=0.5)
+    beyond = SamplingParams(temperature=0.8, seed=5, top_logprobs=21, frequency_penalty=0.5)
     plan = opened_rows(4, 8)
     late = StepPlan(
         StepId(2), opens=(open_row(5, [9, 8, 7], range(60, 68), total=12, sampling=beyond),),
-        prefills=(chunk(5, 0, 3),), steps=6,
+        prefills=(chunk(5, 0, 3),), steps=14,
     )  # fmt: skip
+    plans = (replace(plan, steps=4), late)
+    expected, on_host = Heard(), OnHost()
+    for each in plans:
+        expected.take(on_host.run(each))
     heard, lengths = [], []
     for rank, runner in enumerate(ranks):
         worker = OnDevice(CPU, runner, rank=rank, world_size=2)
         taken = Heard()
-        for each in (replace(plan, steps=4), late):
+        for each in plans:
             taken.take(worker.run(each))
         heard.append(taken)
         lengths.append(worker.plans.rows.lengths.tolist())
     assert not told
-    assert heard[0].tokens == heard[1].tokens
-    assert lengths[0] == lengths[1]
-    assert heard[0].logprobs
+    assert_same(heard[0], expected)
+    assert heard[1].tokens == expected.tokens
     assert not heard[1].logprobs
+    assert lengths[0] == lengths[1]
