@@ -1,4 +1,4 @@
-"""Values that cross service borders, as frozen dataclasses; `common/wire.py` converts them from and to protobuf."""
+"""Values that cross service borders, as frozen dataclasses; `common/wire` converts them from and to protobuf."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from common.rpc.status import to_error
-from common.session_wire import (
+from common.wire import (
     close_from_wire,
     close_to_wire,
     grant_from_wire,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
-from common.prompt_logprobs_wire import prompt_logprobs_to_wire
 from common.requests import ChatPrompt, TokenPrompt
-from common.session_wire import turn_to_wire
 from common.types import Pooling, RequestId, ToolStyle
 from common.wire import (
     cache_mode_to_wire,
@@ -15,11 +13,13 @@ from common.wire import (
     pooling_from_wire,
     pooling_to_wire,
     principal_to_wire,
+    prompt_logprobs_to_wire,
     reply_to_wire,
     resume_to_wire,
     sampling_to_wire,
     stop_to_wire,
     trace_to_wire,
+    turn_to_wire,
 )
 from gateway.ring.messages import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2

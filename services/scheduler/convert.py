@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.prompt_logprobs_wire import prompt_logprobs_to_wire, span_from_wire, span_to_wire
 from common.steps import EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
@@ -16,8 +15,11 @@ from common.wire import (
     logprob_from_wire,
     logprob_to_wire,
     pooling_to_wire,
+    prompt_logprobs_to_wire,
     resume_to_wire,
     sampling_to_wire,
+    span_from_wire,
+    span_to_wire,
 )
 from protos.gen.pando.v1 import detokenizer_pb2, worker_pb2
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import grpc
 
 from common.errors import ConfigurationError, UnavailableError
-from common.grammars_wire import grammar_to_wire
 from common.logs import get_logger
 from common.rpc.status import to_error
+from common.wire import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.names import check_name
-from common.prompt_logprobs_wire import prompt_logprobs_from_wire
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
-from common.session_wire import turn_from_wire
 from common.types import RequestId
 from common.wire import (
     admission_to_wire,
     cache_mode_from_wire,
     pooling_from_wire,
     principal_from_wire,
+    prompt_logprobs_from_wire,
     reply_to_from_wire,
     resume_from_wire,
     sampling_from_wire,
     session_from_wire,
     stop_from_wire,
     trace_from_wire,
+    turn_from_wire,
 )
 from protos.gen.pando.v1 import tokenizer_pb2
 from services.tokenizer.requests import Submission

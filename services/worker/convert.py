@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.prompt_logprobs_wire import prompt_logprobs_from_wire, span_to_wire
 from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
-from common.wire import finish_reason_to_wire, logprob_to_wire, pooling_from_wire, sampling_from_wire
+from common.wire import (
+    finish_reason_to_wire,
+    logprob_to_wire,
+    pooling_from_wire,
+    prompt_logprobs_from_wire,
+    sampling_from_wire,
+    span_to_wire,
+)
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:

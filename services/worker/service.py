@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
-from common.grammars_wire import grammar_from_wire
+from common.wire import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.convert import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 from services.worker.executor import NotReadyError, SupersededError

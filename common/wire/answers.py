@@ -1,0 +1,106 @@
+"""What comes back for a request, from and to protobuf."""
+
+from __future__ import annotations
+
+from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId, TokenLogprob
+from protos.gen.pando.v1 import common_pb2
+
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_REASONS_BACK = {wire: reason for reason, wire in _FINISH_REASONS.items()}
+
+_ERROR_CODES = {code: common_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
+_ERROR_CODES_BACK = {wire: code for code, wire in _ERROR_CODES.items()}
+
+
+def failure_to_wire(failure: RequestFailure) -> common_pb2.RequestError:
+    """Encode a request's terminal error."""
+    return common_pb2.RequestError(
+        code=_ERROR_CODES[failure.code],
+        message=failure.message,
+        param=failure.param,
+        retryable=failure.retryable,
+        retry_after_ms=failure.retry_after_ms,
+    )
+
+
+def failure_from_wire(message: common_pb2.RequestError) -> RequestFailure:
+    """Decode a request's terminal error; codes of a newer peer become INTERNAL."""
+    return RequestFailure(
+        code=_ERROR_CODES_BACK.get(message.code, ErrorCode.INTERNAL),
+        message=message.message,
+        param=message.param if message.HasField("param") else None,
+        retryable=message.retryable,
+        retry_after_ms=message.retry_after_ms if message.HasField("retry_after_ms") else None,
+    )
+
+
+def finish_reason_to_wire(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
+    """Encode a finish reason."""
+    return _FINISH_REASONS[reason]
+
+
+def finish_reason_from_wire(value: common_pb2.FinishReason.ValueType) -> FinishReason:
+    """Decode a finish reason."""
+    return _FINISH_REASONS_BACK[value]
+
+
+def finish_to_wire(finish: Finish) -> common_pb2.Finish:
+    """Encode the end of a choice."""
+    message = common_pb2.Finish(reason=_FINISH_REASONS[finish.reason])
+    if finish.matched_token_id is not None:
+        message.matched_token_id = finish.matched_token_id
+    if finish.matched_text is not None:
+        message.matched_text = finish.matched_text
+    if finish.error is not None:
+        message.error.CopyFrom(failure_to_wire(finish.error))
+    if finish.embedding is not None:
+        message.embedding = finish.embedding
+    return message
+
+
+def finish_from_wire(message: common_pb2.Finish) -> Finish:
+    """Decode the end of a choice."""
+    matched = message.WhichOneof("matched")
+    return Finish(
+        reason=_FINISH_REASONS_BACK[message.reason],
+        matched_token_id=message.matched_token_id if matched == "matched_token_id" else None,
+        matched_text=message.matched_text if matched == "matched_text" else None,
+        error=failure_from_wire(message.error) if message.HasField("error") else None,
+        embedding=message.embedding if message.HasField("embedding") else None,
+    )
+
+
+def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    """Encode a token's log probabilities."""
+    return common_pb2.TokenLogprob(
+        logprob=logprob.logprob,
+        top_token_ids=logprob.top_token_ids,
+        top_logprobs=logprob.top_logprobs,
+        asked_logprobs=logprob.asked,
+    )
+
+
+def logprob_from_wire(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    """Decode a token's log probabilities."""
+    asked = tuple(message.asked_logprobs)
+    return TokenLogprob(message.logprob, tuple(message.top_token_ids), tuple(message.top_logprobs), asked)
+
+
+def admission_to_wire(admission: Admission) -> common_pb2.Admission:
+    """Encode an admission answer."""
+    return common_pb2.Admission(
+        request_id=admission.request_id,
+        rejected=failure_to_wire(admission.rejected) if admission.rejected else None,
+        prompt_tokens=admission.prompt_tokens,
+    )
+
+
+def admission_from_wire(message: common_pb2.Admission) -> Admission:
+    """Decode an admission answer."""
+    rejected = failure_from_wire(message.rejected) if message.HasField("rejected") else None
+    return Admission(RequestId(message.request_id), message.prompt_tokens, rejected)
