@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SHAPES = "tests/benchmarks/shapes"
 DUMMY = ("model.load_format=dummy", "model.max_context=4096", "scheduler.max_rows=256")
 OFFLINE = (*DUMMY, "scheduler.max_step_tokens=16384")
+FP8 = (*OFFLINE, "model.quantization=fp8")
 ONLINE = (*DUMMY, "scheduler.max_step_tokens=4096", "scheduler.mixed_step_tokens=1280")
 
 
@@ -72,6 +73,17 @@ PARTS = (
     Part("steps", tuple(f"{STEPS % shape} --rows 1 64 256" for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b"))),
     Part("steps-tp2", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=2),
     Part("steps-tp4", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=4),
+    *(
+        Part(f"{shape}-fp8", tuple(f"{load} --label fp8" for load in THROUGHPUT), shape, settings=FP8)
+        for shape in ("llama-3.1-8b", "qwen3-14b")
+    ),
+    Part(
+        "fp8",
+        (
+            "python -m tests.benchmarks.quantization speed --device cuda --json {json}",
+            *(f"{STEPS % shape} --rows 1 64 256 --quantization fp8" for shape in ("llama-3.1-8b", "qwen3-14b")),
+        ),
+    ),
     Part(
         "host-tier",
         (

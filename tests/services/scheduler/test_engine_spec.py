@@ -1,0 +1,13 @@
+"""What the scheduler configures its ranks with."""
+
+from __future__ import annotations
+
+from common.settings import ModelSettings, Settings
+from services.scheduler.__main__ import engine_spec
+
+
+def test_ranks_are_told_how_the_settings_want_the_model_held() -> None:
+    model = ModelSettings(reference="directory", dtype="bfloat16", kv_dtype="float16", quantization="fp8")
+    spec = engine_spec(Settings(model=model))
+    assert (spec.model, spec.dtype, spec.kv_dtype, spec.quantization) == ("directory", "bfloat16", "float16", "fp8")
+    assert engine_spec(Settings()).quantization == "auto"
