@@ -15,6 +15,7 @@ from common.errors import ConfigurationError
 from common.types import CacheMode
 from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.bench.figures import Spread
+from deploy.bench.progress import following_tokens
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
@@ -142,7 +143,9 @@ async def _measure(
         runs: list[OfflineRun] = []
         for batch in (first, *[requests] * arguments.repeats):
             encoded = schedule_requests(batch, prompts, temperature, cache_mode)
-            records = await ring.run(encoded, arguments.timeout)
+            records = await ring.start(encoded)
+            async with following_tokens(records, sum(request.output_tokens for request in batch)):
+                await ring.finish(arguments.timeout)
             runs.append(evaluate(batch, records))
         return runs[1:]
 

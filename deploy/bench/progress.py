@@ -1,16 +1,23 @@
-"""A progress bar on standard error, for people only."""
+"""Progress bars on standard error, for people only."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
     from deploy.bench.records import RequestRecord
+    from deploy.bench.ring_client import ChoiceRecord
+
+# Redrawing competes with the load for the processor, so it stays rare.
+DRAWINGS_PER_S = 2
 
 
 class RequestProgress:
@@ -18,18 +25,7 @@ class RequestProgress:
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         """Expect `total` requests."""
-        console = console or Console(stderr=True)
-        # Redrawing competes with the load for the processor, so it stays rare.
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            refresh_per_second=2,
-            transient=True,
-        )
+        self._progress = _bar(console)
         self._task = self._progress.add_task("requests", total=total)
         self._failed = 0
 
@@ -49,3 +45,37 @@ class RequestProgress:
         self._failed += record.error is not None
         description = f"requests ({self._failed} failed)" if self._failed else "requests"
         self._progress.update(self._task, advance=1, description=description)
+
+
+@contextlib.asynccontextmanager
+async def following_tokens(
+    records: Sequence[ChoiceRecord], total: int, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Show how many of `total` tokens the records have so far, where standard error is a terminal."""
+    with _bar(console) as progress:
+        task = progress.add_task("tokens", total=total)
+
+        async def follow() -> None:
+            while not progress.disable:
+                progress.update(task, completed=sum(record.tokens for record in records))
+                await asyncio.sleep(1 / DRAWINGS_PER_S)
+
+        following = asyncio.create_task(follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+
+
+def _bar(console: Console | None) -> Progress:
+    console = console or Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=DRAWINGS_PER_S,
+        transient=True,
+    )

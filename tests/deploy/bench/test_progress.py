@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+from rich.console import Console
+
+from common.types import RequestId
+from deploy.bench.progress import following_tokens
+from deploy.bench.ring_client import ChoiceRecord
+from tests.waiting import until
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    output = io.StringIO()
+    return Console(file=output, force_terminal=terminal, width=120), output
+
+
+async def test_tokens_are_counted_while_requests_run() -> None:
+    records = [ChoiceRecord(RequestId(name), 0.0) for name in "ab"]
+    shown, output = console(terminal=True)
+    async with following_tokens(records, 50, shown):
+        records[0].tokens, records[1].tokens = 12, 30
+        await until(lambda: "42/50" in output.getvalue())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_nothing_is_shown_where_nobody_watches(fails: bool) -> None:
+    shown, output = console(terminal=False)
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        async with following_tokens([], 50, shown):
+            if fails:
+                raise RuntimeError
+    assert output.getvalue() == ""
