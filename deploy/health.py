@@ -5,7 +5,6 @@ It reads the settings that the service itself has read, from the environment and
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -16,7 +15,7 @@ import httpx
 from common.errors import ConfigurationError
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.security import Security, read_security
-from common.settings import parse_settings
+from common.settings import SettingsParser, parse_settings
 
 if TYPE_CHECKING:
     from common.settings import Settings
@@ -27,7 +26,7 @@ TIMEOUT_S = 4.0
 
 def main() -> int:
     """Ask the service that the command line names; return 0 if it would serve a request, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.health", description=__doc__, allow_abbrev=False)
+    parser = SettingsParser(prog="python -m deploy.health", description=__doc__, allow_abbrev=False)
     parser.add_argument("service", choices=("gateway", *SERVICES))
     try:
         settings, arguments = parse_settings(parser, sys.argv[1:], os.environ)

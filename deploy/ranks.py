@@ -7,7 +7,6 @@ one ends, all do: a rank that lost a peer may hang in a collective for ever, and
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.settings import parse_settings
+from common.settings import SettingsParser, parse_settings
 from deploy.supervisor.layout import available_cores
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ STOP_S = 8.0
 
 def main() -> int:
     """Run the ranks until a signal comes or one of them ends; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.ranks", description=__doc__, allow_abbrev=False)
+    parser = SettingsParser(prog="python -m deploy.ranks", description=__doc__, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to run")
     try:
         settings, arguments = parse_settings(parser, sys.argv[1:])

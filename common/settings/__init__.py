@@ -12,7 +12,14 @@ from common.settings.queues import QueueSettings
 from common.settings.rpc import RpcSettings
 from common.settings.scheduler import SchedulerSettings
 from common.settings.schema import PREFIX, Settings
-from common.settings.sources import CONFIG_VARIABLE, check_environment, explain, load_settings, parse_settings
+from common.settings.sources import (
+    CONFIG_VARIABLE,
+    SettingsParser,
+    check_environment,
+    explain,
+    load_settings,
+    parse_settings,
+)
 from common.settings.storage import StorageSettings
 from common.settings.tokenizer import TokenizerSettings
 from common.settings.worker import WorkerSettings
@@ -31,6 +38,7 @@ __all__ = [
     "SchedulerSettings",
     "ServedModelSettings",
     "Settings",
+    "SettingsParser",
     "StorageSettings",
     "TokenizerSettings",
     "WorkerSettings",

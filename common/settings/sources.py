@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, TomlConfigSettingsSource
@@ -24,11 +26,20 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE = "PANDO_CONFIG"
 
 
+class SettingsParser(argparse.ArgumentParser):
+    """Says what is wrong with a flag in a line of its own: a hundred others' usage would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with `message`, and the names that unknown flags come close to."""
+        hints = "".join(suggestion(flag) for flag in re.findall(r"--([\w.-]+)", message))
+        self.exit(2, f"{self.prog}: {message}{hints}; --help lists all\n")
+
+
 def load_settings(
     program: str, description: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
     """Read the settings of a process from flags, environment and file; exit with a clear message if they are wrong."""
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser = SettingsParser(prog=program, description=description, allow_abbrev=False)
     try:
         return parse_settings(parser, sys.argv[1:] if argv is None else argv, environ)[0]
     except ConfigurationError as error:
@@ -60,14 +71,28 @@ def parse_settings(
 
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError for a variable that looks like a setting (PANDO_SECTION__FIELD) but is none."""
-    known = {
-        f"{PREFIX}{section}__{name}".upper()
-        for section, field in Settings.model_fields.items()
-        for name in getattr(field.annotation, "model_fields", {})
-    }
+    known = {f"{PREFIX}{name}".replace(".", "__").upper() for name in known_settings()}
     for name in environ:
         if name.startswith(PREFIX) and "__" in name and name not in known:
-            raise ConfigurationError(f"unknown setting in the environment: {name}")
+            hint = suggestion(name.removeprefix(PREFIX).replace("__", ".").lower())
+            raise ConfigurationError(f"unknown setting in the environment: {name}{hint}")
+
+
+def known_settings() -> list[str]:
+    """Return the names of all settings, as section.field."""
+    return [
+        f"{section}.{name}"
+        for section, field in Settings.model_fields.items()
+        for name in getattr(field.annotation, "model_fields", {})
+    ]
+
+
+def suggestion(name: str) -> str:
+    """Return words that name the setting which `name` may have been meant for; nothing if none is like it."""
+    known, plain = known_settings(), name.replace("-", "_")
+    near = get_close_matches(plain, known, n=1, cutoff=0.8) if "." in plain else []
+    near += [full for full in known if full.partition(".")[2] == plain.rpartition(".")[2]]
+    return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
 
 
 def _build(flags: CliSettingsSource[Any], file: Path | None) -> Settings:
@@ -105,6 +130,19 @@ def explain(error: ValidationError) -> str:
     lines = []
     for detail in error.errors():
         name = ".".join(str(part) for part in detail["loc"])
-        unknown = detail["type"] == "extra_forbidden"
-        lines.append(f"unknown setting: {name}" if unknown else f"{name}: {detail['msg']} (got {detail['input']!r})")
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"unknown setting: {name}{suggestion(name)}")
+        else:
+            lines.append(
+                f"{name}: {detail['msg']}"
+                + (f" (got {detail['input']!r})" if may_be_shown(name, detail["input"]) else "")
+            )
     return "; ".join(lines)
+
+
+def may_be_shown(name: str, value: object) -> bool:
+    """Tell whether a log may say what the setting `name` was set to: no secret, and nothing that may hold one."""
+    section, _, field = name.partition(".")
+    annotation = Settings.model_fields[section].annotation if section in Settings.model_fields else None
+    fields = getattr(annotation, "model_fields", {})
+    return not isinstance(value, dict) and not (field in fields and "SecretStr" in str(fields[field].annotation))

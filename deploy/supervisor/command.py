@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from common import models
 from common.errors import ConfigurationError
-from common.settings import parse_settings
+from common.settings import SettingsParser, parse_settings
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import lay_out
 from deploy.supervisor.models import deploy_models
@@ -19,6 +18,7 @@ from deploy.supervisor.probes import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from common.settings import Settings
@@ -59,7 +59,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     Raises:
         ConfigurationError: a setting is unknown or wrong.
     """
-    parser = argparse.ArgumentParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False)
+    parser = SettingsParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
     parser.add_argument("--run-directory", type=Path, help="where sockets and state go, in a folder named by the port")
     return parse_settings(parser, [_long_form(argument) for argument in argv])

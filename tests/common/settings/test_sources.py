@@ -73,8 +73,44 @@ def test_an_unknown_flag_or_value_ends_the_process_with_a_message(capsys: pytest
         load_settings("pando", "", ["--scheduler.max_rows", "0"], {})
     assert ended.value.code == 2
     assert "scheduler.max_rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--scheduler.max_row", "scheduler.max_rows"),
+        ("--scheduler.max-rows", "scheduler.max_rows"),
+        ("--max-rows", "scheduler.max_rows"),
+        ("--worker.kv_dtype", "model.kv_dtype"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_one_like_it_in_one_line(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings("pando", "", [flag, "1"], {})
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"did you mean {meant}?" in line
+
+
+def test_a_flag_like_none_is_answered_without_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_settings("pando", "", ["--scheduler.max_row", "1"], {})
+        load_settings("pando", "", ["--enforce-eager"], {})
+    assert "unrecognized arguments: --enforce-eager; --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rpc.token", "hush-hush"], "at least 16"),
+        (["--rpc.token", "hush-hush-hush-hush", "--rpc.plaintext", "true"], "rpc.token needs TLS"),
+    ],
+)
+def test_a_secret_that_does_not_fit_is_not_repeated(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        parse(*flags)
+    assert "hush" not in str(refused.value)
 
 
 def test_settings_cannot_be_changed() -> None:
