@@ -175,14 +175,24 @@ def test_random_plans_give_what_the_host_gives(device: torch.device, seed: int) 
     assert scheduler.rows
 
 
+# A few tokens that come again and again.
+REPEATING = SamplingParams(
+    temperature=0.0, frequency_penalty=1.5, allowed_token_ids=tuple(range(12)), top_logprobs=3, seed=1
+)
+
+
 def opened_rows(count: int, seed: int) -> StepPlan:
+    """Return rows of different lengths, so that passes sort them, that ask for anything; the first ones repeat."""
     random = Random(seed)
+    lengths = range(3, 3 + count)
     opens = tuple(
-        open_row(row, [random.randrange(VOCABULARY) for _ in range(5)], range(8 * row, 8 * row + 8), total=30,
-                 sampling=random_sampling(random, VOCABULARY, is_bound=False))
-        for row in range(count)
+        open_row(row, [random.randrange(VOCABULARY) for _ in range(length)], range(10 * row, 10 * row + 10),
+                 total=length + 25,
+                 sampling=REPEATING if row < 2 else random_sampling(random, VOCABULARY, is_bound=False))
+        for row, length in enumerate(lengths)
     )  # fmt: skip
-    return StepPlan(StepId(1), opens=opens, prefills=tuple(chunk(row, 0, 5) for row in range(count)), steps=25)
+    prefills = tuple(chunk(row, 0, length) for row, length in enumerate(lengths))
+    return StepPlan(StepId(1), opens=opens, prefills=prefills, steps=25)
 
 
 def test_nobody_waits_for_a_token_to_sample_the_next(device: torch.device) -> None:
@@ -215,7 +225,7 @@ def test_ranks_that_are_told_keep_up(device: torch.device) -> None:
     beyond = SamplingParams(temperature=0.8, seed=5, top_logprobs=21, frequency_penalty=0.5)
     plan = opened_rows(4, 8)
     late = StepPlan(
-        StepId(2), opens=(open_row(5, [9, 8, 7], range(60, 68), total=12, sampling=beyond),),
+        StepId(2), opens=(open_row(5, [9, 8, 7], range(90, 98), total=12, sampling=beyond),),
         prefills=(chunk(5, 0, 3),), steps=14,
     )  # fmt: skip
     plans = (replace(plan, steps=4), late)
