@@ -127,7 +127,7 @@ def test_wrong_inputs_are_refused_by_their_field(encoder: Served) -> None:
     with encoder.http() as http:
         answer = http.post("/v1/rerank", json={"query": "x", "documents": ["y", "word " * 255]})
     assert answer.json()["error"]["param"] == "documents"
-    assert encoder.is_idle()
+    wait_until(encoder.is_idle)
 
 
 def test_a_client_that_leaves_takes_its_inputs_with_it(encoder: Served) -> None:

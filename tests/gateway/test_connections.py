@@ -44,9 +44,9 @@ async def test_headers_that_never_end_are_not_waited_for(monkeypatch: pytest.Mon
 async def test_a_request_that_takes_long_is_not_taken_for_headers_that_never_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "HEADER_S", 0.1)
+    monkeypatch.setattr(connections, "HEADER_S", 0.5)
     gateway = gateway_saying("a", "b", "c")
-    gateway.ring.pause_s = 0.1
+    gateway.ring.pause_s = 0.2
     async with listening(gateway) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head(len(BODY)) + BODY)
@@ -78,7 +78,7 @@ async def test_a_body_that_stops_is_answered_with_408(monkeypatch: pytest.Monkey
 
 
 async def test_a_body_that_trickles_is_answered_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_S", 0.3)
+    monkeypatch.setattr(body, "BODY_S", 1.0)
     async with listening(gateway_saying("x")) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head(len(BODY)))

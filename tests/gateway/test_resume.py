@@ -34,7 +34,7 @@ AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=T
 FULL = RequestFailure(ErrorCode.QUEUE_FULL, "full", retryable=True)
 DEFECT = RequestFailure(ErrorCode.INTERNAL, "a defect")
 BROKEN = Finish(FinishReason.ERROR, error=AWAY)
-QUICK = ResumePolicy(attempts=2, deadline_s=0.2, admission_deadline_s=0.1, first_delay_s=0.001, max_delay_s=0.01)
+QUICK = ResumePolicy(attempts=2, deadline_s=30.0, admission_deadline_s=30.0, first_delay_s=0.001, max_delay_s=0.01)
 
 
 def request(n: int = 1, **stop: Any) -> GenerateRequest:
