@@ -162,6 +162,7 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert "unpinned" in pando(aware, "unpin", "--system", pinned).stdout
     assert "there is no such pin" in pando(aware, "unpin", "--system", pinned).stdout
     assert pando(aware, "flush", admin=False).returncode == 1
+    wait_until(aware.is_idle)
     assert "pages freed" in pando(aware, "flush").stdout
     with aware.http() as http:  # the gateway knows the token, too
         assert http.post("/flush_cache").status_code == httpx.codes.OK
@@ -210,7 +211,7 @@ def test_a_user_id_that_cannot_be_one_is_refused_at_the_gateway(aware: Served, u
         answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert len(answer.text) < 1000
-    assert aware.state().cache_accounting.principals == principals
+    assert aware.state().cache_accounting.principals <= principals
 
 
 @pytest.mark.parametrize("user", [None, ""], ids=["absent", "empty"])
