@@ -143,6 +143,10 @@ class ModelRunner:
         """
         return self._group.broadcast(token_ids)
 
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on every rank; all ask at the same time, and wait."""
+        return bool(self._group.minimum(int(holds)))
+
     def close(self) -> None:
         """Leave the group and drop weights and pools."""
         if self.transfers is not None:

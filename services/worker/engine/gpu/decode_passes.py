@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# What graphs of one batch size take beside the memory that their passes use: libraries' work space, and themselves.
+_GRAPH_BYTES = 128 * 1024**2
+
 
 class ResidentRunner(Protocol):
     """One rank's model on a GPU, as `ModelRunner` implements it. Behind its pool's last page is one for padding."""
@@ -46,6 +49,9 @@ class ResidentRunner(Protocol):
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank."""
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on every rank; all ask at the same time, and wait."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -120,6 +126,17 @@ class DecodePass:
         self._graphs.clear()
         self.logits = torch.empty(0, device=self.logits.device)
 
+    def has_memory(self) -> bool:
+        """Run the model, and return whether as much as that took is still free for a graph, and something beside it."""
+        device = self.slots.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self._compute()
+        torch.cuda.synchronize(device)
+        needed = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0]) >= needed + _GRAPH_BYTES
+
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
         choices = [(way, reports) for way in Way for reports in (False, True)]
@@ -176,22 +193,25 @@ class DecodePasses:
         """Return the smallest pass with room for `rows` rows."""
         return next(one for one in self._passes if one.size >= rows)
 
-    def capture(self, report: Callable[[float], None], budget_s: float, pool: Any, *, is_shared: bool) -> None:
+    def capture(
+        self, report: Callable[[float], None], budget_s: float, pool: Any, agree: Callable[[bool], bool] | None = None
+    ) -> None:
         """Capture the largest first, so that others find its memory; what cannot be captured runs kernel by kernel.
 
         Args:
             report: told the share that is done.
             budget_s: what it may take; all that is left then is left out.
             pool: memory for graphs.
-            is_shared: whether other ranks capture the same passes, which meet in them.
+            agree: as `ResidentRunner.agree`, where other ranks capture the same passes, which meet in them. All leave
+                out what one of them has no memory for.
 
         Raises:
-            ConfigurationError: memory does not suffice, and passes are shared: the others would wait for this rank.
+            ConfigurationError: memory does not suffice after all, and passes are shared: others wait for this rank.
         """
         started = time.monotonic()
         too_large: list[int] = []
         for done, one in enumerate(reversed(self._passes), start=1):
-            if not self._try_capture(one, pool, is_shared=is_shared):
+            if not self._try_capture(one, pool, agree):
                 too_large.append(one.size)
             report(done / len(self._passes))
             if time.monotonic() - started > budget_s and done < len(self._passes):
@@ -206,16 +226,19 @@ class DecodePasses:
             )
 
     @staticmethod
-    def _try_capture(one: DecodePass, pool: Any, *, is_shared: bool) -> bool:
+    def _try_capture(one: DecodePass, pool: Any, agree: Callable[[bool], bool] | None) -> bool:
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         try:
+            if agree is not None and not agree(one.has_memory()):
+                one.release()
+                return False
             one.capture(pool)
         except Exception as error:
             # Whoever ends a capture that was cut short may say no more than that; what did it comes before.
             cause = error.__context__
             if not is_out_of_memory(error) and (cause is None or not is_out_of_memory(cause)):
                 raise
-            if is_shared:
+            if agree is not None:
                 raise ConfigurationError(
                     f"memory does not suffice for graphs of {one.size} rows; make scheduler.memory_fraction or "
                     f"scheduler.max_rows smaller: {error}"

@@ -114,7 +114,7 @@ class GpuStepper:
         """Capture decode passes as graphs."""
         # Ranks must capture the same passes, since these meet in collectives.
         budget_s, pool = math.inf if self._is_shared else _CAPTURE_BUDGET_S, torch.cuda.graph_pool_handle()
-        self._decode_passes.capture(report, budget_s, pool, is_shared=self._is_shared)
+        self._decode_passes.capture(report, budget_s, pool, self._runner.agree if self._is_shared else None)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         """Take note of what a plan has changed; see `LaggedStepper`."""

@@ -39,6 +39,9 @@ class MadeUpPass:
     def release(self) -> None:
         self.releases += 1
 
+    def has_memory(self) -> bool:
+        return self.size < 16
+
 
 @dataclass
 class Ladder:
@@ -46,13 +49,13 @@ class Ladder:
     made: list[MadeUpPass] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
-    def capture(self, budget_s: float = 60.0, *, is_shared: bool = False) -> None:
+    def capture(self, budget_s: float = 60.0, agree: Callable[[bool], bool] | None = None) -> None:
         def make(size: int) -> MadeUpPass:
             self.made.append(MadeUpPass(size, self.fails))
             return self.made[-1]
 
         passes = DecodePasses(SIZES, make)  # type: ignore[arg-type]  # stands in for `DecodePass`
-        passes.capture(self.shares.append, budget_s, None, is_shared=is_shared)
+        passes.capture(self.shares.append, budget_s, None, agree)
 
     @property
     def captured(self) -> list[int]:
@@ -90,9 +93,24 @@ def test_a_capture_that_memory_has_cut_short_counts_as_one_without_memory() -> N
     assert one.captured == [1, 2, 4, 8]
 
 
-def test_a_rank_of_several_says_what_to_change() -> None:
-    with pytest.raises(ConfigurationError, match="16 rows; make"):
-        Ladder(short_above(4)).capture(is_shared=True)
+def test_ranks_leave_out_together_what_one_has_no_memory_for() -> None:
+    # This rank has memory for all but 16 rows, the other one for all but 4.
+    theirs = iter([True, True, False, True, True])
+    asked: list[bool] = []
+
+    def agree(holds: bool) -> bool:
+        asked.append(holds)
+        return next(theirs) and holds
+
+    one = Ladder()
+    one.capture(agree=agree)
+    assert asked == [False, True, True, True, True]
+    assert one.captured == [1, 2, 8]
+
+
+def test_a_rank_of_several_that_was_wrong_says_what_to_change() -> None:
+    with pytest.raises(ConfigurationError, match="8 rows; make"):
+        Ladder(short_above(4)).capture(agree=lambda holds: holds)
 
 
 def test_other_errors_are_not_taken_for_a_want_of_memory() -> None:

@@ -45,6 +45,9 @@ class ResidentCheckingRunner(CheckingRunner):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden).half()
 
+    def agree(self, holds: bool) -> bool:
+        return holds
+
     def compute(self, batch):  # type: ignore[no-untyped-def]  # as `ResidentRunner.compute`
         if batch.table_rows is None:
             return self.forward(batch).half()
