@@ -13,7 +13,7 @@ deploy/setup/torch.sh "$scratch/venv/bin/pip" "$torch" cpu
 "$scratch/venv/bin/pip" install --quiet -e '.[all,dev]'
 {
     echo "# Written by \`make lock\`: the versions that \`make\` installs. torch is chosen by deploy/setup/torch.sh."
-    "$scratch/venv/bin/pip" freeze --all --exclude-editable --exclude torch --exclude pip
+    "$scratch/venv/bin/pip" freeze --all --exclude-editable --exclude torch --exclude pip | LC_ALL=C sort --ignore-case
 } >"$scratch/constraints.txt"
 mv "$scratch/constraints.txt" "$output"
 echo "$(grep -c == "$output") packages locked in $output"
