@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import grpc
-
-from common.rpc.status import to_error
+from common.rpc.status import answered
 from common.wire import (
     close_from_wire,
     close_to_wire,
@@ -18,11 +16,10 @@ from common.wire import (
 from protos.gen.pando.v1 import sessions_pb2, sessions_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    import grpc
 
     from common.types import Principal, SessionGrant, SessionWish
 
-T = TypeVar("T")
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -70,16 +67,9 @@ class SessionsClient:
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session; return what it was granted."""
-        return grant_from_wire(await _answer(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
+        return grant_from_wire(await answered(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
 
     async def close_session(self, principal: Principal, session: str) -> bool:
         """End a session; return whether it was open."""
         call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
-        return (await _answer(call)).was_open
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise to_error(error) from error
+        return (await answered(call)).was_open

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeVar
+
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no stubs exist
@@ -10,7 +12,11 @@ from grpc_status import rpc_status
 from common.errors import GRPC_STATUS, PandoError, RequestFailedError
 from common.types import ErrorCode, RequestFailure
 
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
 DOMAIN = "pando"
+T = TypeVar("T")
 
 
 def to_status(error: PandoError) -> grpc.Status:
@@ -45,6 +51,25 @@ def to_error(call_error: grpc.RpcError) -> PandoError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         known = ErrorCode.INVALID_REQUEST
     return RequestFailedError(RequestFailure(known, text, retryable=away))
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """Return what a call answers.
+
+    Raises:
+        PandoError: it failed; what its status means to us.
+    """
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise to_error(error) from error
+
+
+def describe(error: grpc.RpcError) -> str:
+    """Return why a call ended, for a log."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
 
 
 def _rich_status(call_error: grpc.RpcError) -> status_pb2.Status | None:

@@ -11,6 +11,7 @@ import grpc
 from common.errors import UnavailableError
 from common.logs import get_logger
 from common.rpc.reconnect import keep_connecting
+from common.rpc.status import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +81,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
             self._on_connected()
             reason = await self._serve(call)
         except grpc.RpcError as error:
-            reason = _describe(error)
+            reason = describe(error)
         finally:
             was_connected, self.connected = self.connected, False
             call.cancel()
@@ -97,7 +98,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
             async for message in call:
                 self._on_message(message)
         except grpc.RpcError as error:
-            return _describe(error)
+            return describe(error)
         finally:
             writer.cancel()
             # `gather` and not `await writer`: a cancellation of this task that arrives meanwhile must not be taken for
@@ -111,9 +112,3 @@ class StreamLink(Generic[RequestT, ResponseT]):
                 await call.write(self._queue.popleft())
             self._queued.clear()
             await self._queued.wait()
-
-
-def _describe(error: grpc.RpcError) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

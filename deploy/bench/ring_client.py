@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 
 from common.rpc.channel import open_channel
+from common.rpc.status import describe
 from common.types import (
     CacheMode,
     FinishReason,
@@ -172,7 +173,7 @@ class RingClient:
         except TimeoutError:
             raise RingError(f"the {name} at {self._addresses[name]} does not answer") from None
         except grpc.RpcError as error:
-            raise RingError(f"the {name} at {self._addresses[name]} is away: {_describe(error)}") from None
+            raise RingError(f"the {name} at {self._addresses[name]} is away: {describe(error)}") from None
 
     async def _follow(self, name: str, call: AnyStream, on_message: Callable[[Any], None]) -> None:
         """Read a stream until it breaks; then nothing that is open can finish any more."""
@@ -181,7 +182,7 @@ class RingClient:
             async for message in call:
                 on_message(message)
         except grpc.RpcError as error:
-            reason = _describe(error)
+            reason = describe(error)
         self._broken = f"the stream of the {name} broke: {reason}"
         self._batch.done.set()
 
@@ -237,9 +238,3 @@ def schedule_requests(
         )
         for index, request in enumerate(requests)
     ]
-
-
-def _describe(error: grpc.RpcError) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import grpc
-
-from common.rpc.status import to_error
+from common.rpc.status import answered
 from gateway.ring.messages import Tokenization
 from gateway.ring.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from common.requests import ChatPrompt
     from common.rpc.sessions import SessionHost
     from common.types import Principal, SessionGrant, SessionWish
     from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
-
-T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 CARD_TIMEOUT_S = 2.0
@@ -37,23 +31,23 @@ class GrpcModel:
     async def get_model(self) -> ModelInfo:
         """Return what is served."""
         call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
-        return model_from_wire(await _answer(call))
+        return model_from_wire(await answered(call))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
         """Encode a text."""
         request = tokenizer_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        answer = await _answer(self._stub.Tokenize(request, timeout=TIMEOUT_S))
+        answer = await answered(self._stub.Tokenize(request, timeout=TIMEOUT_S))
         return Tokenization(tuple(answer.ids), tuple(answer.tokens))
 
     async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
         """Decode ids."""
         request = tokenizer_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
-        return (await _answer(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
+        return (await answered(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
 
     async def render_chat(self, chat: ChatPrompt) -> Tokenization:
         """Apply the chat template and encode the result."""
         request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat))
-        return Tokenization(tuple((await _answer(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
+        return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session at the scheduler that its requests will go to."""
@@ -62,10 +56,3 @@ class GrpcModel:
     async def close_session(self, principal: Principal, session: str) -> bool:
         """End a session; return whether it was open."""
         return await self._sessions.close_session(principal, session)
-
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise to_error(error) from error
