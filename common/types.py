@@ -92,7 +92,10 @@ class CacheMode(Enum):
 
     def at_least(self, other: CacheMode) -> CacheMode:
         """Return the stricter of two wishes: an opt-out of either side holds."""
-        return max(self, other, key=list(CacheMode).index)
+        return max(self, other, key=_STRICTNESS.index)
+
+
+_STRICTNESS = (CacheMode.DEFAULT, CacheMode.PRIVATE, CacheMode.NONE)
 
 
 class Pooling(Enum):

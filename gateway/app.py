@@ -41,6 +41,8 @@ from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, Token
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fastapi.telemetry import TelemetryConfig
+
     from gateway.api.context import Context
 
 # Headers that scripts of pages may read, beside those that they may anyway.
@@ -80,10 +82,13 @@ BODIES = (
 
 def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application over `context`, which browsers may call for pages of `cors_origins`."""
-    app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None)
+    # Its own telemetry would ask for providers at every request; metrics and traces are ours.
+    silent: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+    app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None, telemetry=silent)
     generating = (chat, completions, responses, messages, native)
     for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
-        app.include_router(endpoint.create_router(context))
+        # Not by `include_router`, whose routers within a router are searched twice for every request.
+        app.router.routes.extend(endpoint.create_router(context).routes)
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)
     app.add_exception_handler(HTTPException, _on_routing_error)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.backends import check_generates
 from gateway.identity.caller import identify
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/chat/completions", openapi_extra=documented(ChatCompletionBody))
     async def create_chat_completion(request: Request) -> Response:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request, Response
 
 from common.types import RequestId
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.backends import check_generates
 from gateway.identity.caller import identify
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/completions", openapi_extra=documented(CompletionBody))
     async def create_completion(request: Request) -> Response:

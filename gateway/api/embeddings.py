@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from common.errors import InvalidRequestError
 from common.requests import GenerateRequest
 from common.types import RequestId, SamplingParams, StopConditions
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.identity.caller import identify
 from gateway.render.embeddings import WholeEmbeddings, WholeRanking, WholeScores
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingBody))
     async def create_embeddings(request: Request) -> Response:

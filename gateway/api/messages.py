@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from gateway.api.chat import chat_request, require_chat
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.identity.caller import identify
 from gateway.render.anthropic import MessageStream, WholeMessage
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoint."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/messages", openapi_extra=documented(MessagesBody))
     async def create_message(request: Request) -> Response:

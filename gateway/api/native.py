@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from common.errors import InvalidRequestError
 from common.names import check_name
 from gateway.api.completions import one_per_prompt
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.backends import check_generates
 from gateway.identity.caller import identify
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/generate", openapi_extra=documented(GenerateBody))
     async def generate(request: Request) -> Response:

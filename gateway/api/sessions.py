@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from common.errors import InvalidRequestError
 from common.names import check_name
 from common.types import SessionWish
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.identity.caller import identify
 from gateway.schemas.parse import parse
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/open_session", openapi_extra=documented(OpenSessionBody))
     async def open_session(request: Request) -> Response:

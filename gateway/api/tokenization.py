@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
 from gateway.schemas.parse import parse
 from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
-    router = APIRouter()
+    router = APIRouter(route_class=PlainRoute)
 
     @router.post("/tokenize", openapi_extra=documented(TokenizeTextBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from common.errors import ConfigurationError, InvalidRequestError
@@ -42,6 +43,8 @@ class TrustedProxy:
         return _single_header(headers, self.tenant_header), _single_header(headers, self.user_header)
 
 
+# Clients come again and again from the same addresses.
+@lru_cache(maxsize=1024)
 def parse_peer(peer: str | None) -> Address | None:
     """Return the address of a TCP peer, None if it is none."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import orjson
@@ -52,7 +53,7 @@ class StructureFields(Schema):
         _ = self.grammar
         return self
 
-    @property
+    @cached_property
     def grammar(self) -> Grammar | None:
         """What the output has to conform to.
 
