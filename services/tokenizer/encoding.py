@@ -1,8 +1,9 @@
-"""Prompts to token ids, many in one call. Nothing here may run on the event loop: encoding is what takes time."""
+"""Prompts to token ids, many in one call. It is what takes time: only what `is_quick` belongs on the event loop."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+import math
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import numpy as np
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from services.tokenizer.chat_template import ChatTemplates
 
 NO_STYLE = TemplateStyle()
+# What is no longer is encoded in a tenth of a millisecond or two, which is what a thread needs to begin and to answer.
+QUICK_CHARACTERS = 1024
 Encoded: TypeAlias = "TokenIds | PandoError"
 
 
@@ -40,6 +43,10 @@ class Encoder:
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
         return bool(self._templates)
+
+    def is_quick(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether encoding takes no longer than the way to another thread and back."""
+        return sum(map(self._characters, prompts)) <= QUICK_CHARACTERS
 
     def encode(
         self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None] | None = None
@@ -94,6 +101,22 @@ class Encoder:
         """Return the prompt that a conversation becomes, as text and ids."""
         text, ids = self._read_chat(chat)
         return text, self._tokenizer.encode(text, add_special_tokens=False).ids if ids is None else ids.tolist()
+
+    def _characters(self, prompt: Prompt) -> float:
+        """Return how much there is to encode; infinity where that does not tell how long it takes."""
+        match prompt:
+            case TokenPrompt():
+                return len(prompt.ids)
+            case str():
+                return len(prompt)
+            case ChatPrompt():
+                texts = [message.content or "" for message in prompt.messages]
+                is_more_than_text = prompt.tools_json or prompt.template_variables_json
+                if is_more_than_text or any(message.tool_calls_json for message in prompt.messages):
+                    return math.inf
+                return math.inf if any(map(self._special.may_be_in, texts)) else sum(map(len, texts))
+            case _ as never:
+                assert_never(never)
 
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
         """Return the prompt that a conversation becomes; and its ids, where special tokens are text in it."""

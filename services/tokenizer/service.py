@@ -39,7 +39,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EncodingPool:
-    """Runs an encoder in threads."""
+    """Runs an encoder in threads, where it takes long enough for that."""
 
     def __init__(self, encoder: Encoder, executor: Executor) -> None:
         """Encode in `executor`, which the caller shuts down."""
@@ -49,8 +49,11 @@ class EncodingPool:
     async def encode(self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None]) -> Sequence[Encoded]:
         """Encode one message's prompts in one call."""
         started = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        encoded = await loop.run_in_executor(self._executor, self.encoder.encode, prompts, add_special_tokens)
+        if self.encoder.is_quick(prompts):
+            encoded = self.encoder.encode(prompts, add_special_tokens)
+        else:
+            loop = asyncio.get_running_loop()
+            encoded = await loop.run_in_executor(self._executor, self.encoder.encode, prompts, add_special_tokens)
         metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
         return encoded
 

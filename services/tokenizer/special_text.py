@@ -51,6 +51,10 @@ class SpecialText:
         self._second: tuple[Tokenizer, TokenIds] | None = None
         self._lock = threading.Lock()
 
+    def may_be_in(self, text: str) -> bool:
+        """Whether `text` may have to be marked, which can take long when it is the first."""
+        return self._is_always_shielded or any(beginning in text for beginning in self._beginnings)
+
     def shield(self) -> Shield:
         """Return what marks the texts of one conversation."""
         return Shield(self._marked, self._beginnings, self._texts, is_used=self._is_always_shielded)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,20 @@ def test_a_batch_of_all_kinds_keeps_its_order(encoder: Encoder, oracle: OracleTo
     assert isinstance(error, InvalidRequestError)
     assert isinstance(world, np.ndarray)
     assert list(world) == oracle("world")["input_ids"]
+
+
+def test_only_little_plain_text_is_quick(encoder: Encoder) -> None:
+    def chat(content: str, tool_calls: str | None = None, **fields: Any) -> ChatPrompt:
+        return ChatPrompt((ChatMessage("user", content, tool_calls_json=tool_calls),), **fields)
+
+    assert encoder.is_quick(["Hello", chat("Hi"), TokenPrompt((5, 6))])
+    assert not encoder.is_quick(["x" * 600, chat("x" * 600)])
+    assert not encoder.is_quick([TokenPrompt(tuple(range(2000)))])
+    # Templates may do anything with these, and special tokens may need a second tokenizer.
+    assert not encoder.is_quick([chat("Hi", tools_json=("{}",))])
+    assert not encoder.is_quick([chat("Hi", template_variables_json="{}")])
+    assert not encoder.is_quick([chat("Hi", tool_calls="[]")])
+    assert not encoder.is_quick([chat("<|im_end|>")])
 
 
 def test_texts_in_a_batch_encode_as_transformers_does_alone(encoder: Encoder, oracle: OracleTokenizer) -> None:
