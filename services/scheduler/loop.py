@@ -160,6 +160,8 @@ class SchedulerLoop:
                 await self._wake.wait()
                 self._wake.clear()
                 self._turn()
+                # What the neighbours are told goes out before more is planned.
+                await asyncio.sleep(0)
 
     # --- called by the neighbours ---
 
@@ -197,7 +199,7 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_result(self, result: StepResult) -> None:
-        """Take in one forward pass and plan on at once."""
+        """Take in one forward pass; its tokens are on their way when the next plan is made."""
         assert self.core is not None, "results follow plans, which the core made"
         started = time.thread_time()
         self.core.apply(result)
@@ -209,13 +211,13 @@ class SchedulerLoop:
         metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
         if result.last:
             metrics.STEPS_TOTAL.inc()
-        self._turn()
+        self._wake.set()
 
     def on_transfer(self, ack: TransferAck) -> None:
         """Let those go on who wait for the pages, or have them copied."""
         assert self.core is not None, "transfers are the core's"
         self.core.finish_transfer(ack, self.now)
-        self._turn()
+        self._wake.set()
 
     def on_lost(self, *, out_of_memory: bool) -> None:
         """Keep every row's ids and wait for the workers; if they lacked memory, plan smaller steps afterwards."""
@@ -258,20 +260,20 @@ class SchedulerLoop:
         return self._outlet is not None and self._outlet.connected
 
     def _turn(self) -> None:
-        """Send plans until enough are in flight or nothing is left to do."""
+        """Send a plan if fewer are in flight than may be and there is something to do; another turn follows it."""
         if self.core is None or self._group is None:
             return
-        while self.can_serve and self.core.in_flight < self._settings.queue_depth:
+        if self.can_serve and self.core.in_flight < self._settings.queue_depth:
             started = time.thread_time()
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
-            if plan is None:
-                break
-            self._group.send(plan)
-            for opened in plan.opens:
-                self._count_start(self.core, int(opened.row))
-            self._step_cpu_s += time.thread_time() - started
-            metrics.STEP_CPU_SECONDS.observe(self._step_cpu_s)
-            self._step_cpu_s = 0.0
+            if plan is not None:
+                self._group.send(plan)
+                for opened in plan.opens:
+                    self._count_start(self.core, int(opened.row))
+                self._step_cpu_s += time.thread_time() - started
+                metrics.STEP_CPU_SECONDS.observe(self._step_cpu_s)
+                self._step_cpu_s = 0.0
+                self._wake.set()
         self._push()
 
     def _count_start(self, core: SchedulerCore, row: int) -> None:
