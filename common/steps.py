@@ -17,6 +17,8 @@ import numpy as np
 from common.types import FinishReason, Pooling, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan
     from common.transfers import Transfer, TransferAck
 
@@ -57,12 +59,16 @@ class RowOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class PageGrant:
-    """Pages to append to a row's page table."""
+class PageGrants:
+    """Pages to append to rows' page tables: `rows[i]` gets `pages[i]`, [pages] int32 each.
 
-    row: RowSlot
-    pages: PageIds
-    # With a window pool, its pages for the same tokens.
+    A row that gets several is named as often, and gets them in this order. Columns, as a busy server's steps give a
+    page each to many rows.
+    """
+
+    rows: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
+    pages: PageIds = field(default_factory=lambda: NO_PAGES)
+    # With a window pool, its pages for the same tokens; else none.
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
@@ -96,7 +102,7 @@ class StepPlan:
     epoch: int = 0
     closes: tuple[RowSlot, ...] = ()
     opens: tuple[RowOpen, ...] = ()
-    grants: tuple[PageGrant, ...] = ()
+    grants: PageGrants = field(default_factory=PageGrants)
     prefills: tuple[PrefillChunk, ...] = ()
     steps: int = 1
     replacements: tuple[PageReplacement, ...] = ()

@@ -92,8 +92,11 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     """Encode a plan; every rank is sent the same message."""
     message = worker_pb2.StepPlan(step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps)
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
-    for grant in plan.grants:
-        message.grants.add(row=grant.row, pages=grant.pages.tolist(), window_pages=grant.window_pages.tolist())
+    grants = plan.grants
+    if grants.rows.size:
+        message.page_grants.rows.extend(grants.rows.tolist())
+        message.page_grants.pages.extend(grants.pages.tolist())
+        message.page_grants.window_pages.extend(grants.window_pages.tolist())
     for chunk in plan.prefills:
         message.prefills.add(row=chunk.row, start=chunk.start, length=chunk.length)
     for replacement in plan.replacements:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.steps import EngineSpec, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+from common.steps import EngineSpec, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
 from common.wire import (
@@ -113,9 +113,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         epoch=message.epoch,
         closes=tuple(RowSlot(row) for row in message.closes),
         opens=tuple(_open_from_wire(opened) for opened in message.opens),
-        grants=tuple(
-            PageGrant(RowSlot(grant.row), _int32(grant.pages), _int32(grant.window_pages)) for grant in message.grants
-        ),
+        grants=_grants_from_wire(message.page_grants) if message.HasField("page_grants") else PageGrants(),
         prefills=tuple(PrefillChunk(RowSlot(chunk.row), chunk.start, chunk.length) for chunk in message.prefills),
         steps=message.steps,
         replacements=tuple(
@@ -126,6 +124,10 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
     )
+
+
+def _grants_from_wire(message: worker_pb2.PageGrants) -> PageGrants:
+    return PageGrants(_int32(message.rows), _int32(message.pages), _int32(message.window_pages))
 
 
 def result_to_wire(result: StepResult) -> worker_pb2.StepResult:

@@ -227,10 +227,12 @@ class SimulatedWorker:
             row.pages[replaced] = replacement.pages.tolist()
             if self.window:
                 row.window_pages[replaced] = self._tail(len(replacement.pages), replacement.window_pages.tolist())
-        for grant in plan.grants:
-            self.rows[grant.row].pages.extend(grant.pages.tolist())
-            assert len(grant.window_pages) == (len(grant.pages) if self.window else 0)
-            self.rows[grant.row].window_pages.extend(grant.window_pages.tolist())
+        grants = plan.grants
+        assert len(grants.rows) == len(grants.pages)
+        assert len(grants.window_pages) == (len(grants.pages) if self.window else 0)
+        for number, (row, page) in enumerate(zip(grants.rows.tolist(), grants.pages.tolist(), strict=True)):
+            self.rows[row].pages.append(page)
+            self.rows[row].window_pages.extend(grants.window_pages[number : number + 1].tolist())
         for row in self.rows.values():
             assert len(set(row.pages)) == len(row.pages), "a page twice in one row"
             assert all(0 <= page < self.pages for page in row.pages)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import PageGrant, PrefillChunk, RowOpen, StepPlan
-from common.types import RowSlot, StepId
+from common.steps import PrefillChunk, RowOpen, StepPlan
+from common.types import StepId
+from services.scheduler.core.granting import Granting
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
@@ -103,7 +104,7 @@ class Planner:
             closes=closes,
             opens=tuple(opens),
             replacements=replacements,
-            grants=tuple(grants),
+            grants=grants.grants(),
             prefills=tuple(prefills),
             steps=steps,
             transfers=loads.take_transfers(now) if loads is not None else (),
@@ -130,7 +131,9 @@ class Planner:
 
     def _prefilling(self) -> list[Sequence]:
         """Return rows whose prompt is not planned to its end, oldest first."""
-        rows = np.flatnonzero(self._rows.occupied & ~self._rows.decoding)
+        rows = (self._rows.occupied & ~self._rows.decoding).nonzero()[0]
+        if not len(rows):
+            return []
         sequences = [sequence for row in rows if (sequence := self._rows.sequences[row]) is not None]
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
@@ -140,9 +143,9 @@ class Planner:
             return 1
         return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
 
-    def _plan_decode(self) -> tuple[NDArray[np.int64], list[PageGrant]]:
+    def _plan_decode(self) -> tuple[NDArray[np.int64], Granting]:
         """Give each decoding row the page for one more token, retracting rows until there are enough; return both."""
-        grants: list[PageGrant] = []
+        grants = Granting(self._rows, self._memory)
         while True:
             live = self._rows.live()
             if self._try_advance(live, 1, grants):
@@ -150,7 +153,7 @@ class Planner:
             if self._rows.running > 1 or not self.yield_pin():
                 self._retract(self._victim())
 
-    def _extend(self, live: NDArray[np.int64], steps: int, grants: list[PageGrant]) -> int:
+    def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
         """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
         # A lease longer than any row has tokens left would only be ended early.
         left = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0))
@@ -159,19 +162,17 @@ class Planner:
             return steps
         return 1
 
-    def _try_advance(self, live: NDArray[np.int64], tokens: int, grants: list[PageGrant]) -> bool:
+    def _try_advance(self, live: NDArray[np.int64], tokens: int, grants: Granting) -> bool:
         """Plan up to `tokens` more tokens for each row, with the pages for them; change nothing if they lack."""
         target = np.minimum(self._rows.planned[live] + tokens, self._rows.limit[live])
         missing = -(-target // self._config.page_size) - self._rows.page_count[live]
-        short = np.flatnonzero(missing > 0)
-        pages = self._memory.try_allocate(int(missing[short].sum()))
-        if pages is None:
-            return False
-        start = 0
-        for index in short:
-            count = int(missing[index])
-            grants.append(self._grant(RowSlot(int(live[index])), pages[start : start + count]))
-            start += count
+        short = (missing > 0).nonzero()[0]
+        if len(short):
+            counts = missing[short]
+            pages = self._memory.try_allocate(int(counts.sum()))
+            if pages is None:
+                return False
+            grants.add(live[short], counts, pages)
         self._rows.planned[live] = target
         return True
 
@@ -190,9 +191,7 @@ class Planner:
         self._queue.put_back(sequence)
         self._memory.count_retraction()
 
-    def _plan_chunk(
-        self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: list[PageGrant]
-    ) -> int:
+    def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:
         """Plan as much of a row's prompt as budget and pages allow; return the tokens taken."""
         row = sequence.row
         if budget <= 0 or row is None:
@@ -204,7 +203,7 @@ class Planner:
             pages = self._memory.try_allocate(min(missing, self._memory.room))
             assert pages is not None, "what is available can be allocated"
             if len(pages):
-                grants.append(self._grant(row, pages))
+                grants.add(np.array([row]), np.array([len(pages)]), pages)
             length = min(length, int(self._rows.page_count[row]) * self._config.page_size - start)
         if length <= 0:
             return 0
@@ -213,11 +212,7 @@ class Planner:
         self._rows.decoding[row] = start + length == end
         return length
 
-    def _grant(self, row: RowSlot, pages: NDArray[np.int32]) -> PageGrant:
-        self._rows.append_pages(row, pages)
-        return PageGrant(row, pages, self._memory.window_pages_of(pages))
-
-    def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: list[PageGrant]) -> list[RowOpen]:
+    def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting) -> list[RowOpen]:
         """Start waiting sequences while there is room; return what the workers must open."""
         opens: list[RowOpen] = []
         self._lacks_memory = False

@@ -92,6 +92,17 @@ class RowTable:
         self.pages[row, first : first + len(pages)] = pages
         self.page_count[row] = first + len(pages)
 
+    def grant_pages(self, rows: NDArray[np.int64], counts: NDArray[np.int64], pages: PageIds) -> None:
+        """Add the next counts[i] > 0 of `pages` at the end of the page table of rows[i], which is named once."""
+        first = self.page_count[rows]
+        self.page_count[rows] = first + counts
+        if len(rows) == len(pages):
+            self.pages[rows, first] = pages
+            return
+        # Of the pages that a row gets, which one each is.
+        numbers = np.arange(len(pages)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.pages[np.repeat(rows, counts), np.repeat(first, counts) + numbers] = pages
+
     def page_table(self, row: RowSlot) -> PageIds:
         """Return a view of the row's pages, [pages] int32."""
         return self.pages[row, : self.page_count[row]]
@@ -102,7 +113,7 @@ class RowTable:
 
     def live(self) -> NDArray[np.int64]:
         """Return the rows that decode and have not been planned to their limit, ascending."""
-        return np.flatnonzero(self.decoding & (self.planned < self.limit))
+        return (self.decoding & (self.planned < self.limit)).nonzero()[0]
 
     def occupants(self) -> list[Sequence]:
         """Return the running sequences by slot."""

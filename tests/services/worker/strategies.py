@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from common.steps import (
     EngineCapacity,
     EngineSpec,
-    PageGrant,
+    PageGrants,
     PageReplacement,
     PrefillChunk,
     RowOpen,
@@ -49,13 +49,16 @@ opens = st.builds(
     window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
 )
+grants = st.lists(st.tuples(ROW, TOKEN, TOKEN), max_size=8).map(
+    lambda entries: PageGrants(*np.array(entries, np.int32).reshape(-1, 3).T)
+)
 plans = st.builds(
     StepPlan,
     step_id=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**64 - 1),
     closes=tuples(ROW),
     opens=tuples(opens),
-    grants=tuples(st.builds(PageGrant, row=ROW, pages=arrays(), window_pages=arrays())),
+    grants=grants,
     prefills=tuples(st.builds(PrefillChunk, row=ROW, start=COUNT, length=COUNT)),
     steps=COUNT,
     replacements=tuples(st.builds(PageReplacement, row=ROW, first=COUNT, pages=arrays(), window_pages=arrays())),

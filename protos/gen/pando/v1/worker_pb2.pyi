@@ -312,12 +312,12 @@ class StepPlan(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
     OPENS_FIELD_NUMBER: _builtins.int
-    GRANTS_FIELD_NUMBER: _builtins.int
     PREFILLS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     REPLACEMENTS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     JUMPS_FIELD_NUMBER: _builtins.int
+    PAGE_GRANTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -328,8 +328,6 @@ class StepPlan(_message.Message):
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowOpen]: ...
-    @_builtins.property
-    def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageGrant]: ...
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillChunk]: ...
     @_builtins.property
@@ -342,6 +340,10 @@ class StepPlan(_message.Message):
     def jumps(self) -> _containers.RepeatedCompositeFieldContainer[Global___JumpLimit]:
         """Rows that may get tokens without sampling them, where their grammar leaves one only; others get one token a pass."""
 
+    @_builtins.property
+    def page_grants(self) -> Global___PageGrants:
+        """More pages at the end of rows' page tables."""
+
     def __init__(
         self,
         *,
@@ -349,16 +351,16 @@ class StepPlan(_message.Message):
         epoch: _builtins.int = ...,
         closes: _abc.Iterable[_builtins.int] | None = ...,
         opens: _abc.Iterable[Global___RowOpen] | None = ...,
-        grants: _abc.Iterable[Global___PageGrant] | None = ...,
         prefills: _abc.Iterable[Global___PrefillChunk] | None = ...,
         steps: _builtins.int = ...,
         replacements: _abc.Iterable[Global___PageReplacement] | None = ...,
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
         jumps: _abc.Iterable[Global___JumpLimit] | None = ...,
+        page_grants: Global___PageGrants | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "grants", b"grants", "jumps", b"jumps", "opens", b"opens", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,35 +478,38 @@ class RowOpen(_message.Message):
 Global___RowOpen: _TypeAlias = RowOpen  # noqa: Y015
 
 @_typing.final
-class PageGrant(_message.Message):
-    """More pages at the end of a row's page table."""
+class PageGrants(_message.Message):
+    """Columns of equal length, as a busy server's steps give a page each to many rows: rows[i] gets pages[i]. A row that
+    gets several is named as often, and gets them in this order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROW_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
-    row: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def window_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With a window pool: its pages for the same tokens, as many."""
+        """With a window pool: its pages for the same tokens. Empty without."""
 
     def __init__(
         self,
         *,
-        row: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
         pages: _abc.Iterable[_builtins.int] | None = ...,
         window_pages: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "row", b"row", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages", "rows", b"rows", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PageGrant: _TypeAlias = PageGrant  # noqa: Y015
+Global___PageGrants: _TypeAlias = PageGrants  # noqa: Y015
 
 @_typing.final
 class PageReplacement(_message.Message):

@@ -67,12 +67,10 @@ class ResidentRows:
             changed[opened.row] = 0
         for replacement in plan.replacements:
             changed[replacement.row] = min(changed.get(replacement.row, replacement.first), replacement.first)
-        granted: dict[int, int] = {}
-        for grant in plan.grants:
-            granted[grant.row] = granted.get(grant.row, 0) + grant.pages.size
-        for row, count in granted.items():
-            first = int(rows.page_counts[row]) - count
-            changed[row] = min(changed.get(row, first), first)
+        if plan.grants.rows.size:
+            granted, counts = np.unique(plan.grants.rows, return_counts=True)
+            for row, first in zip(granted.tolist(), (rows.page_counts[granted] - counts).tolist(), strict=True):
+                changed[row] = min(changed.get(row, first), first)
         for row, first in changed.items():
             self._write_pages(row, first, rows)
 

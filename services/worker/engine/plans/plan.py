@@ -15,7 +15,7 @@ from services.worker.engine.plans.rows import Phase, RowTable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from common.steps import PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan
+    from common.steps import PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
     from common.transfers import Transfer
     from common.types import RowSlot
 
@@ -52,9 +52,9 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
     for replacement in plan.replacements:
         _check_replacement(replacement, rows, limits)
         rows.replace_pages(replacement.row, replacement.first, replacement.pages, replacement.window_pages)
-    for grant in plan.grants:
-        _check_grant(grant, rows, limits)
-        rows.append_pages(grant.row, grant.pages, grant.window_pages)
+    if plan.grants.rows.size:
+        _check_grants(plan.grants, rows, limits)
+        rows.grant_pages(plan.grants)
     chunks = _take_chunks(plan.prefills, rows)
     _check_size(chunks, rows, limits)
     if limits.is_encoder:
@@ -158,10 +158,13 @@ def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: Pla
     _check_window(replacement.pages, replacement.window_pages, most_missing, limits, f"page replacement of row {row}")
 
 
-def _check_grant(grant: PageGrant, rows: RowTable, limits: PlanLimits) -> None:
-    _require_open(rows, grant.row, "page grant")
-    _check_pages(grant.pages, limits, f"page grant of row {grant.row}")
-    _check_window(grant.pages, grant.window_pages, 0, limits, f"page grant of row {grant.row}")
+def _check_grants(grants: PageGrants, rows: RowTable, limits: PlanLimits) -> None:
+    if grants.rows.size != grants.pages.size:
+        raise InvalidPlanError(f"page grants: {grants.rows.size} rows and {grants.pages.size} pages")
+    for row in np.unique(grants.rows).tolist():
+        _require_open(rows, row, "page grant")
+    _check_pages(grants.pages, limits, "page grants")
+    _check_window(grants.pages, grants.window_pages, 0, limits, "page grants")
 
 
 def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:

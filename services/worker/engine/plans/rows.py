@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from common.steps import RowOpen, RowStop
+from common.steps import PageGrants, RowOpen, RowStop
 from common.types import FinishReason, Pooling, RowSlot, TokenIds
 from services.worker.engine.plans.padded import PaddedTable
 
@@ -100,6 +100,22 @@ class RowTable:
         if self.window_table is not None:
             self.window_table[row, end - window_pages.size : end] = window_pages
         self.page_counts[row] = end
+
+    def grant_pages(self, grants: PageGrants) -> None:
+        """Put pages at the end of rows' page tables."""
+        order = np.argsort(grants.rows, kind="stable")
+        rows = grants.rows[order]
+        counts = np.bincount(rows, minlength=self.max_rows)
+        # Of the pages that a row gets, which one each is.
+        numbers = np.arange(rows.size) - (np.cumsum(counts) - counts)[rows]
+        places = self.page_counts[rows] + numbers
+        end = int(places.max()) + 1
+        if end > self.page_table.shape[1]:
+            self._widen_page_table(end)
+        self.page_table[rows, places] = grants.pages[order]
+        if self.window_table is not None:
+            self.window_table[rows, places] = grants.window_pages[order]
+        self.page_counts += counts
 
     def replace_pages(
         self, row: RowSlot, first: int, pages: NDArray[np.int32], window_pages: NDArray[np.int32]

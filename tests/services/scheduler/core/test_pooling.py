@@ -101,7 +101,7 @@ def test_an_encoder_needs_no_pages_and_computes_each_prompt_in_one_pass() -> Non
         [1, 2],
         [15],
     ]
-    assert not any(plan.grants for plan in harness.plans)
+    assert not any(len(plan.grants.rows) for plan in harness.plans)
     assert harness.core.rows.running == 0
 
 

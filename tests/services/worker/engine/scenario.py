@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import EngineCapacity, PageGrant, PageReplacement, PrefillChunk, RowOpen, StepPlan, StepResult
+from common.steps import EngineCapacity, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan, StepResult
 from common.types import RequestId, RowSlot, SamplingParams, StepId, TokenIds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from random import Random
 
 GREEDY = SamplingParams(temperature=0)
@@ -44,8 +44,13 @@ def chunk(row: int, start: int, length: int) -> PrefillChunk:
     return PrefillChunk(RowSlot(row), start, length)
 
 
-def grant(row: int, pages: Iterable[int]) -> PageGrant:
-    return PageGrant(RowSlot(row), ids(pages))
+def grant(row: int, pages: Iterable[int]) -> PageGrants:
+    return grants({row: pages})
+
+
+def grants(pages_by_row: Mapping[int, Iterable[int]]) -> PageGrants:
+    pairs = [(row, page) for row, pages in pages_by_row.items() for page in pages]
+    return PageGrants(ids(row for row, _ in pairs), ids(page for _, page in pairs))
 
 
 def tokens_by_row(result: StepResult) -> dict[int, int]:
@@ -89,12 +94,12 @@ class RandomScheduler:
         opens = [self._open(row) for row in range(self.max_rows) if row not in self.rows and self.random.random() < 0.5]
         replacements = [self._replace(row) for row in self.rows if self._may_replace(row)]
         chunks = [made for row in self.rows if (made := self._chunk(row)) is not None]
-        grants = [granted for row in self.rows if (granted := self._grant(row, steps)) is not None]
+        granted = {row: self._granted(row, steps) for row in self.rows}
         return StepPlan(
             StepId(self.step),
             closes=tuple(RowSlot(row) for row in closes),
             opens=tuple(opens),
-            grants=tuple(grants),
+            grants=grants(granted),
             prefills=tuple(chunks),
             steps=steps,
             replacements=tuple(replacements),
@@ -164,13 +169,11 @@ class RandomScheduler:
         state.computed += length
         return made
 
-    def _grant(self, row: int, steps: int) -> PageGrant | None:
+    def _granted(self, row: int, steps: int) -> list[int]:
         state = self.rows[row]
         ends = state.computed == len(state.known)
         reach = state.computed + (steps if state.decoding else steps - 1 if ends else 0)
         missing = -(-min(reach, state.total - 1) // self.capacity.page_size) - len(state.pages)
-        if missing <= 0:
-            return None
         pages = [self.free.pop() for _ in range(missing)]
         state.pages.extend(pages)
-        return grant(row, pages)
+        return pages

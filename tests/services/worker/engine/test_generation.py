@@ -142,7 +142,7 @@ def test_rows_that_join_and_leave_do_not_disturb_each_other(subject: Subject) ->
             if not is_second:
                 opens = (open_row(row, prompt, pages[row][:1], total=total(prompt)),)
             prefills = (chunk(row, half, len(prompt) - half) if is_second else chunk(row, 0, half),)
-        grants = (grant(row, pages[row][1:]),) if row < 3 and is_second else ()
+        grants = grant(row, pages[row][1:] if row < 3 and is_second else ())
         for result in subject.run(StepPlan(StepId(step), opens=opens, prefills=prefills, grants=grants)):
             for slot, token in tokens_by_row(result).items():
                 generated[slot].append(token)

@@ -124,7 +124,7 @@ def test_a_stopped_row_is_silent_until_it_is_closed() -> None:
     opens = (open_row(0, PROMPT, [0, 1], total=6),)
     run(engine, StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5),)))
     # The scheduler had not heard of it yet when it sent this.
-    (result,) = run(engine, StepPlan(StepId(2), grants=(grant(0, [7]),)))
+    (result,) = run(engine, StepPlan(StepId(2), grants=grant(0, [7])))
     assert not result.rows.size
     assert engine.open_rows == 1
     run(engine, StepPlan(StepId(3), closes=(RowSlot(0),)))

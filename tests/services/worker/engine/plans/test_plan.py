@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.steps import PageReplacement, StepPlan
+from common.steps import PageGrants, PageReplacement, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from services.worker.engine.engine import InvalidPlanError
@@ -54,8 +54,10 @@ def transfer(device: list[int], host: list[int], direction: TransferDirection = 
         (StepPlan(StepId(2), replacements=(replacement(1, 0, [5]),)), "not open"),
         (StepPlan(StepId(2), replacements=(replacement(0, 1, [5, 6]),)), "in a table of 2"),
         (StepPlan(StepId(2), replacements=(replacement(0, 0, [50]),)), "a page outside"),
-        (StepPlan(StepId(2), grants=(grant(1, [5]),)), "not open"),
-        (StepPlan(StepId(2), grants=(grant(0, [50]),)), "a page outside"),
+        (StepPlan(StepId(2), grants=grant(1, [5])), "not open"),
+        (StepPlan(StepId(2), grants=grant(0, [50])), "a page outside"),
+        (StepPlan(StepId(2), grants=PageGrants(ids([0, 0]), ids([5]))), "2 rows and 1 pages"),
+        (StepPlan(StepId(2), grants=PageGrants(ids([0, 9]), ids([5, 6]))), "page grant of row 9"),
         (StepPlan(StepId(2), prefills=(chunk(1, 0, 1),)), "not open"),
         (StepPlan(StepId(2), prefills=(chunk(0, 0, 6),)), "with 4 tokens computed"),
         (StepPlan(StepId(2), prefills=(chunk(0, 5, 1),)), "with 4 tokens computed"),
@@ -123,7 +125,7 @@ def test_no_page_is_needed_beyond_a_row_s_own_end() -> None:
 
 def test_a_closed_slot_can_be_opened_in_the_same_plan() -> None:
     table = rows(OPEN)
-    plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(open_row(0, [1, 2], total=40),), grants=(grant(0, [9]),))
+    plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(open_row(0, [1, 2], total=40),), grants=grant(0, [9]))
     apply_bookkeeping(plan, table, LIMITS)
     assert table.open_count == 1
     assert table.page_table[0, : table.page_counts[0]].tolist() == [9]
@@ -131,14 +133,22 @@ def test_a_closed_slot_can_be_opened_in_the_same_plan() -> None:
 
 def test_replacements_come_before_grants() -> None:
     table = rows(OPEN)
-    plan = StepPlan(StepId(2), replacements=(replacement(0, 1, [30]),), grants=(grant(0, [31, 32]),))
+    plan = StepPlan(StepId(2), replacements=(replacement(0, 1, [30]),), grants=grant(0, [31, 32]))
     apply_bookkeeping(plan, table, LIMITS)
     assert table.page_table[0, : table.page_counts[0]].tolist() == [1, 30, 31, 32]
 
 
+def test_pages_are_granted_to_many_rows_at_once() -> None:
+    table = rows(OPEN, StepPlan(StepId(2), opens=(open_row(3, range(6), [7], computed=4, total=40),)))
+    granted = PageGrants(ids([3, 0, 3, 3]), ids([20, 21, 22, 23]))
+    apply_bookkeeping(StepPlan(StepId(3), grants=granted), table, LIMITS)
+    assert table.page_table[0, : table.page_counts[0]].tolist() == [1, 2, 21]
+    assert table.page_table[3, : table.page_counts[3]].tolist() == [7, 20, 22, 23]
+
+
 def test_more_pages_than_the_context_needs_are_kept() -> None:
     table = rows(OPEN)
-    apply_bookkeeping(StepPlan(StepId(2), grants=(grant(0, range(3, 20)),)), table, LIMITS)
+    apply_bookkeeping(StepPlan(StepId(2), grants=grant(0, range(3, 20))), table, LIMITS)
     assert table.page_table[0, : table.page_counts[0]].tolist() == [1, 2, *range(3, 20)]
 
 
@@ -152,8 +162,8 @@ OPEN_WINDOWED = replace(open_row(0, range(10), [1, 2, 3], computed=9, total=40),
     [
         (StepPlan(StepId(2), opens=(replace(OPEN_WINDOWED, row=RowSlot(1), window_pages=ids([6])),)), "open of row 1"),
         (StepPlan(StepId(2), opens=(replace(OPEN_WINDOWED, row=RowSlot(1), window_pages=ids([6, 8])),)), "outside"),
-        (StepPlan(StepId(2), grants=(grant(0, [4]),)), "page grant of row 0: 0 pages of the window pool for 1"),
-        (StepPlan(StepId(2), grants=(replace(grant(0, [4]), window_pages=ids([-1])),)), "outside"),
+        (StepPlan(StepId(2), grants=grant(0, [4])), "page grants: 0 pages of the window pool for 1"),
+        (StepPlan(StepId(2), grants=replace(grant(0, [4]), window_pages=ids([-1]))), "outside"),
         (StepPlan(StepId(2), replacements=(replacement(0, 0, [4, 5]),)), "0 pages of the window pool for 2"),
     ],
 )
@@ -170,7 +180,7 @@ def test_window_pages_are_the_last_of_a_table() -> None:
     plan = StepPlan(
         StepId(2),
         replacements=(replace(replacement(0, 0, [20, 21]), window_pages=ids([5])),),
-        grants=(replace(grant(0, [22]), window_pages=ids([4])),),
+        grants=replace(grant(0, [22]), window_pages=ids([4])),
     )
     apply_bookkeeping(plan, table, WINDOWED)
     assert table.window_table is not None
