@@ -66,7 +66,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     _check_sampling(request.sampling, limits)
     if request.prompt_logprobs is not None:
         _check_range(request.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
-        _check_ids(request.prompt_logprobs.token_ids, limits, "token_ids_logprob")
+        check_ids(request.prompt_logprobs.token_ids, limits, "token_ids_logprob")
     _check_stop(request.stop, limits)
     if request.resume is not None:
         _check_resume(request.resume, request, limits)
@@ -147,10 +147,10 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
     if sampling.top_logprobs is not None:
         _check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
     _check_range(len(sampling.logit_bias), 0, MAX_LOGIT_BIASES, "logit_bias", "the number of entries")
-    _check_ids(sampling.logit_bias, limits, "logit_bias")
-    _check_ids(sampling.logprob_token_ids, limits, "token_ids_logprob")
+    check_ids(sampling.logit_bias, limits, "logit_bias")
+    check_ids(sampling.logprob_token_ids, limits, "token_ids_logprob")
     _check_range(len(sampling.logprob_token_ids), 0, MAX_LOGPROB_TOKENS, "token_ids_logprob", "the number of ids")
-    _check_ids(sampling.allowed_token_ids, limits, "allowed_token_ids")
+    check_ids(sampling.allowed_token_ids, limits, "allowed_token_ids")
     for bias in sampling.logit_bias.values():
         _check_range(bias, -100, 100, "logit_bias", "each value")
 
@@ -159,7 +159,7 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
     if stop.max_tokens is not None:
         _check_range(stop.max_tokens, 0, None, "max_tokens")
         _check_range(stop.min_tokens, 0, stop.max_tokens, "min_tokens")
-    _check_ids(stop.stop_token_ids, limits, "stop_token_ids")
+    check_ids(stop.stop_token_ids, limits, "stop_token_ids")
     if not all(stop.stop_strings):
         raise InvalidRequestError("a stop text must not be empty", param="stop")
     _check_range(len(stop.stop_strings), 0, MAX_STOP_STRINGS, "stop", "the number of texts")
@@ -172,14 +172,19 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
 def _check_resume(resume: Resume, request: GenerateRequest, limits: Limits) -> None:
     if request.n != 1:
         raise InvalidRequestError("only a request for one choice can be resumed", param="n")
-    _check_ids(resume.token_ids, limits, "resume")
+    check_ids(resume.token_ids, limits, "resume")
     longest = request.stop.max_tokens
     if longest is not None and len(resume.token_ids) >= longest:
         message = f"resume: {len(resume.token_ids)} tokens were generated already, and max_tokens is {longest}"
         raise InvalidRequestError(message, param="resume")
 
 
-def _check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
+def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
+    """Check ids that the field `param` names.
+
+    Raises:
+        InvalidRequestError: one is outside the vocabulary.
+    """
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocabulary_size:
             message = f"{param}: token id {token_id} is outside the vocabulary of {limits.vocabulary_size}"

@@ -18,6 +18,7 @@ from common.types import RequestId
 from common.wire import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
+from services.tokenizer.limits import check_ids
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire, tool_style_to_wire
 
@@ -131,7 +132,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Detokenize(  # noqa: N802
         self, request: tokenizer_pb2.DetokenizeRequest, context: Context
     ) -> tokenizer_pb2.DetokenizeResponse:
-        """Decode ids; ids outside the vocabulary stand for nothing."""
+        """Decode ids of the vocabulary."""
+        check_ids((max(request.ids, default=0),), self._limits, "tokens")
         text = await self._pool.detokenize(list(request.ids), skip_special_tokens=request.skip_special_tokens)
         return tokenizer_pb2.DetokenizeResponse(text=text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -153,7 +154,10 @@ class FakeModel:
 
     async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
         self._check()
-        return "".join(chr(token) for token in ids if not (skip_special_tokens and token == 2))
+        if max(ids, default=0) > sys.maxunicode:
+            raise InvalidRequestError("tokens: an id is outside the vocabulary", param="tokens")
+        text = "".join(chr(token) for token in ids if not (skip_special_tokens and token == 2))
+        return text.encode(errors="replace").decode()
 
     async def render_chat(self, chat: ChatPrompt) -> Tokenization:
         self._check()

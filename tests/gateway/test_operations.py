@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from common.errors import UnavailableError
 from gateway.metrics import FewLabels
 from gateway.trace import TRACEPARENT, trace_of
-from tests.gateway.support import HELLO, gateway_saying
+from tests.gateway.support import HELLO, error_of, gateway_saying
 
 
 async def test_alive_even_if_nothing_can_be_served() -> None:
@@ -91,7 +91,8 @@ async def test_tokenize_and_detokenize() -> None:
     assert chat["count"] == len("<user>Hello")
     decoded = (await gateway.post("/detokenize", {"tokens": [2, 104, 105]})).json()
     assert decoded == {"prompt": "\x02hi"}
-    assert (await gateway.post("/detokenize", {"tokens": [-1]})).status_code == 400
+    for wrong in (-1, 2**31 - 1):
+        assert error_of(await gateway.post("/detokenize", {"tokens": [wrong]}), 400)["param"].startswith("tokens")
     assert (await gateway.post("/tokenize", {"model": "other", "prompt": "x"})).status_code == 404
 
 

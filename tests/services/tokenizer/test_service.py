@@ -343,6 +343,9 @@ async def test_texts_can_be_encoded_and_decoded_by_people(ring: Ring, oracle: Or
     for skip, text in ((True, "Hello 12"), (False, "Hello 12<|im_end|>")):
         request = tokenizer_pb2.DetokenizeRequest(ids=[*encoded.ids, 2], skip_special_tokens=skip)
         assert (await ring.stub.Detokenize(request)).text == text
+    with pytest.raises(grpc.RpcError) as refused:
+        await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5, 49_152]))
+    assert to_error(refused.value).param == "tokens"
 
 
 async def test_a_conversation_can_be_looked_at(ring: Ring, oracle: OracleTokenizer) -> None:
