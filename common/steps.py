@@ -3,8 +3,9 @@
 A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then
 transfers begin (`common/transfers.py` has their contract); then come `steps` forward passes. The first pass carries
 the prefill chunks and one token of every decoding row, the others only decode. A row decodes once all its ids are
-computed, until it stops itself or is closed. Every rank runs the same plans in the same order, so what a pass does
-never depends on when a message arrived.
+computed, until it stops itself or is closed. A row whose grammar forces tokens on it jumps forward: it gets them behind
+the one that it sampled, and computes all of them in its next pass. Every rank runs the same plans in the same order,
+so what a pass does never depends on when a message arrived.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 PageIds = TokenIds
 NO_PAGES: PageIds = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
+NO_IDS: TokenIds = np.empty(0, np.int32)
+NO_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,14 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class JumpLimit:
+    """How far a row may jump: its grammar may force tokens on it until it knows `max_tokens` ids by the plan's end."""
+
+    row: RowSlot
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One message to every rank. `steps` is the decode lease, at least 1."""
 
@@ -107,6 +118,8 @@ class StepPlan:
     steps: int = 1
     replacements: tuple[PageReplacement, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    # Rows that are not named here get one token a pass.
+    jumps: tuple[JumpLimit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +160,9 @@ class StepResult:
     prompt_logprobs: tuple[tuple[RowSlot, PromptLogprobSpan], ...] = ()
     # It brings nothing but `prompt_logprobs`; more results of its pass follow.
     partial: bool = False
+    # What rows got behind that without sampling, int32 each; those of a row are neighbours, in their order.
+    forced_rows: TokenIds = field(default_factory=lambda: NO_IDS)
+    forced_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +218,8 @@ class EngineCapacity:
     is_encoder: bool = False
     # None: all layers share one pool.
     window_pool: WindowPool | None = None
+    # Whether rows jump forward as far as plans let them.
+    jumps_forward: bool = False
     # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

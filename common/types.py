@@ -65,6 +65,11 @@ class SamplingParams:
         """Whether logits depend on the tokens before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def may_jump(self) -> bool:
+        """Whether tokens that a grammar forces need no logits: log probabilities come from these."""
+        return self.grammar is not None and self.top_logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:

@@ -45,6 +45,9 @@ class SchedulerSettings(QueueSettings):
     """Aim for a plan's duration when nothing waits: a plan spans so many steps that it lasts about this long."""
     max_lease_steps: int = Field(default=16, ge=1, le=256)
     """Upper bound on the steps of one plan."""
+    jump_tokens: int = Field(default=16, ge=0, le=256)
+    """Where a grammar leaves a row no choice, it gets up to so many tokens at once, and computes them together; pages
+    for them are granted in advance. 0: one token a pass. What is written is the same."""
     waiting_timeout_s: float = Field(default=300.0, gt=0)
     """A request that has not started by then fails with a timeout."""
     running_timeout_s: float = Field(default=3600.0, gt=0)

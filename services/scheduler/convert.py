@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import EngineCapacity, RowStop, StepResult, WindowPool
+from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire import (
@@ -81,6 +81,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         has_storage=message.has_storage,
         window_pool=_window_pool_from_wire(message.window_pool) if message.HasField("window_pool") else None,
         is_encoder=message.is_encoder,
+        jumps_forward=message.jumps_forward,
     )
 
 
@@ -105,6 +106,8 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
             window_pages=replacement.window_pages.tolist(),
         )  # fmt: skip
     message.transfers.extend(_transfer_to_wire(transfer) for transfer in plan.transfers)
+    for jump in plan.jumps:
+        message.jumps.add(row=jump.row, max_tokens=jump.max_tokens)
     return message
 
 
@@ -162,6 +165,8 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         prompt_logprobs=tuple((RowSlot(entry.row), span_from_wire(entry.span)) for entry in message.prompt_logprobs),
         partial=message.partial,
         embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),
+        forced_rows=np.array(message.forced_rows, dtype=np.int32) if message.forced_rows else NO_IDS,
+        forced_token_ids=np.array(message.forced_token_ids, dtype=np.int32) if message.forced_rows else NO_IDS,
     )
 
 

@@ -335,6 +335,7 @@ class SchedulerLoop:
         metrics.RUNNING_ROWS.set(core.rows.running)
         metrics.RETRACTIONS.set(core.memory.retractions)
         metrics.PREEMPTIONS.set(core.preemptions)
+        metrics.JUMPED_TOKENS.set(core.jumped_tokens)
         metrics.SESSIONS.set(len(core.sessions))
         metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
         metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)

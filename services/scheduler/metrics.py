@@ -31,6 +31,10 @@ RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their 
 PREEMPTIONS = Gauge(
     "pando_scheduler_preemptions", "Of the retractions, those for a request of higher priority, since start."
 )
+JUMPED_TOKENS = Gauge(
+    "pando_scheduler_jumped_tokens",
+    "Output tokens that grammars forced, so that they took no pass of their own, since start.",
+)
 SESSIONS = Gauge("pando_scheduler_sessions", "Open sessions.")
 SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open sessions hold between their turns.")
 SESSION_PINS_YIELDED = Gauge(

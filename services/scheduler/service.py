@@ -277,6 +277,7 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     state.finished_steps = core.finished_steps
     state.retractions = core.memory.retractions
     state.preemptions = core.preemptions
+    state.jumped_tokens = core.jumped_tokens
     state.leaked_pages = core.memory.leaked_pages
     state.tiers.append(tier_to_wire("device", core.memory.account(core.rows)))
     windows = core.memory.account_windows(core.rows)

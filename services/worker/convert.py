@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.steps import EngineSpec, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
+from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
 from common.wire import (
@@ -90,6 +90,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         has_storage=capacity.has_storage,
         window_pool=_window_pool_to_wire(capacity.window_pool),
         is_encoder=capacity.is_encoder,
+        jumps_forward=capacity.jumps_forward,
     )
 
 
@@ -123,6 +124,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
             for replaced in message.replacements
         ),
         transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
+        jumps=tuple(JumpLimit(RowSlot(jump.row), jump.max_tokens) for jump in message.jumps),
     )
 
 
@@ -143,6 +145,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         error=result.error,
         out_of_memory=result.out_of_memory,
         partial=result.partial,
+        forced_rows=result.forced_rows.tolist(),
+        forced_token_ids=result.forced_token_ids.tolist(),
     )
     for stop in result.stops:
         message.stops.add(

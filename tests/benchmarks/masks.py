@@ -85,9 +85,10 @@ def measure(size: int) -> dict[str, tuple[Spread, str]]:
         spread = timed(lambda text=text: compiler.compile_json_schema(text, any_whitespace=False), 3)  # type: ignore[misc]
         figures[f"compile, {title}, vocabulary {name}"] = spread, "ms"
     compiled = compiler.compile_json_schema(json.dumps(PERSON), any_whitespace=False)
+    own = pieces(size)
     for rows in ROWS:
         for place, start in PLACES.items():
-            matchers = [Matcher(compiled, size) for _ in range(rows)]
+            matchers = [Matcher(compiled, size, own) for _ in range(rows)]
             for matcher in matchers:
                 matcher._matcher.accept_string(start)
             masks = np.empty((rows, mask_words(size)), np.int32)
@@ -105,6 +106,10 @@ def measure(size: int) -> dict[str, tuple[Spread, str]]:
 def fill(matchers: list[Matcher], masks: np.ndarray[Any, np.dtype[np.int32]]) -> None:
     """Compute each row's mask, as `RowMasks` does."""
     for index, matcher in enumerate(matchers):
+        # Else it would be remembered.
+        matcher._is_current = False
+        if matcher.only() is None:
+            matcher.spelling()
         masks[index] = matcher.mask()
 
 

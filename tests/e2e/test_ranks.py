@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
+import jsonschema
 import pytest
 
 from common.settings import GatewaySettings, Settings
 from tests.e2e.conftest import require_model, serve
+from tests.e2e.test_structured_output import chat
+from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -28,6 +32,18 @@ def served_by_two(run_root: Path) -> Iterator[Served]:
 def test_two_ranks_answer_as_one_does(served: Served, served_by_two: Served) -> None:
     for prompt in ("The capital of France is", "1, 2, 3, 4, 5,"):
         assert served_by_two.complete(prompt, max_tokens=12) == served.complete(prompt, max_tokens=12)
+
+
+def test_two_ranks_hold_outputs_to_forms_and_jump_alike(served_by_two: Served) -> None:
+    before = served_by_two.state().jumped_tokens
+    for name in ("order", "enum of texts"):
+        # Where log probabilities are told, each token takes a pass.
+        told, answer = (chat(served_by_two, CORPUS[name], n=2, seed=3, logprobs=told) for told in (True, False))
+        for choice, other in zip(answer.choices, told.choices, strict=True):
+            assert choice.message.content == other.message.content
+            if choice.finish_reason == "stop":
+                jsonschema.validate(json.loads(choice.message.content), CORPUS[name])
+    assert served_by_two.state().jumped_tokens > before
 
 
 def test_when_one_rank_dies_both_start_again_and_serve(served_by_two: Served) -> None:

@@ -37,6 +37,17 @@ REPORT = {
     "additionalProperties": False,
 }
 TAG = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "</n>"}
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "forecast_for_city": {"enum": ["Paris", "Rome"]},
+        "temperature_celsius": {"type": "integer", "minimum": 0, "maximum": 40},
+        "chance_of_precipitation": {"enum": ["low", "high"]},
+        "is_public_holiday": {"type": "boolean"},
+    },
+    "required": ["forecast_for_city", "temperature_celsius", "chance_of_precipitation", "is_public_holiday"],
+    "additionalProperties": False,
+}
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 10, "maximum": 99}, "minItems": 40, "maxItems": 40}
 
 
@@ -182,6 +193,39 @@ def test_the_same_seed_gives_the_same_output_whatever_else_runs(served: Served) 
         together = list(pool.map(one, (1, 2, 11, 3, 4)))
     assert together[2] == alone
     assert len(set(together)) > 1
+
+
+def test_what_a_form_forces_takes_no_pass_and_is_told_like_the_rest(served: Served) -> None:
+    def ask(**fields: Any) -> Any:
+        return chat(served, FORECAST, seed=4, temperature=1.1, **fields)
+
+    before = served.state().jumped_tokens
+    whole = ask(n=2)
+    texts = [str(choice.message.content) for choice in whole.choices]
+    for text in texts:
+        jsonschema.validate(json.loads(text), FORECAST)
+    tokens = whole.usage.completion_tokens
+    assert served.state().jumped_tokens - before > tokens / 2
+    streamed = ["", ""]
+    for event in ask(n=2, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    cut = ask(max_tokens=7)
+    assert (cut.usage.completion_tokens, cut.choices[0].finish_reason) == (7, "length")
+    assert texts[0].startswith(str(cut.choices[0].message.content))
+    stopped = ask(stop="_celsius").choices[0]
+    assert stopped.finish_reason == "stop"
+    assert texts[0].split("_celsius")[0] == stopped.message.content
+    before = served.state().jumped_tokens
+    told = ask(logprobs=True).choices[0]
+    assert told.message.content == texts[0]
+    *entries, end = told.logprobs.content
+    assert "".join(entry.token for entry in entries) == texts[0]
+    assert end.token == "<|im_end|>"
+    # Theirs are of the model's own distribution, which knows no form: nothing was forced.
+    assert any(entry.logprob < -0.5 for entry in entries)
+    assert served.state().jumped_tokens == before
 
 
 @pytest.mark.slow

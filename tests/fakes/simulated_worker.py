@@ -28,6 +28,11 @@ def next_token(token_ids: list[int], vocabulary: int = VOCABULARY) -> int:
     return zlib.crc32(np.array(token_ids, np.int32).tobytes()) % vocabulary
 
 
+def is_forced(token: int) -> bool:
+    """Whether the grammar of a row that has one leaves no other token than this one in its place."""
+    return token % 3 > 0
+
+
 def expected_output(prompt: list[int], max_total: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
     """What a row must generate, whatever happens to it on the way."""
     ids = list(prompt)
@@ -106,6 +111,8 @@ class SimulatedWorker:
     window: int = 0
     window_pool: int = 0
     window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # What a pass may compute; None: anything.
+    max_step_tokens: int | None = None
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         assert plan.step_id > self.last_step, "step ids increase"
@@ -117,15 +124,20 @@ class SimulatedWorker:
         results: list[StepResult] = []
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
+            tokens = sum(chunk.length for chunk in plan.prefills) if substep == 0 else 0
             for number, row in self.rows.items():
                 if row.decoding and not row.stopped and number not in sampled:
+                    tokens += len(row.ids) - row.computed
                     sampled[number] = self._compute(row, row.computed, len(row.ids))
+            assert self.max_step_tokens is None or tokens <= self.max_step_tokens, "too much for a pass"
             embeddings, self.embeddings = self.embeddings, {}
             scores, self.scores = self.scores, []
             results.extend(
                 StepResult(plan.step_id, substep, last=False, prompt_logprobs=(one,), partial=True) for one in scores
             )
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
+            forced, forced_stops = self._jump(plan, substep, list(sampled))
+            stops += forced_stops
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
             results.append(
                 StepResult(
@@ -137,9 +149,26 @@ class SimulatedWorker:
                     stops=tuple(stops),
                     compute_us=1000,
                     embeddings=tuple((RowSlot(number), embedding) for number, embedding in embeddings.items()),
+                    forced_rows=np.array([row for row, _ in forced], np.int32),
+                    forced_token_ids=np.array([token for _, token in forced], np.int32),
                 )
             )
         return results
+
+    def _jump(self, plan: StepPlan, substep: int, sampled: list[int]) -> tuple[list[tuple[int, int]], list[RowStop]]:
+        """Append what is forced on rows, as far as the plan lets them."""
+        forced, stops = [], []
+        for jump in plan.jumps:
+            row = self.rows[jump.row]
+            assert row.opened.sampling.may_jump, "nothing is forced on it"
+            assert jump.max_tokens <= row.opened.max_total_tokens
+            assert jump.max_tokens - 1 <= len(row.pages) * self.page_size
+            most = jump.max_tokens - (plan.steps - 1 - substep)
+            while jump.row in sampled and not row.stopped and len(row.ids) < most and is_forced(next_token(row.ids)):
+                forced.append((int(jump.row), next_token(row.ids)))
+                if stop := self._append(jump.row, next_token(row.ids)):
+                    stops.append(stop)
+        return forced, stops
 
     def complete(self, transfer_id: TransferId, rank: int = 0) -> TransferAck:
         """Let one rank be done with a transfer; with the last one, the pages get their new content."""

@@ -37,6 +37,8 @@ class CoreConfig:
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
+    # Tokens that a grammar may force on a row in advance of what is planned for it; 0: each pass brings it one.
+    jump_tokens: int = 0
     # Rows only embed, without pages, and are computed in one piece.
     is_encoder: bool = False
     # Whether retracted sequences, too, go by the policy's order, and how often a row makes way for a higher priority.
@@ -80,6 +82,7 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         is_encoder=capacity.is_encoder,
+        jump_tokens=settings.jump_tokens if capacity.jumps_forward else 0,
         strict_priority=settings.policy == "priority",
         sessions=_session_rules(settings, capacity),
         max_preemptions=settings.priority_preemptions if settings.policy == "priority" else 0,

@@ -94,6 +94,11 @@ class SchedulerCore:
         return self._planner.preemption.count
 
     @property
+    def jumped_tokens(self) -> int:
+        """Tokens that grammars forced on rows, which took no pass of their own."""
+        return self._results.jumped_tokens
+
+    @property
     def limits(self) -> StepLimits:
         """How large steps may be now."""
         return self._planner.limits
@@ -300,17 +305,17 @@ class SchedulerCore:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its computed pages stay in the cache."""
-        token_ids, row = sequence.token_ids, sequence.row
+        token_ids, row, computed = sequence.token_ids, sequence.row, 0
         if row is None:
             self.queue.remove(sequence)
             self.memory.end_prefetch(sequence)
         else:
             if sequence.session is not None:
-                known = int(min(self.rows.computed[row] + 1, self.rows.length[row]))
-                token_ids = self.rows.tokens(row, known).copy()
+                computed = int(self.rows.computed[row])
+                token_ids = self.rows.tokens(row).copy()
             self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)
-        self.sessions.end(sequence, token_ids, was_running=row is not None)
+        self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
         sequence.phase = Phase.FINISHED
         del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]

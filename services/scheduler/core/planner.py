@@ -81,7 +81,7 @@ class Planner:
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         decoding, grants = self._plan_decode()
-        budget = self._prefill_budget(len(decoding))
+        budget = self._prefill_budget(len(decoding) + self._rows.jump_tokens())
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
@@ -108,6 +108,7 @@ class Planner:
             prefills=tuple(prefills),
             steps=steps,
             transfers=loads.take_transfers(now) if loads is not None else (),
+            jumps=self._rows.jumps(),
         )
 
     def _is_moving_pages(self, now: float) -> bool:
@@ -116,7 +117,7 @@ class Planner:
         return loads is not None and loads.is_busy(now)
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Return how many tokens of prompts the next step may compute beside `decoding` rows that decode.
+        """Return how many tokens of prompts the next step may compute beside `decoding` tokens of rows that decode.
 
         Every one of them makes those rows wait, but a queue that grows makes everybody wait: a step takes half of what
         waits, where that is more than the least.
@@ -163,8 +164,24 @@ class Planner:
         return 1
 
     def _try_advance(self, live: NDArray[np.int64], tokens: int, grants: Granting) -> bool:
-        """Plan up to `tokens` more tokens for each row, with the pages for them; change nothing if they lack."""
-        target = np.minimum(self._rows.planned[live] + tokens, self._rows.limit[live])
+        """Plan up to `tokens` more for each row, with pages for what may be forced on it if there are enough."""
+        slack = self._slack
+        return self._try_reach(live, tokens, slack, grants) or (slack > 0 and self._try_reach(live, tokens, 0, grants))
+
+    @property
+    def _slack(self) -> int:
+        """How many tokens may be forced on a row beyond what is planned: with those of all rows, a pass still fits."""
+        if not self._rows.jumping:
+            return 0
+        return min(self._config.jump_tokens, max(self.limits.tokens // self.limits.rows - 1, 0))
+
+    def _try_reach(self, live: NDArray[np.int64], tokens: int, slack: int, grants: Granting) -> bool:
+        """Plan up to `tokens` more tokens for each row, with the pages for them; change nothing if they lack.
+
+        Where tokens may be forced on a row, it gets pages for `slack` more, and always for what earlier plans allow.
+        """
+        planned = np.minimum(self._rows.planned[live] + tokens, self._rows.limit[live])
+        target = self._rows.reach_of(live, planned, tokens, slack) if self._rows.jumping else planned
         missing = -(-target // self._config.page_size) - self._rows.page_count[live]
         short = (missing > 0).nonzero()[0]
         if len(short):
@@ -173,7 +190,9 @@ class Planner:
             if pages is None:
                 return False
             grants.add(live[short], counts, pages)
-        self._rows.planned[live] = target
+        self._rows.planned[live] = planned
+        if self._rows.jumping:
+            self._rows.reach[live] = target
         return True
 
     def _victim(self) -> Sequence:
@@ -210,6 +229,8 @@ class Planner:
         prefills.append(PrefillChunk(row, start, length))
         self._rows.planned[row] = start + length
         self._rows.decoding[row] = start + length == end
+        if self._rows.jumping:
+            self._rows.reach_within_pages(row, self._slack)
         return length
 
     def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting) -> list[RowOpen]:

@@ -46,6 +46,8 @@ class ResultHandler:
         self._load_costs = load_costs
         self._chunks: dict[StepId, tuple[PrefillChunk, ...]] = {}
         self.decode_step_s: float | None = None
+        # Tokens that grammars forced on rows.
+        self.jumped_tokens = 0
 
     def expect(self, plan: StepPlan) -> None:
         """Note the prefill chunks of a plan that is being sent."""
@@ -65,9 +67,11 @@ class ResultHandler:
             self._chunks.pop(result.step_id, None)
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
         self._confirm_chunks(result.step_id, tuple(chunk for chunk in chunks if chunk.row not in failed))
-        rows, token_ids = self._current(result)
+        rows, token_ids = self._current(result.rows, result.token_ids, result.step_id)
         if len(rows):
             self._store(rows, token_ids, result)
+        if len(result.forced_rows):
+            self._store_forced(result)
         embeddings = dict(result.embeddings)
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
@@ -77,12 +81,13 @@ class ResultHandler:
         elif chunks and self._load_costs is not None:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
-    def _current(self, result: StepResult) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        rows = result.rows
-        current = self._rows.occupied[rows] & (self._rows.opened_step[rows] <= result.step_id)
+    def _current(
+        self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], step_id: StepId
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        current = self._rows.occupied[rows] & (self._rows.opened_step[rows] <= step_id)
         if current.all():
-            return rows, result.token_ids
-        return rows[current], result.token_ids[current]
+            return rows, token_ids
+        return rows[current], token_ids[current]
 
     def _is_current(self, row: RowSlot, step_id: StepId) -> bool:
         return bool(self._rows.occupied[row] and self._rows.opened_step[row] <= step_id)
@@ -99,6 +104,18 @@ class ResultHandler:
         positions = {int(row): index for index, row in enumerate(rows)} if result.logprobs else {}
         logprobs = [(positions[row], logprob) for row, logprob in result.logprobs if row in positions]
         self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
+
+    def _store_forced(self, result: StepResult) -> None:
+        table = self._rows
+        rows, token_ids = self._current(result.forced_rows, result.forced_token_ids, result.step_id)
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            length = int(table.length[row])
+            table.ids[row, length] = token_id
+            table.length[row] = length + 1
+            # What is planned for it comes behind that.
+            table.planned[row] = min(int(table.planned[row]) + 1, int(table.limit[row]))
+        self.jumped_tokens += len(rows)
+        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, [])
 
     def _tell_scores(self, result: StepResult) -> None:
         for row, span in result.prompt_logprobs:

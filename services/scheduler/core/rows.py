@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import JumpLimit
 from common.types import RowSlot, StepId, TokenIds
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ class RowTable:
     Per row, all counted in tokens: `length` is known ids; `planned` the KV that is computed once all plans sent so
     far have run; `computed` the KV that results have confirmed; `limit` the most the row may ever need
     (max_total_tokens - 1, as the last token's KV is never read).
+
+    How many tokens a row that may jump gets from a pass is known afterwards only: `planned` is then what it knows once
+    all plans have run, less one, at least, and `reach` the same at most. Pages are granted up to there.
     """
 
     def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
@@ -38,6 +42,10 @@ class RowTable:
         self.planned: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.computed: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.limit: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        # Of rows that may jump.
+        self.reach: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.may_jump: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        self.jumping = 0
         self.handle: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         # Results of earlier steps than this belong to the slot's previous tenant.
         self.opened_step: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -71,6 +79,8 @@ class RowTable:
         self.occupied[row] = True
         self.decoding[row] = False
         self.silent[row] = sequence.is_silent
+        self.may_jump[row] = sequence.sampling.may_jump
+        self.jumping += sequence.sampling.may_jump
         self.page_count[row] = 0
         self.append_pages(row, pages)
         sequence.row = row
@@ -84,6 +94,8 @@ class RowTable:
         self.sequences[row] = None
         self.occupied[row] = False
         self.decoding[row] = False
+        self.jumping -= int(self.may_jump[row])
+        self.may_jump[row] = False
         self._free.append(row)
 
     def append_pages(self, row: RowSlot, pages: PageIds) -> None:
@@ -114,6 +126,40 @@ class RowTable:
     def live(self) -> NDArray[np.int64]:
         """Return the rows that decode and have not been planned to their limit, ascending."""
         return (self.decoding & (self.planned < self.limit)).nonzero()[0]
+
+    def reach_of(
+        self, rows: NDArray[np.int64], planned: NDArray[np.int64], tokens: int, slack: int
+    ) -> NDArray[np.int64]:
+        """Return how far rows may get with `tokens` more passes, which bring them to `planned` at least."""
+        reach = planned.copy()
+        at = np.flatnonzero(self.may_jump[rows])
+        of = rows[at]
+        # Earlier plans may bring them to the old reach.
+        further = np.maximum(self.reach[of] + tokens, planned[at] + slack)
+        reach[at] = np.minimum(further, self.limit[of])
+        return reach
+
+    def reach_within_pages(self, row: RowSlot, slack: int) -> None:
+        """Let a row whose prompt is planned get `slack` further than that, if its pages hold so much."""
+        room = min(self.page_count[row] * self.page_size, self.limit[row])
+        self.reach[row] = max(min(self.planned[row] + slack, room), self.planned[row])
+
+    def jump_tokens(self) -> int:
+        """Return how many tokens may be computed in a pass beyond one for each row that decodes."""
+        if not self.jumping:
+            return 0
+        jumping = self.may_jump & self.decoding
+        return int((self.reach[jumping] - self.planned[jumping]).sum())
+
+    def jumps(self) -> tuple[JumpLimit, ...]:
+        """Return how far rows may jump in the plan that is being made."""
+        if not self.jumping:
+            return ()
+        rows = np.flatnonzero(self.may_jump & self.decoding & (self.reach > self.planned))
+        return tuple(
+            JumpLimit(RowSlot(row), most + 1)
+            for row, most in zip(rows.tolist(), self.reach[rows].tolist(), strict=True)
+        )
 
     def occupants(self) -> list[Sequence]:
         """Return the running sequences by slot."""

@@ -147,8 +147,8 @@ class Sessions:
             session.expires_at = None
             sequence.session = session
 
-    def end(self, sequence: Sequence, token_ids: TokenIds, *, was_running: bool) -> None:
-        """A sequence has left with these known ids, all but the last of which are computed if it was running."""
+    def end(self, sequence: Sequence, token_ids: TokenIds, computed: int, *, was_running: bool) -> None:
+        """A sequence has left with these known ids, the first `computed` of which are, if it was running."""
         session, request = sequence.session, sequence.request
         if session is None:
             return
@@ -162,7 +162,8 @@ class Sessions:
             finished = FinishedTurn(sequence.handle, sequence.prompt_tokens, token_ids, turn.after)
             session.remember(turn, finished)
         if request.cache_mode is not CacheMode.NONE:
-            self._pin(session, token_ids, request.priority)
+            # One more: a match never covers the last token.
+            self._pin(session, token_ids[: computed + 1], request.priority)
 
     def trim(self, handle: int, generated: int) -> None:
         """Forget what a choice generated beyond the end that the detokenizer has found: its client has not seen it."""
@@ -194,7 +195,6 @@ class Sessions:
             self._rules.user_tokens - (self._held_by(session.holder) - session.pinned_tokens),
             self._rules.total_tokens - held_by_others,
         )
-        # One more: a match never covers the last token.
         pin = self._memory.pin(session.principal, token_ids[: max(room, 0) + 1], priority, session.name)
         self._let_go(session)
         session.pin = pin

@@ -25,6 +25,7 @@ from services.worker.engine.plans.plan_runner import PlanRunner, Sampled, join
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
 from services.worker.engine.pooler import Pooler, with_pooled
+from services.worker.engine.sampling.forcing import empty_told, split_forced, with_forced
 from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
@@ -124,7 +125,8 @@ class TorchEngine:
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         plain = TorchStepper(self._runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
         self._plans = PlanRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
-        return capacity
+        # Where layers have windows of their own, the scheduler gives back what it thinks that no row sees any more.
+        return replace(capacity, jumps_forward=grammars is not None and window is None)
 
     def _row_masks(self, spec: EngineSpec, capacity: EngineCapacity) -> RowMasks | None:
         """Return what follows rows' grammars, on the rank that samples."""
@@ -240,13 +242,15 @@ class TorchStepper:
         slots = forward.sampled_rows
         if slots.size == 0:
             return Sampled(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
+        room = rows.jump_room(slots)
         if self._rank == 0:
             samples = sample(logits, slots, rows, self._table)
+            told = with_forced(samples.token_ids, slots, rows, self._table, room)
         else:
-            samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
-        token_ids = self._runner.broadcast_tokens(samples.token_ids)
-        chosen = token_ids.cpu().numpy().astype(np.int32)
-        return Sampled(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs)
+            told = empty_told(slots, room, self._runner.device)
+            samples = Samples(told)
+        chosen, forced = split_forced(self._runner.broadcast_tokens(told), slots)
+        return Sampled(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from common.steps import (
     EngineCapacity,
     EngineSpec,
+    JumpLimit,
     PageGrants,
     PageReplacement,
     PrefillChunk,
@@ -72,6 +73,7 @@ plans = st.builds(
             object_keys=tuples(st.binary(max_size=8)),
         )
     ),
+    jumps=tuples(st.builds(JumpLimit, row=ROW, max_tokens=COUNT)),
 )
 stops = st.builds(
     RowStop,
@@ -95,6 +97,8 @@ results = arrays().flatmap(
         out_of_memory=st.booleans(),
         acks=tuples(st.builds(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
         embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
+        forced_rows=st.just(rows[1:].copy()),
+        forced_token_ids=st.just(rows[:0:-1].copy()),
     )
 )
 specs = st.builds(
@@ -131,6 +135,7 @@ capacities = st.builds(
     layers=COUNT,
     host_pages=COUNT,
     is_encoder=st.booleans(),
+    jumps_forward=st.booleans(),
     window_pool=st.none()
     | st.builds(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),

@@ -54,9 +54,11 @@ class Compiler:
             resolve(source.model), max_context=ANY_CONTEXT, placeholder=source.load_format in ("dummy", "fake")
         )
         self._tokenizer: Tokenizer = text.tokenizer
+        # The bytes of each token.
+        self.pieces = _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size)
         self._grammar_compiler = xgrammar.GrammarCompiler(
             xgrammar.TokenizerInfo(
-                _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size),
+                self.pieces,
                 vocab_size=source.vocabulary_size,
                 stop_token_ids=list(source.eos_token_ids),
             ),

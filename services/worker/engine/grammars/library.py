@@ -27,6 +27,8 @@ NICENESS = 10
 class CompilesGrammars(Protocol):
     """What the library needs of `Compiler`."""
 
+    pieces: list[bytes]
+
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile a grammar; it was found good before."""
 
@@ -86,7 +88,9 @@ class GrammarLibrary:
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the start of an output; waits if the grammar is not compiled yet."""
         assert self._source is not None, "grammars come after the model"
-        return Matcher(self.compiled(grammar).result(), self._source.vocabulary_size)
+        compiled = self.compiled(grammar).result()
+        assert self._compiler is not None, "it has compiled the grammar"
+        return Matcher(compiled, self._source.vocabulary_size, self._compiler.pieces)
 
     def close(self) -> None:
         """Compile nothing more."""

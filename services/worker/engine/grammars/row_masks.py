@@ -11,7 +11,7 @@ import numpy as np
 from services.worker.engine.grammars.matcher import mask_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,6 +40,12 @@ class FollowsOutput(Protocol):
     def mask(self) -> Mask:
         """Return which tokens may come next."""
 
+    def only(self) -> int | None:
+        """Return the token that alone may come next, if it is one."""
+
+    def spelling(self) -> int | None:
+        """Return the token that a text goes on with which is certain, though not in which tokens."""
+
 
 class MakesMatchers(Protocol):
     """What rows need of `GrammarLibrary`."""
@@ -54,10 +60,12 @@ class MakesMatchers(Protocol):
 class _Row:
     """A row's grammar, its matcher once there is one, and how many of the row's ids that has accepted."""
 
-    def __init__(self, grammar: Grammar, prompt_tokens: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(self, opened: RowOpen, grammar: Grammar, end_ids: tuple[int, ...]) -> None:
         self.grammar = grammar
-        self.accepted = prompt_tokens
+        self.accepted = opened.prompt_tokens
         self.end_ids = end_ids
+        # Whoever bans a spelling finds another.
+        self.spells_alike = not opened.sampling.banned_sequences
         self.matcher: FollowsOutput | None = None
         self.overdraft_s = 0.0
         self.has_failed = False
@@ -84,7 +92,7 @@ class RowMasks:
         # Normally it is there. After a restart it is compiled while the row's prompt is computed.
         self._library.compiled(grammar)
         ends = tuple(id_ for id_ in opened.stop_token_ids if 0 <= id_ < self._vocabulary_size)
-        self._rows[opened.row] = _Row(grammar, opened.prompt_tokens, ends)
+        self._rows[opened.row] = _Row(opened, grammar, ends)
 
     def masks(self, slots: RowIndices, rows: RowTable) -> NDArray[np.int32]:
         """Return which tokens rows `slots`, all with grammars, may sample next, [slots, words] int32 (see `Mask`)."""
@@ -92,18 +100,39 @@ class RowMasks:
         for index, slot in enumerate(slots.tolist()):
             row = self._rows[slot]
             started = self._clock()
-            self._catch_up(row, rows.token_ids[slot, row.accepted : rows.lengths[slot]])
+            self._catch_up(row, rows.token_ids[slot, row.accepted : rows.lengths[slot]].tolist())
             masks[index] = self._mask(row)
-            row.overdraft_s += max(0.0, self._clock() - started - MASK_S)
-            if row.overdraft_s > OVERDRAFT_S:
-                self._fail(row, "where its grammar is too ambiguous to follow")
+            self._charge(row, self._clock() - started, masks=1)
         return masks
 
-    def _catch_up(self, row: _Row, token_ids: NDArray[np.int32]) -> None:
+    def forced(self, slot: int, sampled: int, room: int, rows: RowTable) -> list[int]:
+        """Return what must follow the token that row `slot` has just sampled: up to `room` ids, or to its end.
+
+        They are what it would sample, one after the other, as its masks leave nothing else.
+        """
+        row, length = self._rows[slot], int(rows.lengths[slot])
+        found = [sampled]
+        started = self._clock()
+        self._catch_up(row, found)
+        while len(found) <= room and not rows.ends_with(slot, length + len(found) - 1, found[-1]):
+            only = self._only(row)
+            if only is None:
+                break
+            found.append(only)
+            self._catch_up(row, [only])
+        self._charge(row, self._clock() - started, masks=len(found))
+        return found[1:]
+
+    def _charge(self, row: _Row, seconds: float, masks: int) -> None:
+        row.overdraft_s += max(0.0, seconds - masks * MASK_S)
+        if row.overdraft_s > OVERDRAFT_S:
+            self._fail(row, "where its grammar is too ambiguous to follow")
+
+    def _catch_up(self, row: _Row, token_ids: Sequence[int]) -> None:
         if row.matcher is None:
             row.matcher = self._library.matcher(row.grammar)
-        row.accepted += token_ids.size
-        for token_id in token_ids.tolist():
+        row.accepted += len(token_ids)
+        for token_id in token_ids:
             if not row.has_failed and not row.matcher.is_terminated and not row.matcher.accept(token_id):
                 self._fail(row, "a token that its grammar does not allow")
 
@@ -113,13 +142,31 @@ class RowMasks:
             # On a GPU a row takes part once more after its last token; what it samples then is dropped.
             return -1
         if not row.has_failed:
-            mask = row.matcher.mask()
+            only = self._only(row)
+            mask = row.matcher.mask() if only is None else self._mask_of(only)
             if mask.any():
                 return mask
             self._fail(row, "nothing that its grammar would allow")
-        only_ends = np.zeros(mask_words(self._vocabulary_size) * 32, np.uint8)
-        only_ends[list(row.end_ids)] = 1
-        return np.packbits(only_ends, bitorder="little").view(np.int32)
+        return self._mask_of(*row.end_ids)
+
+    def _only(self, row: _Row) -> int | None:
+        """Return the token that alone may come next, or that must as there is one way to write what is certain."""
+        assert row.matcher is not None, "made when it caught up"
+        if row.has_failed or row.matcher.is_terminated:
+            return None
+        only = row.matcher.only()
+        if only is None and row.spells_alike:
+            only = row.matcher.spelling()
+            if only in row.end_ids:
+                # Another spelling does not end the row.
+                return None
+        return only
+
+    def _mask_of(self, *token_ids: int) -> Mask:
+        mask = np.zeros(mask_words(self._vocabulary_size), np.uint32)
+        for token_id in token_ids:
+            mask[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        return mask.view(np.int32)
 
     def _fail(self, row: _Row, what: str) -> None:
         """Let a row end that cannot go on: the trial of its grammar has not come across that."""

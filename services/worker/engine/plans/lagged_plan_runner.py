@@ -3,7 +3,8 @@
 Pass p + 1 is launched before the tokens of pass p are read. Rows that reach their length are known in advance; a row
 that samples a stop id in pass p still takes part in pass p + 1, where its token is dropped, and is out of pass p + 2.
 That lag is fixed, whenever tokens happen to arrive, so that all ranks launch the same passes. What such a row writes
-goes to pages that the plan granted it, before anything that a later plan can put there.
+goes to pages that the plan granted it, before anything that a later plan can put there. Rows do not jump forward here,
+however far plans would let them.
 """
 
 from __future__ import annotations

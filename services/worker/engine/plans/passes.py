@@ -92,6 +92,23 @@ class HostBatch:
     window_slots: IntArray | None = None
 
 
+def make_pass(rows: RowTable, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
+    """Return the pass of rows that decode and of prefill chunks; who has jumped computes what it lacks in a chunk."""
+    lacking = rows.lengths[decoding] - rows.computed[decoding]
+    has_jumped = lacking > 1
+    if not has_jumped.any():
+        return ForwardPass(decoding, chunks)
+    jumped = decoding[has_jumped]
+    ahead = Chunks(
+        np.concatenate([jumped, chunks.rows]),
+        np.concatenate([rows.computed[jumped], chunks.starts]),
+        np.concatenate([lacking[has_jumped], chunks.lengths]),
+        np.concatenate([np.ones(jumped.size, np.bool_), chunks.completes]),
+        np.concatenate([np.zeros(jumped.size, np.bool_), chunks.pools]),
+    )
+    return ForwardPass(decoding[~has_jumped], ahead)
+
+
 def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
     """Collect what the model needs from the rows; no loop over rows."""
     if forward.chunks.rows.size == 0:

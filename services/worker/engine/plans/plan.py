@@ -36,7 +36,7 @@ class PlanLimits:
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
-    """Carry out closes, opens, replacements and grants, and return the chunks of the first pass.
+    """Carry out closes, opens, replacements and grants, set how far rows may jump, and return the first pass's chunks.
 
     Raises:
         InvalidPlanError: the plan contradicts the rows; they are undefined then.
@@ -61,6 +61,7 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
         _check_wholeness(chunks)
     else:
         _check_coverage(chunks, rows, plan.steps)
+    _limit_jumps(plan, rows)
     for transfer in plan.transfers:
         _check_transfer(transfer, limits)
     return chunks
@@ -214,7 +215,9 @@ def _check_chunk(chunk: PrefillChunk, rows: RowTable) -> None:
 
 
 def _check_size(chunks: Chunks, rows: RowTable, limits: PlanLimits) -> None:
-    tokens = int(chunks.lengths.sum()) + int(np.count_nonzero(rows.phase == Phase.DECODE))
+    decoding = rows.decoding()
+    # Besides its own token, a row that has jumped computes those that were forced on it.
+    tokens = int(chunks.lengths.sum() + (rows.lengths[decoding] - rows.computed[decoding]).sum())
     if tokens > max(limits.max_step_tokens, rows.max_rows):
         raise InvalidPlanError(f"a pass of {tokens} tokens, more than the {limits.max_step_tokens} configured")
 
@@ -241,3 +244,17 @@ def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
             f"row {involved[i]} needs room for {needed[i]} tokens in this plan, "
             f"its {rows.page_counts[involved[i]]} pages hold {rows.page_counts[involved[i]] * rows.page_size}"
         )
+
+
+def _limit_jumps(plan: StepPlan, rows: RowTable) -> None:
+    rows.jump_limits[:] = 0
+    for jump in plan.jumps:
+        row, most = jump.row, jump.max_tokens
+        _require_open(rows, row, "jump")
+        if most > rows.max_total_tokens[row] or most - 1 > rows.page_counts[row] * rows.page_size:
+            raise InvalidPlanError(
+                f"jump of row {row} up to {most} tokens: it may have {rows.max_total_tokens[row]} in total, and its "
+                f"{rows.page_counts[row]} pages hold {rows.page_counts[row] * rows.page_size}"
+            )
+        # The passes behind the first one bring a token each.
+        rows.jump_limits[row] = most - (plan.steps - 1)

@@ -11,7 +11,8 @@ import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot
-from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
+from services.worker.engine.plans.jumps import NOTHING_FORCED, Forced, join_forced
+from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.scoring import RowSpans, partial_results
 
@@ -41,6 +42,8 @@ class Sampled:
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
     # Only on the rank that gets the logits.
     prompt_logprobs: RowSpans = ()
+    # What follows that without being sampled.
+    forced: Forced = NOTHING_FORCED
 
 
 class Stepper(Protocol):
@@ -87,12 +90,14 @@ class PlanRunner:
             self._transfers.begin(plan.transfers)
         decoding = self.rows.decoding()
         for substep in range(plan.steps):
-            forward = ForwardPass(decoding, chunks if substep == 0 else NO_CHUNKS)
+            forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
             computing = self._clock()
             sampled = Sampled() if forward.is_empty else self._stepper.step(self.rows, forward)
             computed = self._clock()
             stops = self._advance(forward, sampled)
             decoding = self.rows.decoding()
+            if plan.jumps:
+                self.rows.allow_one_more()
             last = substep == plan.steps - 1 or decoding.size == 0
             acks = self._take_acks(forward)
             ended = self._clock()
@@ -130,6 +135,7 @@ class PlanRunner:
             self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         pooled = self.rows.finish_pooled(forward.pooled_rows)
         stops = pooled + self.rows.append_tokens(forward.sampled_rows, sampled.token_ids)
+        stops += self.rows.append_forced(sampled.forced)
         if not sampled.failed.size:
             return stops
         self.rows.stop(sampled.failed)
@@ -151,6 +157,8 @@ class PlanRunner:
             stops=stops,
             logprobs=sampled.logprobs,
             embeddings=sampled.embeddings,
+            forced_rows=sampled.forced.rows.astype(np.int32),
+            forced_token_ids=sampled.forced.token_ids,
         )
 
 
@@ -171,4 +179,5 @@ def join(forward: ForwardPass, parts: Sequence[Sampled], failed: RowIndices) -> 
         tuple(entry for part in parts for entry in part.embeddings),
         failed,
         tuple(entry for part in parts for entry in part.prompt_logprobs),
+        join_forced([part.forced for part in parts]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from common.steps import PageGrants, RowOpen, RowStop
 from common.types import FinishReason, Pooling, RowSlot, TokenIds
 from services.worker.engine.plans.padded import PaddedTable
+
+if TYPE_CHECKING:
+    from services.worker.engine.plans.jumps import Forced
 
 RowIndices = NDArray[np.int64]
 
@@ -20,7 +24,7 @@ class Phase(IntEnum):
     FREE = 0
     # Some of its ids are not computed yet.
     PREFILL = 1
-    # All ids but the last are computed; every pass adds one.
+    # All ids but the last, and those forced on it, are computed; every pass adds one.
     DECODE = 2
     # It stopped itself and waits for its close.
     STOPPED = 3
@@ -30,7 +34,7 @@ class RowTable:
     """State of all row slots. Methods trust their arguments; `plan.py` checks plans before they come here.
 
     Arrays have one entry per slot; those of free slots mean nothing. `lengths` counts the ids known (prompt and
-    output), `computed` those whose KV is stored, which while decoding is one less.
+    output), `computed` those whose KV is stored, which while decoding is one less, or more where tokens were forced.
     """
 
     def __init__(self, max_rows: int, max_context: int, page_size: int, *, has_window_pool: bool = False) -> None:
@@ -47,6 +51,8 @@ class RowTable:
         self.stops_from = np.zeros(max_rows, np.int64)
         self.stop_ids = PaddedTable(max_rows, np.int64, fill=-1)
         self.page_counts = np.zeros(max_rows, np.int64)
+        # Most ids that a row may know behind the pass that is being computed, where it may jump; else 0.
+        self.jump_limits = np.zeros(max_rows, np.int64)
         # How each row is embedded; None: it generates.
         self.pooling: list[Pooling | None] = [None] * max_rows
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
@@ -68,6 +74,7 @@ class RowTable:
     def reset(self) -> None:
         """Free all slots."""
         self.phase[:] = Phase.FREE
+        self.jump_limits[:] = 0
 
     def open(self, opened: RowOpen) -> None:
         """Take a free slot."""
@@ -153,6 +160,34 @@ class RowTable:
         self.token_ids[rows, positions] = token_ids
         hits_stop: NDArray[np.bool_] = (self.stop_ids.values[rows] == token_ids[:, None]).any(axis=1)
         return hits_stop & (positions >= self.stops_from[rows])
+
+    def jump_room(self, rows: RowIndices) -> NDArray[np.int64]:
+        """Return how many tokens may be forced on each row behind the one that it is about to get."""
+        room: NDArray[np.int64] = np.maximum(self.jump_limits[rows] - self.lengths[rows] - 1, 0)
+        return room
+
+    def allow_one_more(self) -> None:
+        """Let rows that may jump know one more id: a pass of the plan is over."""
+        self.jump_limits[self.jump_limits > 0] += 1
+
+    def ends_with(self, row: int, position: int, token_id: int) -> bool:
+        """Return whether a token stops a row that gets it at `position`."""
+        return bool(position >= self.stops_from[row] and (self.stop_ids.values[row] == token_id).any())
+
+    def append_forced(self, forced: Forced) -> tuple[RowStop, ...]:
+        """Give rows what is forced on them behind the token that they have just got; return those that stop by it."""
+        stops = []
+        for slot, token_ids in forced.by_row():
+            row, length = RowSlot(slot), int(self.lengths[slot]) + token_ids.size
+            self.token_ids[row, self.lengths[row] : length] = token_ids
+            self.lengths[row] = length
+            last = int(token_ids[-1])
+            if self.ends_with(row, length - 1, last):
+                stops.append(RowStop(row, FinishReason.STOP, last))
+            elif length >= self.max_total_tokens[row]:
+                stops.append(RowStop(row, FinishReason.LENGTH))
+        self.stop(np.array([stop.row for stop in stops], np.int64))
+        return tuple(stops)
 
     def stop(self, rows: RowIndices) -> None:
         """Take rows out of decoding until they are closed."""

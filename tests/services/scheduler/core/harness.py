@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.grammars import Grammar, GrammarKind
 from common.prompt_logprobs import PromptLogprobs
 from common.types import (
     CacheMode,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
 
 STOP_ID = 7
+BOUND = Grammar(GrammarKind.REGEX, "x", "regex")
 
 
 class Arrival:
@@ -65,13 +67,14 @@ def make_request(
     timeout_ms: int | None = None,
     pooling: Pooling | None = None,
     scored_from: int | None = None,
+    grammar: Grammar | None = None,
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
         principal=Principal("tenant", user),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0, grammar=grammar),
         stop=StopConditions(max_tokens=max_tokens),
         n=n,
         priority=priority,
@@ -112,6 +115,7 @@ class Harness:
         is_encoder: bool = False,
         window: int = 0,
         window_pool: int = 0,
+        jump_tokens: int = 0,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -135,6 +139,7 @@ class Harness:
             strict_priority=policy == "priority",
             max_preemptions=max_preemptions,
             sessions=sessions or SessionRules(),
+            jump_tokens=jump_tokens,
         )
         allocator = PageAllocator(pages)
         if window:
@@ -153,6 +158,7 @@ class Harness:
             is_encoder,
             window=window,
             window_pool=window_pool,
+            max_step_tokens=max_step_tokens,
         )
         self.acks = GroupAcks(ranks)
         self.depth = depth
@@ -274,4 +280,5 @@ class Harness:
             last_transfer=old.last_transfer,
             window=old.window,
             window_pool=old.window_pool,
+            max_step_tokens=old.max_step_tokens,
         )

@@ -13,7 +13,7 @@ from common.errors import PandoError
 from common.types import CacheMode, FinishReason, Pooling, Principal, RequestId, SessionWish
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
-from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
 
 # Few distinct prompts that share prefixes, so that the cache is hit, split and contended.
 PROMPTS = st.builds(
@@ -42,19 +42,21 @@ class CoreMachine(RuleBasedStateMachine):
         lease=st.sampled_from([0.0, 0.004]),
         cache=st.sampled_from(["isolated", "shared", "chunk"]),
         preemptions=st.sampled_from([None, 0, 2]),
+        jump=st.sampled_from([0, 1, 2, 9]),
     )
-    def start(self, pages: int, depth: int, lease: float, cache: str, preemptions: int | None) -> None:
+    def start(self, pages: int, depth: int, lease: float, cache: str, preemptions: int | None, jump: int) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
             lease_s=lease,
             max_rows=4,
-            max_step_tokens=12,
+            max_step_tokens=40 if jump > 2 else 12,
             max_context=56,
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
             policy=None if preemptions is None else "priority",
             max_preemptions=preemptions or 0,
             sessions=SessionRules(per_user=2, total=3, user_tokens=32, total_tokens=40, timeout_s=10.0),
+            jump_tokens=jump,
         )
 
     @rule(
@@ -65,13 +67,30 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         mode=st.sampled_from([CacheMode.DEFAULT, CacheMode.DEFAULT, CacheMode.NONE]),
         scored=st.none() | st.integers(0, 34),
+        bound=st.booleans(),
     )
     def submit(
-        self, prompt: list[int], user: str, max_tokens: int, n: int, priority: int, mode: CacheMode, scored: int | None
+        self,
+        prompt: list[int],
+        user: str,
+        max_tokens: int,
+        n: int,
+        priority: int,
+        mode: CacheMode,
+        scored: int | None,
+        bound: bool,
     ) -> None:
         name = f"r{len(self.requests)}"
         request = make_request(
-            name, prompt, user=user, max_tokens=max_tokens, n=n, priority=priority, cache_mode=mode, scored_from=scored
+            name,
+            prompt,
+            user=user,
+            max_tokens=max_tokens,
+            n=n,
+            priority=priority,
+            cache_mode=mode,
+            scored_from=scored,
+            grammar=BOUND if bound else None,
         )
         self.scored_from[name] = scored
         assert self.harness.core.submit(request, 0.0).rejected is None

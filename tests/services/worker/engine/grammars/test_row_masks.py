@@ -101,6 +101,12 @@ class Walk:
         bits[self.path[:1]] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
+    def only(self) -> int | None:
+        return self.path[0] if self.path else None
+
+    def spelling(self) -> None:
+        return None
+
 
 class Library:
     def __init__(self, path: list[int]) -> None:

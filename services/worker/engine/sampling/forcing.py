@@ -1,0 +1,59 @@
+"""What grammars force on rows behind the tokens that these sample, as one array that ranks can tell each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.plans.jumps import NOTHING_FORCED, Forced
+from services.worker.engine.sampling.table import Needs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.types import TokenIds
+    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.sampling.table import SamplingTable
+
+# In the place of a token.
+_NOTHING = -1
+
+
+def with_forced(
+    token_ids: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, room: NDArray[np.int64]
+) -> torch.Tensor:
+    """Return what rows `slots` sampled, each followed by what that forces on its row, as `split_forced` takes it.
+
+    Args:
+        token_ids: [slots] int64, what they sampled and do not know yet.
+        slots: the rows.
+        rows: what they know.
+        table: their parameters.
+        room: [slots] how many tokens may be forced on each at most.
+    """
+    if not room.any():
+        return token_ids[:, None]
+    told = np.full((slots.size, 1 + int(room.max())), _NOTHING, np.int64)
+    told[:, 0] = token_ids.cpu().numpy()
+    if table.grammars is not None:
+        for index in np.flatnonzero(room):
+            # Who is told log probabilities is told those of every token: these come from logits.
+            if table.needs[slots[index]] & (Needs.GRAMMAR | Needs.LOGPROBS) == Needs.GRAMMAR:
+                forced = table.grammars.forced(int(slots[index]), int(told[index, 0]), int(room[index]), rows)
+                told[index, 1 : 1 + len(forced)] = forced
+    return torch.from_numpy(told).to(token_ids.device)
+
+
+def empty_told(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return an array of the shape of `with_forced`'s, for another rank's to come in."""
+    return torch.empty(slots.size, 1 + int(room.max()), dtype=torch.int64, device=device)
+
+
+def split_forced(told: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, Forced]:
+    """Return what rows `slots` sampled, [slots] int32, and what that forces on them."""
+    values = told.cpu().numpy().astype(np.int32)
+    forced = values[:, 1:]
+    which, _ = there = np.nonzero(forced != _NOTHING)
+    return values[:, 0], Forced(slots[which], forced[there]) if which.size else NOTHING_FORCED

@@ -1,0 +1,56 @@
+"""Jumping forward changes no answer: with little memory, in leases, streamed, in any company."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.settings import GatewaySettings, SchedulerSettings, Settings
+from tests.e2e.conftest import require_model, serve
+from tests.e2e.test_structured_output import chat
+from tests.services.worker.engine.grammars.corpus import CORPUS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.soak
+
+SCHEMAS = list(CORPUS.values())[::4]
+
+
+@pytest.fixture(scope="module")
+def served_without(run_root: Path) -> Iterator[Served]:
+    require_model()
+    settings = Settings(gateway=GatewaySettings(port=0), scheduler=SchedulerSettings(jump_tokens=0))
+    yield from serve(settings, run_root)
+
+
+@pytest.fixture(scope="module")
+def served_tight(run_root: Path) -> Iterator[Served]:
+    require_model()
+    scheduler = SchedulerSettings(device_pages=20, lease_ms=100, max_lease_steps=8)
+    yield from serve(Settings(gateway=GatewaySettings(port=0), scheduler=scheduler), run_root)
+
+
+def streamed(served: Served, index: int) -> list[str]:
+    """Return the texts of two choices, token by token."""
+    texts = ["", ""]
+    events = chat(served, SCHEMAS[index], n=2, seed=index, temperature=0.8, max_tokens=150, stream=True)
+    for event in events:
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return texts
+
+
+def test_answers_are_the_same_with_jumps_as_without(served_without: Served, served_tight: Served) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        jumping = list(pool.map(lambda index: streamed(served_tight, index), range(len(SCHEMAS))))
+    assert jumping == [streamed(served_without, index) for index in range(len(SCHEMAS))]
+    assert served_tight.state().jumped_tokens > 100
+    assert served_tight.state().retractions > 0
+    assert served_without.state().jumped_tokens == 0

@@ -1,0 +1,199 @@
+"""What grammars force on rows is what these would sample, token by token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from common.grammars import Grammar, GrammarKind
+from common.steps import JumpLimit, RowOpen, StepPlan
+from common.types import RowSlot, StepId
+from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.plans.plan import PlanLimits
+from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
+from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.sampling.forcing import split_forced, with_forced
+from services.worker.engine.sampling.sampler import sample
+from services.worker.engine.sampling.table import SamplingTable
+from tests.services.worker.engine.grammars.corpus import CORPUS
+from tests.services.worker.engine.grammars.outputs import (
+    EOS,
+    PROMPT,
+    VOCABULARY_SIZE,
+    bound_row,
+    library,
+    logits_of,
+    schema_grammar,
+    text_of,
+    vocabulary,
+)
+from tests.services.worker.engine.scenario import chunk, ids
+
+if TYPE_CHECKING:
+    from common.steps import StepResult
+    from services.worker.engine.grammars.matcher import Matcher
+    from services.worker.engine.plans.passes import ForwardPass
+
+PAGES = 26
+LENGTH = 300
+KEYS: dict[str, object] = {
+    "type": "object",
+    "properties": {
+        "first_name": {"const": "Ada"},
+        "temperature_celsius": {"type": "integer", "minimum": 0, "maximum": 9},
+        "is_sunny": {"type": "boolean"},
+    },
+    "required": ["first_name", "temperature_celsius", "is_sunny"],
+    "additionalProperties": False,
+}
+
+
+class MadeUpModel:
+    """Samples from logits that depend on a row's seed and on the position alone."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.table = SamplingTable(max_rows, VOCABULARY_SIZE, RowMasks(library(), VOCABULARY_SIZE))
+        self.passes = 0
+
+    def open(self, opened: RowOpen) -> None:
+        self.table.open(opened)
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        self.passes += 1
+        slots = forward.sampled_rows
+        logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
+        made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
+        told = with_forced(made.token_ids, slots, rows, self.table, rows.jump_room(slots))
+        token_ids, forced = split_forced(told, slots)
+        return Sampled(token_ids, forced=forced)
+
+
+def outputs(opens: list[RowOpen], jump: int, *, steps: int = 1) -> tuple[list[list[int]], int]:
+    """Run rows to their ends, which may get `jump` tokens ahead; return their outputs, and the passes that took."""
+    model = MadeUpModel(8)
+    rows = RowTable(8, 512, page_size=16)
+    runner = PlanRunner(rows, PlanLimits(VOCABULARY_SIZE, 8 * PAGES, 256), model)
+    granted = tuple(
+        replace(opened, pages=ids(range(index * PAGES, (index + 1) * PAGES))) for index, opened in enumerate(opens)
+    )
+    results: list[StepResult] = []
+    prefills = tuple(chunk(opened.row, 0, opened.token_ids.size) for opened in opens)
+    plan = StepPlan(StepId(1), opens=granted, prefills=prefills, steps=1)
+    while True:
+        runner.run(plan, results.append)
+        if not rows.decoding().size:
+            break
+        limits = {
+            opened.row: min(int(rows.lengths[opened.row]) + jump + steps, opened.max_total_tokens) for opened in opens
+        }
+        jumps = tuple(JumpLimit(RowSlot(row), most) for row, most in limits.items()) if jump else ()
+        plan = StepPlan(StepId(len(results) + 1), steps=steps, jumps=jumps)
+    told: dict[int, list[int]] = {opened.row: [] for opened in opens}
+    for result in results:
+        for row, token in (
+            *zip(result.rows, result.token_ids, strict=True),
+            *zip(result.forced_rows, result.forced_token_ids, strict=True),
+        ):
+            told[int(row)].append(int(token))
+    for opened in opens:
+        assert told[opened.row] == rows.token_ids[opened.row, opened.token_ids.size : rows.lengths[opened.row]].tolist()
+    return [told[opened.row] for opened in opens], model.passes
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_outputs_are_the_same_with_jumps_as_without(name: str) -> None:
+    grammar = schema_grammar(CORPUS[name])
+    opens = [bound_row(0, grammar, seed=5, length=LENGTH), bound_row(3, grammar, seed=6, length=LENGTH)]
+    without, most = outputs(opens, 0)
+    jumping, fewer = outputs(opens, 16, steps=3)
+    assert jumping == without
+    assert fewer <= most
+
+
+def test_a_schema_of_many_keys_takes_few_passes() -> None:
+    opens = [bound_row(0, schema_grammar(KEYS), seed=1)]
+    [without], most = outputs(opens, 0)
+    [jumping], fewer = outputs(opens, 16)
+    assert jumping == without
+    assert json.loads(text_of(without[:-1]))["first_name"] == "Ada"
+    assert fewer <= 6 < most / 3
+
+
+@pytest.mark.parametrize("kept", [1, 2, 5, 9])
+def test_a_row_that_starts_again_within_a_jump_goes_on_alike(kept: int) -> None:
+    grammar = schema_grammar(KEYS)
+    [[*whole]], _ = outputs([bound_row(0, grammar, seed=1)], 16)
+    [rest], _ = outputs([bound_row(2, grammar, seed=1, more=whole[:kept])], 4)
+    assert rest == whole[kept:]
+
+
+def matcher_of(grammar: Grammar) -> Matcher:
+    return library().matcher(grammar)
+
+
+def piece(token_id: int | None) -> bytes | None:
+    return None if token_id is None else vocabulary().all_pieces.data[token_id]
+
+
+def test_a_text_that_is_certain_is_written_in_its_longest_tokens() -> None:
+    matcher = matcher_of(Grammar(GrammarKind.REGEX, "temperature: [0-9]", "regex"))
+    written = []
+    while (token_id := matcher.spelling()) is not None:
+        assert matcher.accept(token_id)
+        written.append(piece(token_id))
+    assert written[0] == b"temperature"
+    assert b"".join(part for part in written if part) == b"temperature: "
+    assert matcher.only() is None
+
+
+def test_a_token_that_goes_beyond_what_is_certain_leaves_the_choice() -> None:
+    # "the" may become "then" or "there": whoever wants one of those has tokens that say so.
+    matcher = matcher_of(Grammar(GrammarKind.REGEX, "the(n|re)", "regex"))
+    assert matcher.spelling() is None
+    assert matcher.only() is None
+
+
+def test_where_an_output_may_end_nothing_is_certain() -> None:
+    matcher = matcher_of(Grammar(GrammarKind.REGEX, "q(abcdef)?", "regex"))
+    assert matcher.accept(vocabulary().plain_pieces.data.index(b"q"))
+    assert matcher.only() is None
+    assert matcher.spelling() is None
+
+
+def test_behind_a_complete_output_only_the_end_may_come() -> None:
+    matcher = matcher_of(Grammar(GrammarKind.REGEX, "5", "regex"))
+    five = matcher.only()
+    assert piece(five) == b"5"
+    assert matcher.accept(five or 0)
+    assert matcher.only() == EOS
+
+
+def test_a_character_of_several_tokens_does_no_harm() -> None:
+    [[*output]], _ = outputs([bound_row(0, Grammar(GrammarKind.REGEX, "(🙂){3}🦜🦜", "regex"), seed=1)], 16)
+    assert text_of(output[:-1]) == "🙂🙂🙂🦜🦜"
+    assert len(PROMPT) == 3
+
+
+def test_whoever_bans_a_spelling_is_left_the_others() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "temperature[0-9]", "regex")
+    opened = bound_row(0, grammar, seed=1)
+    [[first, *_]], _ = outputs([opened], 16)
+    assert piece(first) == b"temperature"
+    banning = replace(opened, sampling=replace(opened.sampling, banned_sequences=((first,),)))
+    [[*output]], _ = outputs([banning], 16)
+    assert first not in output
+    assert text_of(output[:-1])[:-1] == "temperature"
+
+
+def test_a_spelling_is_none_that_would_end_the_row() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "temperature[0-9]", "regex")
+    opened = bound_row(0, grammar, seed=1)
+    [[first, *_]], _ = outputs([opened], 16)
+    [[*output]], _ = outputs([replace(opened, stop_token_ids=(EOS, first), min_new_tokens=20)], 16)
+    assert first not in output
+    assert text_of(output[:-1])[:-1] == "temperature"
