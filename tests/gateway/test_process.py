@@ -26,7 +26,7 @@ BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO}
 @asynccontextmanager
 async def gateway_over(services: FakeServices, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     addresses: dict[str, Any] = {"tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
-    gateway = Gateway(GatewaySettings(port=0, drain_s=2, **addresses, **settings), CollectorRegistry())
+    gateway = Gateway(GatewaySettings(port=0, drain_s=30, **addresses, **settings), CollectorRegistry())
     stopping = asyncio.Event()
     running = asyncio.create_task(gateway.run(stopping))
     try:

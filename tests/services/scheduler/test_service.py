@@ -220,13 +220,17 @@ async def test_before_the_workers_are_there_it_says_so(tmp_path: Path) -> None:
     await ring.stop()
 
 
-async def test_a_stopping_scheduler_lets_open_requests_finish(ring: Ring) -> None:
+async def test_a_stopping_scheduler_lets_open_requests_finish(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, drain_s=30)
+    await ring.start()
+    await ring.ready()
     ring.workers[0].step_s = 0.005
     await ring.submit("last words", max_tokens=20)
     ring._stopping.set()
     await ring.finished("last words")
     assert ring.detokenizer.output_of("last words") == output(20)
     await asyncio.wait_for(asyncio.gather(ring.running, return_exceptions=True), 30)
+    await ring.stop()
 
 
 async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_smaller_ones(tmp_path: Path) -> None:

@@ -122,5 +122,5 @@ def test_without_the_library_the_error_says_how_to_get_it(tmp_path: Path, monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else find(name, *rest)
     )
-    with pytest.raises(ConfigurationError, match=r"pip install 'pando\[transformers\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[transformers\]'"):
         load(tmp_path)
