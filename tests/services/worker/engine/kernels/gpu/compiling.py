@@ -1,10 +1,11 @@
-"""Compiles the sampler's programs for an H200, wherever it runs: the compiler needs no GPU.
+"""Compiles programs of the sampler and of FP8 for an H200, wherever it runs: the compiler needs no GPU.
 
 In a process of its own, without Triton's interpreter: which of both a program gets is settled when it is defined.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -12,13 +13,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.worker.engine.kernels.gpu import adjusting, reporting, row_state, sampling
+from services.worker.engine.kernels.fp8 import LARGEST, SMALLEST
+from services.worker.engine.kernels.gpu import (
+    adjusting,
+    experts,
+    fp8_linear,
+    reporting,
+    row_state,
+    sampling,
+    small_linear,
+)
 
+# Values of what is constant while a program is compiled.
+Constants = dict[str, float]
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOATS = ("*bf16", "*fp16", "*fp32")
 
 
-def build(program: Any, types: str, warps: int, **constants: int) -> int:
+def build(program: Any, types: str, warps: int, **constants: float) -> int:
     """Return the size of what comes out; `types` are those of the arguments that are no constants."""
     rest = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(rest) for name in program.arg_names}
@@ -42,7 +54,30 @@ def main() -> None:
     sizes.append(build(adjusting._add_bias, f"*i32 *i32 *i32 *fp32 *fp32 {ints}", 4, BLOCK=1024))
     sizes.append(build(adjusting._count, f"*i32 *i32 *i32 *i32 {ints}", 4, BLOCK=256))
     sizes.append(build(row_state._append, f"*i32 *i32 *i32 {ints}", 4, BLOCK=256))
+    sizes += fp8_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
+
+
+def fp8_sizes() -> list[int]:
+    """Compile what multiplies FP8: products of few tokens, of experts, and what quantises ahead of them."""
+    both, scales, sizes = "*fp8e4nv *fp8e4nv", "*fp32 *fp32", []
+    for block, warps in ((16, 1), (4096, 4), (32768, 16)):
+        how: Constants = {"BLOCK": block, "LARGEST": LARGEST, "SMALLEST": SMALLEST, "OVERLAPS": True}
+        sizes.append(build(fp8_linear._quantise_rows, "*bf16 *fp8e4nv *fp32 i32", warps, **how))
+    for program, block, warps in ((small_linear._product_at_once, 4096, 4), (small_linear._product, 1024, 2)):
+        how = {"ROWS": 1, "BLOCK": block, "HAS_BIAS": True, "SCALED": True, "ADDS": False, "GATED": True}
+        given = f"{both} *bf16 {scales} *bf16 i32 i32"
+        sizes.append(build(program, given, warps, GELU=False, OVERLAPS=True, **how))
+    for tuning, is_first in itertools.product((experts._FEW_PAIRS, experts._MANY_PAIRS), (True, False)):
+        how = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "DEPTH": tuning.depth, "IS_FIRST": is_first}
+        given = f"{both} {scales} *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 5}"
+        sizes.append(
+            build(
+                experts._grouped_product, given, tuning.warps,
+                PER_TOKEN=8, EXPERTS=128, SEARCH=128, GELU=False, SCALED=True, **how,
+            )
+        )  # fmt: skip
+    return sizes
 
 
 if __name__ == "__main__":
