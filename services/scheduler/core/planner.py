@@ -156,6 +156,8 @@ class Planner:
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
         """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
+        if steps <= 1:
+            return 1
         # A lease longer than any row has tokens left would only be ended early.
         left = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0))
         steps = min(steps, left + 1)

@@ -44,30 +44,31 @@ class ResultHandler:
         self._tenancy = tenancy
         self._output = output
         self._load_costs = load_costs
-        self._chunks: dict[StepId, tuple[PrefillChunk, ...]] = {}
+        # The chunks of plans that are under way, and what `RowTable.vacated` was when they were made.
+        self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
         self.decode_step_s: float | None = None
         # Tokens that grammars forced on rows.
         self.jumped_tokens = 0
 
     def expect(self, plan: StepPlan) -> None:
-        """Note the prefill chunks of a plan that is being sent."""
-        self._chunks[plan.step_id] = plan.prefills
+        """Note what a plan that is being sent will bring."""
+        self._expected[plan.step_id] = plan.prefills, self._rows.vacated
 
     def forget_all(self) -> None:
         """Drop what was expected: the workers that had the plans are gone."""
-        self._chunks.clear()
+        self._expected.clear()
 
     def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
         """Store tokens, hand them to the output, end rows that stopped."""
         if result.partial:
             self._tell_scores(result)
             return
-        chunks = self._chunks.get(result.step_id, ()) if result.substep == 0 else ()
-        if result.last:
-            self._chunks.pop(result.step_id, None)
+        chunks, vacated = self._recall(result)
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
         self._confirm_chunks(result.step_id, tuple(chunk for chunk in chunks if chunk.row not in failed))
-        rows, token_ids = self._current(result.rows, result.token_ids, result.step_id)
+        rows, token_ids = result.rows, result.token_ids
+        if vacated != self._rows.vacated:
+            rows, token_ids = self._current(rows, token_ids, result.step_id)
         if len(rows):
             self._store(rows, token_ids, result)
         if len(result.forced_rows):
@@ -80,6 +81,13 @@ class ResultHandler:
             self._measure(result.compute_us / 1e6)
         elif chunks and self._load_costs is not None:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
+
+    def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
+        """Return what the result's plan had for its pass, and how often rows had lost their tenant before."""
+        chunks, vacated = self._expected.get(result.step_id, ((), None))
+        if result.last:
+            self._expected.pop(result.step_id, None)
+        return () if result.substep else chunks, vacated
 
     def _current(
         self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], step_id: StepId

@@ -53,6 +53,8 @@ class RowTable:
         self.decoding: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         # Rows whose tokens are told to nobody.
         self.silent: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        # How often a row has lost its tenant.
+        self.vacated = 0
         self._free = list(range(max_rows - 1, -1, -1))
 
     @property
@@ -96,6 +98,7 @@ class RowTable:
         self.decoding[row] = False
         self.jumping -= int(self.may_jump[row])
         self.may_jump[row] = False
+        self.vacated += 1
         self._free.append(row)
 
     def append_pages(self, row: RowSlot, pages: PageIds) -> None:
