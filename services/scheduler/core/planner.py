@@ -80,8 +80,9 @@ class Planner:
             self.preemption.make_room(lambda: Twins(self._rows, self._memory), self._retract)
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
+        jumped = self._rows.jump_tokens()
         decoding, grants = self._plan_decode()
-        budget = self._prefill_budget(len(decoding) + self._rows.jump_tokens())
+        budget = self._prefill_budget(len(decoding) + jumped)
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)

@@ -148,11 +148,14 @@ class RowTable:
         self.reach[row] = max(min(self.planned[row] + slack, room), self.planned[row])
 
     def jump_tokens(self) -> int:
-        """Return how many tokens may be computed in a pass beyond one for each row that decodes."""
+        """Return how many tokens the next plan's first pass may compute beyond one for each row that decodes."""
         if not self.jumping:
             return 0
-        jumping = self.may_jump & self.decoding
-        return int((self.reach[jumping] - self.planned[jumping]).sum())
+        rows = (self.may_jump & self.decoding & (self.planned < self.limit)).nonzero()[0]
+        known, planned = self.length[rows] - 1, self.planned[rows]
+        # What was forced behind the last token, if that is known already, or what may be in the pass that brings it.
+        lacking = np.where(planned == known, known - self.computed[rows], self.reach[rows] - planned)
+        return int(lacking.sum())
 
     def jumps(self) -> tuple[JumpLimit, ...]:
         """Return how far rows may jump in the plan that is being made."""

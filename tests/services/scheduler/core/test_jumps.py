@@ -131,6 +131,17 @@ def test_a_pass_never_exceeds_its_budget() -> None:
     assert harness.core.jumped_tokens > 0
 
 
+def test_what_was_forced_counts_beside_the_prompts_that_follow() -> None:
+    harness = harness_of(2, max_step_tokens=12, pages=14)
+    long = [(13 * i) % 900 + 10 for i in range(20)]
+    harness.core.submit(make_request("r0", [10, 23], max_tokens=4, grammar=BOUND), 0.0)
+    harness.core.submit(make_request("r1", long, max_tokens=1), 0.0)
+    harness.run()
+    assert harness.core.jumped_tokens == 2
+    assert harness.outputs["r0", 0] == expected([10, 23], 4)
+    assert harness.outputs["r1", 0] == expected(long, 1)
+
+
 def test_where_steps_have_no_room_beside_one_token_a_row_nothing_jumps() -> None:
     harness = harness_of(16, max_step_tokens=16, max_rows=16)
     assert run(harness, PROMPT) == [expected(PROMPT)]
