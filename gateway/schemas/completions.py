@@ -91,11 +91,6 @@ class CompletionBody(GenerationFields):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def echoes_logprobs(self) -> bool:
-        """Whether the prompt is shown with its log probabilities."""
-        return bool(self.echo) and self.logprobs is not None
-
-    @property
     def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
         """Which log probabilities of the prompts are asked for."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
