@@ -40,7 +40,6 @@ class JoinedLayers:
         """Join `layers`, which `can_join` accepted; `next_norm` [hidden] normalises what comes of the last one."""
         self._kept = (layers, attention, next_norm)  # their memory is what the arguments point at
         self._arguments = (LayerArguments * len(layers))(*map(_layer_arguments, layers, attention))
-        self._pool: KvPool | None = None
         self._first = attention[0]
         self._epsilon = epsilon
         self._next_norm = next_norm
@@ -58,8 +57,8 @@ class JoinedLayers:
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Run the residual stream `hidden` [tokens, hidden] through the layers, in place; return it normalised."""
         assert hidden.is_contiguous(), "operators take contiguous activations"
-        if pool is not self._pool:
-            self._bind(pool)
+        for layer, kv in zip(self._arguments, pool.layers, strict=False):  # the pool has more layers than these
+            layer.keys, layer.values = kv.keys.data_ptr(), kv.values.data_ptr()
         normed, scratch = torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], self._scratch_width)
         kinds = (batch, batch.in_window())
         tables = [page_table_of(kind) for kind in kinds]
@@ -83,17 +82,15 @@ class JoinedLayers:
         self._library.layers(ctypes.byref(arguments), self._weights_type, ELEMENT_TYPES[pool.layers[0].keys.dtype])
         return normed
 
-    def _bind(self, pool: KvPool) -> None:
-        for arguments, kv in zip(self._arguments, pool.layers, strict=False):  # the last layer's is not ours
-            arguments.keys, arguments.values = kv.keys.data_ptr(), kv.values.data_ptr()
-        self._pool = pool
-
 
 def join_layers(
     layers: Sequence[DecoderLayer], attention: Sequence[AttentionBackend], next_norm: torch.Tensor, epsilon: float
 ) -> JoinedLayers | None:
-    """Return whole layers of compiled operators as one; None if they are of another kind, or there are none."""
-    native = [backend for backend in attention if isinstance(backend, NativeAttention)]
+    """Return whole layers of compiled operators as one; None if they are of another kind, or there are none.
+
+    `attention` is that of `layers`, and of those behind them.
+    """
+    native = [backend for backend in attention[: len(layers)] if isinstance(backend, NativeAttention)]
     if not layers or len(native) < len(layers) or not all(map(can_join, layers)):
         return None
     return JoinedLayers(layers, native, next_norm, epsilon)
