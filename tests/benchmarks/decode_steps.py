@@ -32,6 +32,8 @@ from services.worker.engine.torch_engine import TorchEngine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.autograd.profiler_util import FunctionEvent
+
 STEPS = 16
 PLANS = 8
 # Tokens of one pass of prompts.
@@ -46,13 +48,14 @@ class Driver:
         """Load what `spec` says on the GPU of its rank."""
         options = RunnerOptions(device="cuda", device_index=spec.rank)
         self._engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
-        self._page_size = self._engine.configure(spec, lambda _share, _stage: None).page_size
+        capacity = self._engine.configure(spec, lambda _share, _stage: None)
+        self.page_size, self.pages = capacity.page_size, capacity.device_pages
         self._next_step = 1
         self._opened = 0
 
     def fill(self, rows: int, prompt: int, tokens: int) -> None:
         """Open rows of `prompt` random ids until there are `rows`, with pages for `tokens` more."""
-        pages = -(-(prompt + tokens) // self._page_size)
+        pages = -(-(prompt + tokens) // self.page_size)
         ids = np.random.default_rng(0).integers(0, 10_000, (rows, prompt)).astype(np.int32)
         for first in range(self._opened, rows, max(1, PASS_TOKENS // prompt)):
             opens = tuple(
@@ -68,23 +71,28 @@ class Driver:
                 )
                 for row in range(first, min(rows, first + max(1, PASS_TOKENS // prompt)))
             )
-            self.run(StepPlan(self._step(), opens=opens, prefills=tuple(PrefillChunk(o.row, 0, prompt) for o in opens)))
+            self.run(StepPlan(self.step(), opens=opens, prefills=tuple(PrefillChunk(o.row, 0, prompt) for o in opens)))
         self._opened = max(rows, self._opened)
 
     def decode(self, plans: int) -> float:
         """Run plans of STEPS steps; return the seconds of one step."""
         started = time.perf_counter()
         for _ in range(plans):
-            self.run(StepPlan(self._step(), steps=STEPS))
-        self._engine.settle(lambda: False)
-        torch.cuda.synchronize()
+            self.run(StepPlan(self.step(), steps=STEPS))
+        self.settle()
         return (time.perf_counter() - started) / (plans * STEPS)
 
     def run(self, plan: StepPlan) -> None:
         """Run one plan; its tokens are nobody's."""
         self._engine.execute(plan, lambda _result: None)
 
-    def _step(self) -> StepId:
+    def settle(self) -> None:
+        """Wait until all that was asked for is done."""
+        self._engine.settle(lambda: False)
+        torch.cuda.synchronize()
+
+    def step(self) -> StepId:
+        """Return the next plan's number."""
         self._next_step += 1
         return StepId(self._next_step)
 
@@ -124,11 +132,20 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
         write_results(arguments.json, sheet.results)
 
 
+def programs_of(profiled: profile) -> list[FunctionEvent]:
+    """Return what ran on the device."""
+    return [event for event in profiled.events() or () if event.device_type.name == "CUDA"]  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def spans_of(profiled: profile) -> list[tuple[float, float]]:
+    """Return start and end of each, in microseconds, in the order of starts."""
+    return sorted((event.time_range.start, event.time_range.end) for event in programs_of(profiled))
+
+
 def show(profiled: profile) -> float:
     """Print the idle share and the longest programs; return the share."""
-    events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    idle = idle_share(spans)
+    events = programs_of(profiled)
+    idle = idle_share(spans_of(profiled))
     sys.stdout.write(f"idle between programs: {idle:.2%}\n")
     times: Counter[str] = Counter()
     for event in events:

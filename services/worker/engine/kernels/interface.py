@@ -153,6 +153,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add `added` to `sums`, both [tokens, hidden], in place; return `rms_norm` of the sums."""
+        ...
+
 
 class AttentionBackend(Protocol):
     """Causal attention of new tokens over the KV in their rows' pages."""

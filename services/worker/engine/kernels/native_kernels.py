@@ -166,6 +166,12 @@ class NativeKernels:
         )
         return outputs
 
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add, then normalise."""
+        return self.rms_norm(sums.add_(added), weight, epsilon)
+
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedMatrix:
         outputs, inputs = weight.shape
         panel, pair = self._library.panel, _INPUTS_PER_STEP[dtype]

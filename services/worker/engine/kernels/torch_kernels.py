@@ -115,6 +115,12 @@ class TorchKernels:
         """Normalise over the last dimension."""
         return rms_norm(inputs, weight, epsilon)
 
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add, then normalise."""
+        return rms_norm(sums.add_(added), weight, epsilon)
+
 
 def activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Bend the gate of a feed-forward layer."""

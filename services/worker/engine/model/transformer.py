@@ -158,13 +158,14 @@ class Transformer:
         next_norm: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Add what `part` makes of `inputs`, normalised by `norm` if given; return the stream behind `next_norm`."""
-        if norm is not None:
-            hidden += self._kernels.rms_norm(self._group.sum(part(inputs)), norm, self._epsilon)
-        elif self._group.world_size == 1:
+        kernels, epsilon = self._kernels, self._epsilon
+        if norm is None and self._group.world_size == 1:
             part.add_to(inputs, hidden)
-        else:
-            hidden += self._group.sum(part(inputs))
-        return self._kernels.rms_norm(hidden, next_norm, self._epsilon)
+            return kernels.rms_norm(hidden, next_norm, epsilon)
+        added = self._group.sum(part(inputs))
+        if norm is not None:
+            added = kernels.rms_norm(added, norm, epsilon)
+        return kernels.add_rms_norm(hidden, added, next_norm, epsilon)
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:

@@ -22,7 +22,10 @@ _GATE_BLOCK = 1024
 
 
 @triton.jit
-def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _rms_norm(
+    inputs, added, weight, outputs, epsilon,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -30,6 +33,12 @@ def _rms_norm(inputs, weight, outputs, epsilon, WIDTH: tl.constexpr, BLOCK: tl.c
     if OVERLAPS:
         follow()
     wide = tl.load(inputs + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        wide += tl.load(added + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        total = wide.to(inputs.dtype.element_ty)
+        tl.store(inputs + row * WIDTH + columns, total, mask=inside)
+        # The norm is that of what was stored.
+        wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
     normed = (wide * scale).to(weight.dtype.element_ty) * factors
     tl.store(outputs + row * WIDTH + columns, normed.to(outputs.dtype.element_ty), mask=inside)
@@ -111,15 +120,24 @@ def _rotate_and_store(
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return inputs [tokens, width] / sqrt(mean of squares + epsilon) * weight [width]."""
-    inputs = inputs.contiguous()
+    return _normed(inputs.contiguous(), None, weight, epsilon)
+
+
+def add_rms_norm(sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Add `added` to `sums`, both [tokens, width] and contiguous, in place; return the norm of the sums."""
+    return _normed(sums, added, weight, epsilon)
+
+
+def _normed(inputs: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     outputs = torch.empty_like(inputs)
     tokens, width = inputs.shape
     if tokens:
         block = triton.next_power_of_2(width)
-        warps = min(max(block // 512, 1), 8)
         _rms_norm[(tokens,)](
-            inputs, weight, outputs, epsilon, WIDTH=width, BLOCK=block, num_warps=warps, **launch_options(tokens)
-        )
+            inputs, inputs if added is None else added, weight, outputs, epsilon,
+            WIDTH=width, BLOCK=block, ADDS=added is not None, num_warps=min(max(block // 512, 1), 8),
+            **launch_options(tokens),
+        )  # fmt: skip
     return outputs
 
 

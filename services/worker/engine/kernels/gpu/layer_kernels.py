@@ -96,6 +96,14 @@ class GpuKernels:
         """Normalise over the last dimension."""
         return elementwise.rms_norm(inputs, weight, epsilon)
 
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Do so with sums, as one program: after each half of a layer that ranks share."""
+        if not (sums.is_contiguous() and added.is_contiguous()):
+            return elementwise.rms_norm(sums.add_(added), weight, epsilon)
+        return elementwise.add_rms_norm(sums, added, weight, epsilon)
+
     def _moved(self, matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor | Fp8Matrix:
         return matrix.to(self._device) if isinstance(matrix, Fp8Matrix) else self._converted(matrix)
 

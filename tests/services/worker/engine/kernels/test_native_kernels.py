@@ -60,6 +60,10 @@ def test_a_norm_is_that_of_torch(library: NativeLibrary, tokens: int, width: int
     inputs, weight = torch.randn(tokens, width) * 3, torch.randn(width)
     got = NativeKernels(library, torch.float32, 2).rms_norm(inputs, weight, 1e-5)
     torch.testing.assert_close(got, REFERENCE.rms_norm(inputs, weight, 1e-5), atol=1e-5, rtol=1e-5)
+    sums, added = inputs.clone(), torch.randn(tokens, width)
+    got = NativeKernels(library, torch.float32, 2).add_rms_norm(sums, added, weight, 1e-5)
+    assert torch.equal(sums, inputs + added)
+    torch.testing.assert_close(got, REFERENCE.rms_norm(sums, weight, 1e-5), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -60,3 +60,16 @@ def test_norms(device: torch.device, width: int) -> None:
     inputs, weight = random(7, width) * 3, random(width, seed=1)
     got = GpuKernels(DTYPE, device).rms_norm(inputs.to(device), weight.to(device), 1e-6)
     torch.testing.assert_close(got.cpu(), rms_norm(inputs, weight, 1e-6), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("width", [48, 5120])
+@pytest.mark.parametrize("tokens", [3, 100])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_norms_of_sums(device: torch.device, tokens: int, width: int, is_strided: bool) -> None:
+    sums, weight = random(tokens, width) * 3, random(width, seed=1)
+    added = random(tokens, 2 * width, seed=2)[:, :width] if is_strided else random(tokens, width, seed=2)
+    expected = sums + added
+    on_device = sums.to(device)
+    got = GpuKernels(DTYPE, device).add_rms_norm(on_device, added.to(device), weight.to(device), 1e-6)
+    assert torch.equal(on_device.cpu(), expected)
+    torch.testing.assert_close(got.cpu(), rms_norm(expected, weight, 1e-6), atol=2e-2, rtol=2e-2)

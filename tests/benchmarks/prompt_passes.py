@@ -1,0 +1,99 @@
+"""How long passes of short prompts take on a GPU, alone and beside rows that decode, and how much of that it idles.
+
+`python -m tests.benchmarks.prompt_passes tests/benchmarks/shapes/qwen3-0.6b --prompts 32 128 512 --rows 0 32`
+
+A device that idles waits for the host to launch what comes next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
+from common.types import RequestId, RowSlot, SamplingParams
+from deploy.bench.results import Provenance, ResultSheet, write_results
+from tests.benchmarks.decode_steps import Driver, idle_share, spans_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PASSES = 24
+# Of each row that decodes.
+PROMPT = 500
+
+
+class PromptDriver(Driver):
+    """Beside rows that decode, opens one with a prompt in each pass, in place of the one before."""
+
+    # The row of the last prompt.
+    prompted: tuple[RowSlot, ...] = ()
+
+    def passes(self, count: int, slot: int, tokens: int) -> float:
+        """Run passes with `tokens` prompt tokens each, at row `slot`; return the seconds of one."""
+        ids = np.random.default_rng(0).integers(0, 10_000, tokens).astype(np.int32)
+        size, row = self.page_size, RowSlot(slot)
+        pages = np.arange(self.pages - -(-(tokens + 1) // size), self.pages, dtype=np.int32)
+        started = time.perf_counter()
+        for _ in range(count):
+            step = self.step()
+            opened = RowOpen(
+                row=row, request_id=RequestId(f"prompt-{step}"), token_ids=ids, prompt_tokens=tokens, computed_tokens=0,
+                pages=pages, sampling=SamplingParams(temperature=0.6, seed=1), max_total_tokens=tokens + 1,
+            )  # fmt: skip
+            plan = StepPlan(step, closes=self.prompted, opens=(opened,), prefills=(PrefillChunk(row, 0, tokens),))
+            self.run(plan)
+            self.prompted = (row,)
+        self.settle()
+        return (time.perf_counter() - started) / count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every size beside every number of rows; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory with config.json")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 128, 512], help="tokens of a pass's prompt")
+    parser.add_argument("--rows", type=int, nargs="+", default=[0, 32], help="rows that decode in the same pass")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
+    arguments = parser.parse_args(argv)
+    most = max(arguments.rows)
+    driver = PromptDriver(
+        EngineSpec(
+            arguments.model, load_format="dummy", max_rows=most + 1, max_context=4096,
+            max_step_tokens=max(8192, *arguments.prompts) + most,
+        )
+    )  # fmt: skip
+    command = shlex.join(["python", "-m", "tests.benchmarks.prompt_passes", *(argv or sys.argv[1:])])
+    name = f"{Path(arguments.model).name} (dummy)"
+    sheet = ResultSheet("prompt-passes", name, 1, replace(Provenance.collect(()), command=command))
+    for rows in sorted(arguments.rows):
+        if rows:
+            driver.fill(rows, PROMPT, tokens=8 * PASSES * len(arguments.prompts) * len(arguments.rows))
+        for tokens in arguments.prompts:
+            driver.passes(PASSES, most, tokens)
+            seconds = min(driver.passes(PASSES, most, tokens) for _ in range(2))
+            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+                driver.passes(PASSES, most, tokens)
+            idle = idle_share(spans_of(profiled))
+            label = f"{tokens} tokens beside {rows} rows"
+            sys.stdout.write(f"{label}: {seconds * 1e6:.0f} us per pass, idle {idle:.1%}\n")
+            sys.stdout.flush()
+            sheet.add(f"pass of {label}", seconds * 1e6, "us")
+            sheet.add(f"idle share, {label}", 100 * idle, "%")
+    if arguments.json is not None:
+        write_results(arguments.json, sheet.results)
+    torch.cuda.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
