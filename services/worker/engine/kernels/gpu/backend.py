@@ -53,8 +53,9 @@ class GpuBackend:
         capability = torch.cuda.get_device_capability(self._device)
         if is_missing(shape.head_dim, self._dtype, has_window=shape.window_left is not None, capability=capability):
             log.warning(
-                "FlashInfer's kernels for head_dim %d are not in this image, prompts are slower", shape.head_dim
-            )
+                "FlashInfer's kernels for head_dim %d are not here and cannot be compiled, prompts take longer; "
+                "put CUDA's nvcc on the path or into CUDA_HOME, or build an image with them", shape.head_dim
+            )  # fmt: skip
             return TorchChunkAttention(shape)
         from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
 

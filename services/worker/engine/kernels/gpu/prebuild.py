@@ -60,11 +60,21 @@ def attention_specs(
 
 
 def is_missing(head_dim: int, dtype: torch.dtype, *, has_window: bool, capability: tuple[int, int]) -> bool:
-    """Whether this installation compiles nothing and has no kernels for such attention on such a GPU."""
-    if not os.environ.get("FLASHINFER_DISABLE_JIT"):
+    """Whether this installation has no kernels for such attention on such a GPU, and cannot compile them."""
+    is_fixed = bool(os.environ.get("FLASHINFER_DISABLE_JIT"))
+    if not is_fixed and has_compiler():
         return False
     architecture = HOPPER if capability == (9, 0) else "{}.{}".format(*capability)
-    return not all(spec.is_aot for spec in attention_specs(architecture, [head_dim], [dtype], [has_window]))
+    specs = attention_specs(architecture, [head_dim], [dtype], [has_window])
+    return not all(spec.is_aot if is_fixed else spec.is_compiled for spec in specs)
+
+
+def has_compiler() -> bool:
+    """Whether nvcc is where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and shutil.which("nvcc"):
+        return True
+    return (Path(home or "/usr/local/cuda") / "bin" / "nvcc").exists()
 
 
 def compile_attention(specs: Sequence[JitSpec]) -> None:

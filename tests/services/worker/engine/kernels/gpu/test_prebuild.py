@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from services.worker.engine.kernels.gpu.prebuild import attention_specs, is_missing
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HOPPER = (9, 0)
 
@@ -23,7 +26,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
         dtype, _, _, _, size, _, _, window, cap, half = arguments
         assert (cap, half) == (False, False)
         name = (backend, dtype, size, window)
-        return SimpleNamespace(name=name, is_aot=name in known)
+        return SimpleNamespace(name=name, is_aot=name in known, is_compiled=name in known)
 
     for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -36,11 +39,25 @@ def test_hopper_gets_kernels_of_its_own(compiled: set[tuple[Any, ...]]) -> None:
     assert [spec.name[0] for spec in specs] == ["fa2", "fa2", "fa3", "fa3"]
 
 
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where CUDA's compiler is."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.touch()
+    return compiler
+
+
+@pytest.mark.parametrize("reason", ["forbidden", "no compiler"])
 def test_only_an_installation_that_compiles_nothing_can_miss_kernels(
-    compiled: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    reason: str, compiled: set[tuple[Any, ...]], compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not is_missing(64, torch.bfloat16, has_window=False, capability=HOPPER)
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    if reason == "forbidden":
+        monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    else:
+        compiler.unlink()
     assert is_missing(64, torch.bfloat16, has_window=False, capability=HOPPER)
     compiled.add(("fa3", torch.bfloat16, 64, False))
     assert not is_missing(64, torch.bfloat16, has_window=False, capability=HOPPER)
