@@ -1,7 +1,7 @@
 """Every row of the GPU table, each part with one deployment: `python -m tests.benchmarks.gpu_table --json FILE`.
 
 Parts can be chosen by name and are measured in the order in which `--list` prints them with their commands; `--seconds`
-begins no load after that time, and says what is left.
+begins no load after that time, and says what is left; `--label` keeps another run's figures beside those of the first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class OutOfTimeError(Exception):
     """The next load would begin after the time that was given."""
 
 
-def measure(part: Part, results: Path | None, deadline: float) -> Iterator[tuple[str, int]]:
+def measure(part: Part, results: Path | None, deadline: float, label: str | None = None) -> Iterator[tuple[str, int]]:
     """Run the loads of `part` and add what they write to `results`; yield each command with its exit code.
 
     Raises:
@@ -122,7 +122,7 @@ def measure(part: Part, results: Path | None, deadline: float) -> Iterator[tuple
                 command = load.format(url=url, tp=part.ranks, json=found)
                 code = subprocess.run(list(words(command)), check=False, env=environment).returncode
                 if results is not None and code == 0:
-                    add(found, results, part, deployment.model if deployment else None)
+                    add(found, results, part, deployment.model if deployment else None, label)
             yield command, code
 
 
@@ -132,11 +132,15 @@ def words(command: str) -> Iterator[str]:
         yield from {"pando": (sys.executable, "-m", "deploy.cli"), "python": (sys.executable,)}.get(word, (word,))
 
 
-def add(found: Path, results: Path, part: Part, model: str | None) -> None:
+def add(found: Path, results: Path, part: Part, model: str | None, label: str | None) -> None:
     """Move what a load has found to the table, with the command that repeats it."""
     commit, command = current_commit(), f"python -m tests.benchmarks.gpu_table {part.name}"
-    entries = (replace(result, command=command, commit=commit, tp=part.ranks) for result in read_results(found))
-    write_results(results, [replace(entry, model=model) if model else entry for entry in entries])
+    entries = []
+    for result in read_results(found):
+        labels = ", ".join(one for one in (result.label, label) if one)
+        entry = replace(result, command=command, commit=commit, tp=part.ranks, label=labels or None)
+        entries.append(replace(entry, model=model) if model else entry)
+    write_results(results, entries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(by_name)} (all)")
     parser.add_argument("--list", action="store_true", help="print the parts with their commands and end")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after that time")
+    parser.add_argument("--label", metavar="TEXT", help="added to what results are labelled, such as 'second run'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.parts if name not in by_name]:
@@ -157,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline, failed = time.monotonic() + options.seconds, []
     for part in chosen:
         try:
-            failed += [command for command, code in measure(part, options.json, deadline) if code]
+            failed += [command for command, code in measure(part, options.json, deadline, options.label) if code]
         except LaunchError as error:
             failed.append(f"{part.name}: {error}")
         except OutOfTimeError:

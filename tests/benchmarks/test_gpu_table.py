@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.results import read_results
+from deploy.bench.results import Result, read_results, write_results
 from tests.benchmarks import gpu_table
-from tests.benchmarks.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, main, measure
+from tests.benchmarks.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, add, main, measure
 
 RING = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
+RUNS = ((1.0, None), (2.0, "8/s"))
 FAKE = ("model.load_format=fake", "scheduler.device_pages=64")
 
 
@@ -25,6 +26,17 @@ def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_p
     found = read_results(tmp_path / "results.json")
     assert {result.model for result in found} == {"qwen3-0.6b (fake)"}
     assert {result.command for result in found} == {"python -m tests.benchmarks.gpu_table small"}
+
+
+def test_another_run_s_figures_stay_beside_the_first(tmp_path: Path) -> None:
+    found, results = tmp_path / "found.json", tmp_path / "results.json"
+    provenance = ("pando bench", "abc", "2026-01-01")
+    measured = [Result("w1", "small", 1, "speed", value, "tok/s", *provenance, label) for value, label in RUNS]
+    write_results(found, measured)
+    for label in (None, "second run"):
+        add(found, results, Part("small", ()), None, label)
+    labels = [result.label for result in read_results(results)]
+    assert sorted(labels, key=str) == ["8/s", "8/s, second run", None, "second run"]
 
 
 def test_no_load_begins_after_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
