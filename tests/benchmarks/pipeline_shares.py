@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import statistics
 import subprocess
@@ -53,10 +54,10 @@ class Share:
 class GpuWatch:
     """Asks nvidia-smi how busy a GPU is, in a thread; without nvidia-smi there is nothing to see."""
 
-    def __init__(self, index: int) -> None:
-        """Watch GPU `index`, as nvidia-smi counts."""
+    def __init__(self, name: str) -> None:
+        """Watch GPU `name`: its number or UUID, as nvidia-smi has them."""
         self.percents: list[float] = []
-        query = ["nvidia-smi", "-i", str(index), "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "-i", name, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
         try:
             self._process = subprocess.Popen([*query, "-lms", str(ASKED_EVERY)], stdout=subprocess.PIPE, text=True)
         except OSError:
@@ -91,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, help="HTTP port of the deployment, if several run here")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU of rank 0, as nvidia-smi counts (%(default)s)")
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    parser.add_argument("--gpu", default=first, help="the GPU of rank 0, as nvidia-smi names it (%(default)s)")
     parser.add_argument("--tokens", type=int, help="output tokens of the load")
     parser.add_argument("--label", default="", help="name of the load in the results")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
