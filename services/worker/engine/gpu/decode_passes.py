@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from common.errors import ConfigurationError
+from services.worker.engine.gpu.captured_passes import has_memory
 from services.worker.engine.gpu.device_sampler import Way
 from services.worker.engine.gpu.resident_rows import to_device
 from services.worker.engine.kernels.gpu import row_state
 from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.model.batch import ForwardBatch
-from services.worker.engine.shortage import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,11 +22,6 @@ if TYPE_CHECKING:
     from services.worker.engine.gpu.device_sampler import DeviceSampler
     from services.worker.engine.gpu.resident_rows import ResidentRows
     from services.worker.engine.plans.rows import RowIndices
-
-log = logging.getLogger(__name__)
-
-# What graphs of one batch size take beside the memory that their passes use: libraries' work space, and themselves.
-_GRAPH_BYTES = 128 * 1024**2
 
 
 class ResidentRunner(Protocol):
@@ -128,14 +120,7 @@ class DecodePass:
 
     def has_memory(self) -> bool:
         """Run the model, and return whether as much as that took is still free for a graph, and something beside it."""
-        device = self.slots.device
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        self._compute()
-        torch.cuda.synchronize(device)
-        needed = torch.cuda.max_memory_allocated(device) - before
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(device)[0]) >= needed + _GRAPH_BYTES
+        return has_memory(self._compute, self.slots.device)
 
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
@@ -180,75 +165,3 @@ class DecodePass:
 
 def _name(way: Way, *, reports: bool) -> str:
     return f"{way.value}, reported" if reports else way.value
-
-
-class DecodePasses:
-    """Passes of every size of the ladder."""
-
-    def __init__(self, sizes: tuple[int, ...], make: Callable[[int], DecodePass]) -> None:
-        """Make a pass of each of `sizes`, ascending."""
-        self._passes = tuple(make(size) for size in sizes)
-
-    def of(self, rows: int) -> DecodePass:
-        """Return the smallest pass with room for `rows` rows."""
-        return next(one for one in self._passes if one.size >= rows)
-
-    def capture(
-        self, report: Callable[[float], None], budget_s: float, pool: Any, agree: Callable[[bool], bool] | None = None
-    ) -> None:
-        """Capture the largest first, so that others find its memory; what cannot be captured runs kernel by kernel.
-
-        Args:
-            report: told the share that is done.
-            budget_s: what it may take; all that is left then is left out.
-            pool: memory for graphs.
-            agree: as `ResidentRunner.agree`, where other ranks capture the same passes, which meet in them. All leave
-                out what one of them has no memory for.
-
-        Raises:
-            ConfigurationError: memory does not suffice after all, and passes are shared: others wait for this rank.
-        """
-        started = time.monotonic()
-        too_large: list[int] = []
-        for done, one in enumerate(reversed(self._passes), start=1):
-            if not self._try_capture(one, pool, agree):
-                too_large.append(one.size)
-            report(done / len(self._passes))
-            if time.monotonic() - started > budget_s and done < len(self._passes):
-                log.warning("Graphs of %d of %d batch sizes are captured in %.0f s; the others run slower",
-                            done - len(too_large), len(self._passes), budget_s)  # fmt: skip
-                break
-        if too_large:
-            log.warning(
-                "Memory does not suffice for graphs of batches of %s rows, which run slower; a smaller "
-                "scheduler.memory_fraction or scheduler.max_rows leaves more",
-                ", ".join(str(size) for size in reversed(too_large)),
-            )
-
-    @staticmethod
-    def _try_capture(one: DecodePass, pool: Any, agree: Callable[[bool], bool] | None) -> bool:
-        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        try:
-            if agree is not None and not agree(one.has_memory()):
-                one.release()
-                return False
-            one.capture(pool)
-        except Exception as error:
-            # Whoever ends a capture that was cut short may say no more than that; what did it comes before.
-            cause = error.__context__
-            if not is_out_of_memory(error) and (cause is None or not is_out_of_memory(cause)):
-                raise
-            if agree is not None:
-                raise ConfigurationError(
-                    f"memory does not suffice for graphs of {one.size} rows; make scheduler.memory_fraction or "
-                    f"scheduler.max_rows smaller: {error}"
-                ) from error
-        else:
-            return True
-        # Only here: the error holds on to what the pass had allocated.
-        one.release()
-        if stream is not None:
-            # A capture that could not be ended leaves its own behind.
-            torch.cuda.set_stream(stream)
-            torch.cuda.empty_cache()
-        return False

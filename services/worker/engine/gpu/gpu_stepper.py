@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from services.worker.engine.engine import OutOfMemoryError
-from services.worker.engine.gpu.decode_passes import DecodePass, DecodePasses, ResidentRunner, ladder
+from services.worker.engine.gpu.captured_passes import CapturedPasses
+from services.worker.engine.gpu.decode_passes import DecodePass, ResidentRunner, ladder
 from services.worker.engine.gpu.device_sampler import DeviceSampler, LaunchedReport
+from services.worker.engine.gpu.prompt_passes import PromptPass, prompt_ladder
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
 from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.plans.passes import ForwardPass, gather
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Start-up may spend this long on graphs.
-_CAPTURE_BUDGET_S = 45.0
+# Start-up may spend this long on graphs of rows that decode, and of prompts.
+_DECODE_BUDGET_S, _PROMPT_BUDGET_S = 45.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class _Part:
 
 
 class GpuStepper:
-    """Decoding rows run from captured graphs; passes with chunks are launched kernel by kernel."""
+    """Decoding rows run from captured graphs, short chunks from pieces, and long ones are launched kernel by kernel."""
 
     def __init__(self, runner: ResidentRunner, spec: EngineSpec) -> None:
         """Use `runner`, with rows as `spec` says."""
@@ -104,17 +106,22 @@ class GpuStepper:
         def make(size: int) -> DecodePass:
             return DecodePass(size, self._rows, runner, self._sampler)
 
-        self._decode_passes = DecodePasses(ladder(spec.max_rows), make)
+        self._decode_passes = CapturedPasses(ladder(spec.max_rows), make)
+        self._prompt_passes = CapturedPasses(
+            prompt_ladder(spec.max_step_tokens), lambda size: PromptPass(size, self._rows, runner), "prompt tokens"
+        )
 
     def heed(self, grammars: RowMasks | None) -> None:
         """Hold rows to their grammars from now on."""
         self._table.grammars = grammars
 
     def capture(self, report: Callable[[float], None]) -> None:
-        """Capture decode passes as graphs."""
+        """Capture passes as graphs."""
+        pool, agree = torch.cuda.graph_pool_handle(), self._runner.agree if self._is_shared else None
         # Ranks must capture the same passes, since these meet in collectives.
-        budget_s, pool = math.inf if self._is_shared else _CAPTURE_BUDGET_S, torch.cuda.graph_pool_handle()
-        self._decode_passes.capture(report, budget_s, pool, self._runner.agree if self._is_shared else None)
+        budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
+        self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
+        self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         """Take note of what a plan has changed; see `LaggedStepper`."""
@@ -236,9 +243,10 @@ class GpuStepper:
             # The host may not know yet what these rows sampled last.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
-        if not (host.pooled_indices.size or scored):
+        captured = self._prompt_passes.captured(batch.token_ids.shape[0])
+        if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
-        hidden = self._runner.hidden_states(batch)
+        hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)
         samples = others - host.pooled_indices.size
         if self._is_first and samples < others:
             self._pooler.add(host.pooled_slots, hidden[samples:others])

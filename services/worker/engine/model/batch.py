@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from services.worker.engine.plans.passes import HostBatch
+
+    # Fills outputs from queries, both of the batch's tokens.
+    Attend = Callable[[torch.Tensor, torch.Tensor, "ForwardBatch"], None]
+
+
+class Deferral(Protocol):
+    """Takes note of what attends, for passes that are captured without their attention."""
+
+    def __call__(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
+        """Have `attend` called with these tensors, and with what is to be computed then, whenever the pass runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,8 @@ class ForwardBatch:
     # `page_table` and `write_slots` of the layers that attend to a window only; None: they share the others' pool
     window_table: torch.Tensor | None = None
     window_slots: torch.Tensor | None = None
+    is_in_window: bool = False
+    defer: Deferral | None = None
 
     def in_window(self) -> ForwardBatch:
         """Return the batch as the layers that attend to a window only have to take it."""
@@ -44,7 +58,7 @@ class ForwardBatch:
         host = self.host
         if host is not None and host.window_table is not None and host.window_slots is not None:
             host = replace(host, page_table=host.window_table, write_slots=host.window_slots)
-        return replace(self, page_table=self.window_table, write_slots=self.window_slots, host=host)
+        return replace(self, page_table=self.window_table, write_slots=self.window_slots, host=host, is_in_window=True)
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -49,10 +50,11 @@ class GpuAttention:
         if decoding == batch.rows:
             return self._attend_decoding(queries, layer, batch)
         outputs = queries.new_empty(queries.shape)
-        if decoding:
-            outputs[:decoding] = self._attend_decoding(queries[:decoding], layer, batch)
-        heads = (-1, self._shape.query_heads, self._shape.head_dim)
-        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch)
+        attend = partial(self._attend_chunks, layer)
+        if batch.defer is None:
+            attend(queries, outputs, batch)
+        else:
+            batch.defer(attend, queries, outputs, in_window=batch.is_in_window)
         return outputs
 
     def store_and_attend(
@@ -65,12 +67,22 @@ class GpuAttention:
             qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms
         )
 
+    def _attend_chunks(self, layer: KvLayer, queries: torch.Tensor, outputs: torch.Tensor, batch: ForwardBatch) -> None:
+        """Fill `outputs` from `queries`, both [tokens, query_heads * head_dim]; rows that decode come first."""
+        decoding = batch.decode_rows
+        if decoding:
+            self._attend_decoding(queries[:decoding], layer, batch, outputs[:decoding])
+        heads = (-1, self._shape.query_heads, self._shape.head_dim)
+        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch)
+
     def _rows_of(self, batch: ForwardBatch) -> torch.Tensor:
         rows = self._own_rows if batch.table_rows is None else batch.table_rows
         return rows[: batch.decode_rows]
 
-    def _attend_decoding(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
-        return self._decode(queries, layer, batch.page_table, self._rows_of(batch), batch.key_lengths)
+    def _attend_decoding(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, outputs: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._decode(queries, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, outputs)
 
 
 class TorchChunkAttention:

@@ -209,8 +209,9 @@ class DecodeAttention:
         return min(1 << max(wanted.bit_length() - 1, 0), _MOST_PARTS) if wanted > 1 else 1
 
     def __call__(
-        self, queries: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor
-    ) -> torch.Tensor:
+        self, queries: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
+        lengths: torch.Tensor, outputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend with keys and values that are stored already; return [batch, query_heads * head_dim].
 
         Args:
@@ -219,8 +220,9 @@ class DecodeAttention:
             page_table: [slots, pages] int32, rows may be strided.
             rows: [batch] int32, the table's row of each query.
             lengths: [batch] int32, keys that each query sees.
+            outputs: what is filled and returned, contiguous, if that is there already.
         """
-        return self._launch(queries, layer, page_table, rows, lengths, None, None)
+        return self._launch(queries, layer, page_table, rows, lengths, None, None, outputs)
 
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
@@ -236,10 +238,12 @@ class DecodeAttention:
     def _launch(
         self, inputs: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
         lengths: torch.Tensor, angles: torch.Tensor | None, norms: HeadNorms | None,
+        outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         shape, tuning = self._shape, self.tuning
         batch = inputs.shape[0]
-        outputs = inputs.new_empty(batch, shape.query_width)
+        if outputs is None:
+            outputs = inputs.new_empty(batch, shape.query_width)
         parts = self.parts_of(batch)
         group = shape.query_heads // shape.kv_heads
         stride_page, stride_head, stride_token, _ = layer.keys.stride()

@@ -32,7 +32,7 @@ def exact_product(
     """Return the product of quantised inputs in float64, and how far one that is summed in float32 may be off.
 
     It is rounded to `dtype` once as a sum, and once or twice when it is scaled and the bias is added. Hopper's matrix
-    units keep some 14 bits of sums of FP8 products (DeepSeek-V3 technical report, section 3.3.2), over up to 128 of them.
+    units keep some 14 bits of sums of FP8 products, of up to 128 (DeepSeek-V3 technical report, section 3.3.2).
     """
     values, scales = quantise_rows(inputs)
     lhs, rhs = values.double(), matrix.values.double()

@@ -1,4 +1,4 @@
-"""Which batch sizes are captured, and what happens to those that memory does not suffice for."""
+"""Which sizes are captured, and what happens to those that memory does not suffice for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.gpu.captured_passes import CapturedPasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
-
-from services.worker.engine.gpu.decode_passes import DecodePasses
 
 SIZES = (1, 2, 4, 8, 16)
 
 
 @dataclass
 class MadeUpPass:
-    """Stands in for `DecodePass`."""
+    """Stands in for a pass on a GPU."""
 
     size: int
     fails: Callable[[int], Exception | None]
@@ -48,14 +45,15 @@ class Ladder:
     fails: Callable[[int], Exception | None] = lambda _size: None
     made: list[MadeUpPass] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+    passes: CapturedPasses[MadeUpPass] = field(init=False)
 
     def capture(self, budget_s: float = 60.0, agree: Callable[[bool], bool] | None = None) -> None:
         def make(size: int) -> MadeUpPass:
             self.made.append(MadeUpPass(size, self.fails))
             return self.made[-1]
 
-        passes = DecodePasses(SIZES, make)  # type: ignore[arg-type]  # stands in for `DecodePass`
-        passes.capture(self.shares.append, budget_s, None, agree)
+        self.passes = CapturedPasses(SIZES, make)
+        self.passes.capture(self.shares.append, budget_s, None, agree)
 
     @property
     def captured(self) -> list[int]:
@@ -85,6 +83,11 @@ def test_sizes_without_memory_are_left_out_and_named(caplog: pytest.LogCaptureFi
     (message,) = [record.getMessage() for record in caplog.records]
     assert "8, 16 rows" in message
     assert "scheduler.memory_fraction" in message
+    # The smallest with room, if it was captured: a larger one would compute more padding than is saved.
+    for size, found in ((1, 1), (3, 4), (5, None), (16, None), (17, None)):
+        captured = one.passes.captured(size)
+        assert (captured.size if captured else None) == found
+    assert one.passes.of(5).size == 8
 
 
 def test_a_capture_that_memory_has_cut_short_counts_as_one_without_memory() -> None:

@@ -1,0 +1,166 @@
+"""Passes with few prompt tokens, captured in pieces: launching hundreds of programs takes longer than computing them.
+
+Attention of chunks is planned on the host for the very rows of a pass, so it cannot be part of a graph. A pass runs as
+a graph up to the first layer's attention, that attention, a graph up to the next one, and so on. What a graph and an
+attention hand to each other lies at addresses that the capture has fixed; tokens beyond those of the pass are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from services.worker.engine.gpu.captured_passes import has_memory
+from services.worker.engine.model.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from services.worker.engine.gpu.decode_passes import ResidentRunner
+    from services.worker.engine.gpu.resident_rows import ResidentRows
+    from services.worker.engine.model.batch import Attend
+
+# Beyond these many tokens the device is busy for longer than the host.
+_MOST_TOKENS = 1024
+
+
+def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of tokens to capture: few are padding, and at most a fifth of the larger ones."""
+    sizes = [16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, _MOST_TOKENS + 1, 128)]
+    return tuple(size for size in sizes if size <= max_step_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """Attention between two graphs. Neither tensor owns its memory, which other passes use meanwhile."""
+
+    attend: Attend
+    queries: torch.Tensor
+    outputs: torch.Tensor
+    in_window: bool
+
+    def run(self, kinds: tuple[ForwardBatch, ForwardBatch]) -> None:
+        """Attend for the tokens of a batch, given as all layers and as those with a window take it."""
+        batch = kinds[self.in_window]
+        tokens = batch.token_ids.shape[0]
+        self.attend(self.queries[:tokens], self.outputs[:tokens], batch)
+
+
+class PromptPass:
+    """A pass of up to `size` tokens, of rows that decode and chunks of prompts."""
+
+    def __init__(self, size: int, rows: ResidentRows, runner: ResidentRunner) -> None:
+        """Allocate its input."""
+        device, capacity = rows.cells.device, runner.capacity
+        self.size = size
+        self._runner = runner
+        window = capacity.window_pool
+        # Where KV of padding goes: to the pages behind the last ones.
+        self._padding_slot = capacity.device_pages * capacity.page_size
+        self._window_padding_slot = window.pages * capacity.page_size if window else 0
+        self._batch = ForwardBatch(
+            token_ids=torch.zeros(size, dtype=torch.int64, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+            query_starts=torch.tensor([0, size], dtype=torch.int32, device=device),
+            key_lengths=torch.full((1,), size, dtype=torch.int32, device=device),
+            page_table=rows.page_table[:1],
+            write_slots=torch.full((size,), self._padding_slot, device=device),
+            sample_indices=torch.arange(size, device=device),
+            decode_rows=0,
+            max_query_length=size,
+            max_key_length=size,
+            window_table=None if rows.window_table is None else rows.window_table[:1],
+            window_slots=torch.full((size,), self._window_padding_slot, device=device) if window else None,
+            defer=self._defer,
+        )
+        self._pool: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._deferred: list[_Deferred] = []
+        self._is_recording = False
+        self._kinds: tuple[ForwardBatch, ForwardBatch] | None = None
+        self._hidden = torch.empty(0, device=device)
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run `batch`, which has at most `size` tokens; see `ResidentRunner.hidden_states`."""
+        self._take(batch)
+        kinds = (batch, batch.in_window())
+        if self._graphs:
+            *graphs, last = self._graphs
+            for graph, deferred in zip(graphs, self._deferred, strict=True):
+                graph.replay()
+                deferred.run(kinds)
+            last.replay()
+        else:
+            self._kinds = kinds
+            self._hidden = self._runner.hidden_states(self._batch)
+            self._kinds = None
+        return self._hidden[batch.sample_indices]
+
+    def has_memory(self) -> bool:
+        """Run the model without its attention; see `CapturablePass.has_memory`."""
+        return has_memory(lambda: self._runner.hidden_states(self._batch), self._batch.token_ids.device)
+
+    def capture(self, pool: Any) -> None:  # torch does not export the type
+        """Record the pieces, with memory from `pool`, after a run that compiles and warms up."""
+        self._runner.hidden_states(self._batch)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._graphs, self._deferred, self._pool = [], [], pool
+        with torch.cuda.stream(stream):
+            self._is_recording = True
+            self._begin()
+            try:
+                hidden = self._runner.hidden_states(self._batch)
+            finally:
+                self._is_recording = False
+                self._graphs[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._hidden = _unowned(hidden)
+
+    def release(self) -> None:
+        """Give up what was captured."""
+        self._graphs, self._deferred = [], []
+        self._hidden = torch.empty(0, device=self._hidden.device)
+
+    def _take(self, batch: ForwardBatch) -> None:
+        own, tokens = self._batch, batch.token_ids.shape[0]
+        own.token_ids[:tokens].copy_(batch.token_ids)
+        own.positions[:tokens].copy_(batch.positions)
+        own.write_slots[:tokens].copy_(batch.write_slots)
+        # Padding computes whatever was there before, but must not write where that went.
+        own.write_slots[tokens:].fill_(self._padding_slot)
+        if own.window_slots is not None and batch.window_slots is not None:
+            own.window_slots[:tokens].copy_(batch.window_slots)
+            own.window_slots[tokens:].fill_(self._window_padding_slot)
+
+    def _defer(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
+        if self._is_recording:
+            self._graphs[-1].capture_end()
+            self._deferred.append(_Deferred(attend, _unowned(queries), _unowned(outputs), in_window))
+            self._begin()
+        elif self._kinds is not None:
+            _Deferred(attend, queries, outputs, in_window).run(self._kinds)
+
+    def _begin(self) -> None:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        # Other threads, such as NCCL's watchdog, may go on asking the device.
+        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+
+class _Address:
+    """Memory of a tensor, for those that read `__cuda_array_interface__`, which has no name for bfloat16."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.element_size() == torch.int16.itemsize, "GPUs compute in 16 bits"
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": "<i2",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` without a hold on its memory, which the graphs of one pool share."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
