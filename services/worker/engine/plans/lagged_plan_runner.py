@@ -9,6 +9,7 @@ however far plans would let them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.plans.plan_runner import Clock
     from services.worker.engine.plans.rows import RowIndices, RowTable
+
+
+log = logging.getLogger(__name__)
+
+# Only what is compiled, loaded or allocated for the first time takes so long.
+_SLOW_LAUNCH_S = 0.2
 
 
 class PendingTokens(Protocol):
@@ -174,6 +181,11 @@ class LaggedPlanRunner:
         pooled = forward.pooled_rows
         rows.finish_pooled(pooled)
         failed = NO_ROWS if tokens is None else tokens.failed
+        if self._clock() - launched > _SLOW_LAUNCH_S:
+            log.warning(
+                "worker.slow_launch seconds=%.2f decode_rows=%d chunk_tokens=%d",
+                self._clock() - launched, forward.decode_rows.size, int(forward.chunks.lengths.sum()),
+            )  # fmt: skip
         made = _Pass(
             self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, pooled,
             self._tenants[pooled], failed, self._tenants[failed], tokens, launched, self._clock() - started,
