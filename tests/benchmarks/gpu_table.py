@@ -27,7 +27,7 @@ SHAPES = "tests/benchmarks/shapes"
 DUMMY = ("model.load_format=dummy", "model.max_context=4096", "scheduler.max_rows=256")
 OFFLINE = (*DUMMY, "scheduler.max_step_tokens=16384")
 FP8 = (*OFFLINE, "model.quantization=fp8")
-# Prompts of two requests in one step: with fewer, decoding rows cost too much of each step to keep up with 16 requests/s.
+# Two prompts in one step: with less, decoding rows take too much of each step to keep up with 16 requests/s.
 ONLINE = (*DUMMY, "scheduler.max_step_tokens=3584")
 
 
