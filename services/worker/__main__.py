@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from services.worker.engine.engine import Engine
 
 NAME = "pando.v1.Worker"
-# Exit status that says: the engine hung, start me again.
-STUCK_STATUS = 75
+# Exit status that says: start me again. EX_TEMPFAIL of sysexits.h.
+RESTART_STATUS = 75
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
-    """Serve until `stopping` is set, or until the engine hangs."""
+    """Serve until `stopping` is set, or until only a new process can go on."""
     security = read_security(settings.rpc)
     MODEL_INFO.labels(settings.model.name).set(1)
     tier = make_tier(settings.worker)
@@ -58,7 +58,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     await server.start()
     await server.set_serving(True)
     get_logger("worker").info("worker.listening", address=settings.worker.address)
-    ends = [asyncio.create_task(event.wait()) for event in (stopping, executor.is_stuck)]
+    ends = [asyncio.create_task(event.wait()) for event in (stopping, executor.needs_new_process)]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -67,9 +67,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         # Short, because Execute streams never end by themselves.
         await server.stop(grace_s=0.5)
         await grammars.close()
-        if executor.is_stuck.is_set():
+        if executor.needs_new_process.is_set():
+            get_logger("worker").warning("worker.starts_anew", status=RESTART_STATUS)
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
-            os._exit(STUCK_STATUS)
+            os._exit(RESTART_STATUS)
         has_ended = await executor.stop()
         if tier is not None:
             has_ended = await tier.close() and has_ended

@@ -82,8 +82,8 @@ class Executor:
 
         Idle, it is kept warm every `keep_warm_s` seconds; 0: it is not.
         """
-        # Set when the thread hangs for good: only a new process can help.
-        self.is_stuck = asyncio.Event()
+        # Set when only a new process can help: the thread hangs for good, or has left a group that it cannot rejoin.
+        self.needs_new_process = asyncio.Event()
         self._engine = engine
         self._stuck_after_s = stuck_after_s
         self._thread = EngineThread(self._keep_warm, keep_warm_s) if keep_warm_s else EngineThread()
@@ -159,6 +159,9 @@ class Executor:
     def _start_loading(self, spec: EngineSpec, report: ProgressReport) -> _Loading:
         if self._session is not None:
             self._end_session(self._session, SupersededError("the rank is being configured anew"))
+        if self._engine.ends_with_group:
+            self.needs_new_process.set()
+            raise UnavailableError("ranks on GPUs meet once in a process; this one is starting anew")
         self._set_state(WorkerState.CONFIGURING)
         self._spec, self._capacity = spec, None
         self._loading = _Loading(spec, report, self._loop.create_future())
@@ -171,7 +174,7 @@ class Executor:
                 await loading.started.wait()
         except TimeoutError:
             self._log.error("engine.stuck", heartbeat_age_s=round(self._thread.heartbeat_age_s, 1))
-            self.is_stuck.set()
+            self.needs_new_process.set()
             raise UnavailableError("the engine hangs; this process has to be restarted") from None
 
     def _load(self, loading: _Loading) -> None:
@@ -200,6 +203,8 @@ class Executor:
             self._set_state(WorkerState.FAILED)
             loading.done.set_exception(outcome)
             loading.done.exception()  # nobody may be left to wait for it
+            if self._engine.ends_with_group:
+                self.needs_new_process.set()
             return
         self._capacity = outcome
         self._set_state(WorkerState.READY)
@@ -215,7 +220,11 @@ class Executor:
         if self._spec.world_size > 1:
             # Ranks may have stopped at different passes. Leaving the group wakes those that wait for us in it.
             self._set_state(WorkerState.IDLE)
-            self._thread.submit(self._engine.close)
+            if self._engine.ends_with_group:
+                # The thread itself may wait for others.
+                self.needs_new_process.set()
+            else:
+                self._thread.submit(self._engine.close)
         else:
             self._thread.submit(self._engine.reset)
 
@@ -249,14 +258,21 @@ class Executor:
         except Exception as error:  # noqa: BLE001  (becomes the plan's result)
             self._log.exception("plan.failed", step_id=plan.step_id)
             # Closing, too, tells other ranks that wait for this one.
-            self._fail(session, plan, f"{type(error).__name__}: {error}", self._engine.close)
+            self._fail(session, plan, f"{type(error).__name__}: {error}", self._close_engine)
 
     def _leave_group(self) -> None:
         """Free the rows; other ranks that wait for this one are told by its leaving, which takes the weights along."""
         if self._spec is not None and self._spec.world_size > 1:
-            self._engine.close()
+            self._close_engine()
         else:
             self._engine.reset()
+
+    def _close_engine(self) -> None:
+        """Give everything back, on the engine's thread; where that cannot be, by the end of this process."""
+        if self._engine.ends_with_group:
+            self._call_loop(self.needs_new_process.set)
+        else:
+            self._engine.close()
 
     def _fail(
         self, session: Session, plan: StepPlan, reason: str, tidy_up: Callable[[], None], *, out_of_memory: bool = False

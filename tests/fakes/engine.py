@@ -28,6 +28,9 @@ class ScriptedEngine:
     calls: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     inner: FakeEngine = field(default_factory=FakeEngine)
+    # Since its last `configure`, as an engine on a GPU that has met other ranks.
+    ends_with_group: bool = False
+    meets_once: bool = False
 
     @property
     def host_pages(self) -> HostPages | None:
@@ -39,6 +42,7 @@ class ScriptedEngine:
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         self.calls.append("configure")
+        self.ends_with_group = self.meets_once and spec.world_size > 1
         report(0.5, "half way")
         self.before_configure()
         return self.inner.configure(spec, report)

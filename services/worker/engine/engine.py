@@ -48,6 +48,10 @@ class Engine(Protocol):
     def open_rows(self) -> int:
         """How many row slots are taken."""
 
+    @property
+    def ends_with_group(self) -> bool:
+        """Whether the group of ranks that this engine is in can only be left by ending the process."""
+
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load what `spec` names and return what there is room for; all rows are free afterwards.
 

@@ -63,6 +63,11 @@ class FakeEngine:
         self._host_pages: FakeHostPages | None = None
 
     @property
+    def ends_with_group(self) -> bool:
+        """False: ranks never meet."""
+        return False
+
+    @property
     def host_pages(self) -> FakeHostPages | None:
         """The host tier's pages, of a byte for each token."""
         return self._host_pages

@@ -33,6 +33,11 @@ class SelectedEngine:
         """How many row slots are taken."""
         return self._engine.open_rows if self._engine else 0
 
+    @property
+    def ends_with_group(self) -> bool:
+        """See `Engine.ends_with_group`."""
+        return self._engine is not None and self._engine.ends_with_group
+
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Make the right engine, unless it is there, and configure it."""
         wants_fake = spec.load_format == FAKE

@@ -67,6 +67,9 @@ class Runner(Protocol):
 
 log = logging.getLogger(__name__)
 
+# Bytes, of what travels to a device together.
+_ALIGNMENT = 16
+
 LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
 
 
@@ -93,6 +96,12 @@ class TorchEngine:
     def host_pages(self) -> HostPool | None:
         """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
         return self._runner.host_pool if self._runner else None
+
+    @property
+    def ends_with_group(self) -> bool:
+        """True on GPUs: NCCL within graphs hangs once a process has met others before (seen with torch 2.11)."""
+        distributed = torch.distributed
+        return distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load the model, unless the very same one is loaded; see `Engine.configure`."""
@@ -297,6 +306,11 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
 def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = torch.split(packed.to(device, non_blocking=True), [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    # Each begins at the same alignment whatever the others' sizes: programs are compiled for what they are given.
+    ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT // array.itemsize for array in arrays]).tolist()
+    packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    starts = [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = torch.from_numpy(array.ravel())
+    sent = packed.to(device, non_blocking=True)
+    return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]

@@ -50,6 +50,11 @@ class StoringEngine:
         """How many row slots are taken."""
         return self._inner.open_rows
 
+    @property
+    def ends_with_group(self) -> bool:
+        """The inner engine's answer."""
+        return self._inner.ends_with_group
+
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Configure the inner engine; see `Engine.configure`."""
         self._end_stream()

@@ -17,6 +17,7 @@ from services.worker.grammars.desk import GrammarDesk
 from services.worker.service import WorkerService
 
 if TYPE_CHECKING:
+    import asyncio
     from pathlib import Path
 
     from services.worker.engine.engine import Engine
@@ -35,8 +36,10 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
             stuck_after_s: float = 10.0,
             profile_rules: ProfileRules | None = None,
             keep_warm_s: float = 0.0,
+            ends: asyncio.Event | None = None,
         ) -> worker_pb2_grpc.WorkerAsyncStub:
             executor = Executor(engine, stuck_after_s, profile_rules, keep_warm_s)
+            executor.needs_new_process = ends or executor.needs_new_process
             desk = GrammarDesk(GrammarLibrary(), GrammarChecker(deadline_s=10.0))
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
             server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, desk))

@@ -226,6 +226,49 @@ async def test_ranks_of_a_group_leave_it_when_the_stream_ends(serve: Serve) -> N
     assert engine.calls == ["configure", "close", "configure"]
 
 
+@pytest.mark.parametrize("way", ["stream ends", "configured again", "plan fails", "out of memory", "load fails"])
+async def test_ranks_that_meet_once_leave_their_group_with_their_process(serve: Serve, way: str) -> None:
+    engine = ScriptedEngine(meets_once=True)
+    if way == "load fails":
+        engine.before_configure = raises(RuntimeError("no weights"))
+    ends = asyncio.Event()
+    stub = await serve(engine, ends=ends)
+    grouped = replace(SPEC, world_size=2)
+    if way == "load fails":
+        with pytest.raises(grpc.aio.AioRpcError):
+            await configure(stub, grouped)
+    else:
+        await configure(stub, grouped)
+        failure = OutOfMemoryError("no room") if way == "out of memory" else RuntimeError("broken")
+        if way in ("plan fails", "out of memory"):
+            engine.before_execute = raises(failure)
+        call = stub.Execute()
+        (result,) = await execute(call, OPEN)
+        assert bool(result.error) == (way in ("plan fails", "out of memory"))
+    if way == "stream ends":
+        call.cancel()
+    elif way == "configured again":
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await configure(stub, grouped)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "starting anew" in str(refused.value.details())
+    await asyncio.wait_for(ends.wait(), 30)
+    # The thread may wait for other ranks: nobody asks it to.
+    assert engine.calls == ["configure"]
+
+
+async def test_a_rank_alone_goes_on_in_its_process(serve: Serve) -> None:
+    ends = asyncio.Event()
+    engine = ScriptedEngine(meets_once=True)
+    stub = await serve(engine, ends=ends)
+    for _ in range(2):
+        await configure(stub)
+        call = stub.Execute()
+        await execute(call, OPEN)
+        call.cancel()
+    assert not ends.is_set()
+
+
 async def test_configuring_ends_the_stream_that_runs(serve: Serve) -> None:
     stub = await serve(ScriptedEngine())
     await configure(stub)

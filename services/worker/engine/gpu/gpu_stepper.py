@@ -14,7 +14,7 @@ from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.gpu.captured_passes import CapturedPasses
 from services.worker.engine.gpu.decode_passes import DecodePass, ResidentRunner, ladder
 from services.worker.engine.gpu.device_sampler import DeviceSampler, LaunchedReport
-from services.worker.engine.gpu.prompt_passes import PromptPass, prompt_ladder
+from services.worker.engine.gpu.prompt_passes import PromptPass, most_worthwhile, prompt_ladder
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
 from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.plans.passes import ForwardPass, gather
@@ -107,9 +107,8 @@ class GpuStepper:
             return DecodePass(size, self._rows, runner, self._sampler)
 
         self._decode_passes = CapturedPasses(ladder(spec.max_rows), make)
-        self._prompt_passes = CapturedPasses(
-            prompt_ladder(spec.max_step_tokens), lambda size: PromptPass(size, self._rows, runner), "prompt tokens"
-        )
+        self._max_step_tokens = spec.max_step_tokens
+        self._prompt_passes: CapturedPasses[PromptPass] = CapturedPasses((), self._make_prompt_pass)
 
     def heed(self, grammars: RowMasks | None) -> None:
         """Hold rows to their grammars from now on."""
@@ -121,7 +120,12 @@ class GpuStepper:
         # Ranks must capture the same passes, since these meet in collectives.
         budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
         self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
+        most = most_worthwhile(self._max_step_tokens, self._make_prompt_pass, pool, agree)
+        self._prompt_passes = CapturedPasses(prompt_ladder(most), self._make_prompt_pass, "prompt tokens")
         self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
+
+    def _make_prompt_pass(self, size: int) -> PromptPass:
+        return PromptPass(size, self._rows, self._runner)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
         """Take note of what a plan has changed; see `LaggedStepper`."""

@@ -7,6 +7,7 @@ attention hand to each other lies at addresses that the capture has fixed; token
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,41 @@ from services.worker.engine.gpu.captured_passes import has_memory
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.worker.engine.gpu.decode_passes import ResidentRunner
     from services.worker.engine.gpu.resident_rows import ResidentRows
     from services.worker.engine.model.batch import Attend
 
-# Beyond these many tokens the device is busy for longer than the host.
-_MOST_TOKENS = 1024
+_MOST_TOKENS = 4096
 
 
-def prompt_ladder(max_step_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of tokens to capture: few are padding, and at most a fifth of the larger ones."""
-    sizes = [16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, _MOST_TOKENS + 1, 128)]
-    return tuple(size for size in sizes if size <= max_step_tokens)
+def prompt_ladder(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens to capture, up to `most`: few are padding, and at most a fifth of larger numbers."""
+    sizes = [16, 32, 48, *range(64, 257, 32)]
+    for first in (256, 512, 1024, 2048):
+        sizes += range(first + first // 4, 2 * first + 1, first // 4)
+    return tuple(size for size in sizes if size <= min(most, _MOST_TOKENS))
+
+
+def most_worthwhile(
+    max_step_tokens: int, make: Callable[[int], PromptPass], pool: Any, agree: Callable[[bool], bool] | None
+) -> int:
+    """Return for how many tokens it takes longer to launch the programs than to compute them, about.
+
+    Measured once, as it depends on the model as much as on both processors; ranks come to the same answer by `agree`,
+    as `ResidentRunner` has it.
+    """
+    settle = agree or bool
+    most = min(256, max_step_tokens)
+    for size in (512, 1024, 2048, _MOST_TOKENS):
+        if size > max_step_tokens:
+            break
+        one = make(size)
+        if not (settle(one.has_memory()) and settle(one.saves_time(pool))):
+            break
+        most = size
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +120,22 @@ class PromptPass:
             self._kinds = None
         return self._hidden[batch.sample_indices]
 
+    def saves_time(self, pool: Any) -> bool:  # torch does not export the type
+        """Whether the host launches the model's programs, but attention, for longer than the device computes them."""
+        self.capture(pool)
+        started = time.perf_counter()
+        self._runner.hidden_states(self._batch)
+        launched_ms = 1e3 * (time.perf_counter() - started)
+        torch.cuda.synchronize()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
+        for graph in self._graphs:
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        self.release()
+        return launched_ms > float(begun.elapsed_time(ended))
+
     def has_memory(self) -> bool:
         """Run the model without its attention; see `CapturablePass.has_memory`."""
         return has_memory(lambda: self._runner.hidden_states(self._batch), self._batch.token_ids.device)
@@ -151,11 +191,10 @@ class _Address:
     """Memory of a tensor, for those that read `__cuda_array_interface__`, which has no name for bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.element_size() == torch.int16.itemsize, "GPUs compute in 16 bits"
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
             "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
-            "typestr": "<i2",
+            "typestr": f"<i{tensor.element_size()}",
             "data": (tensor.data_ptr(), False),
             "version": 3,
         }

@@ -97,11 +97,12 @@ class WidenedLinear:
         self._scales = scales
         self._bias = None if bias is None else bias.to(scales.device, torch.float32)
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product, in the inputs' type."""
         values, scales = quantise_rows(inputs)
-        outputs = self._product(values.to(self._dtype)).float() * scales * self._scales
-        return (outputs if self._bias is None else outputs + self._bias).to(inputs.dtype)
+        scaled = self._product(values.to(self._dtype)).float() * scales * self._scales
+        product = (scaled if self._bias is None else scaled + self._bias).to(inputs.dtype)
+        return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`."""

@@ -80,8 +80,8 @@ class AttentionShape:
 class Linear(Protocol):
     """A matrix product with weights that were laid out for it."""
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return inputs [tokens, in] times the weights, [tokens, out]."""
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        """Return inputs [tokens, in] times the weights, [tokens, out], in `outputs` if given, which is contiguous."""
         ...
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:

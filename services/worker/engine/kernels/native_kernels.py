@@ -70,9 +70,10 @@ class NativeLinear:
         self.threads = threads
         self._constants = (matrix.address, matrix.element_type, matrix.bias_address)
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
-        outputs = inputs.new_empty(inputs.shape[0], self.matrix.outputs)
+        if outputs is None:
+            outputs = inputs.new_empty(inputs.shape[0], self.matrix.outputs)
         self._run(inputs, outputs, accumulate=0)
         return outputs
 

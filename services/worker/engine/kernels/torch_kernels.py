@@ -25,9 +25,10 @@ class TorchLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
-        return linear(inputs, self._weight, self._bias)
+        product = linear(inputs, self._weight, self._bias)
+        return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`."""
@@ -50,10 +51,10 @@ class PrepackedLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._TYPICAL_TOKENS)
         self._bias = bias
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self._bias, "none", [], "")
-        return product
+        return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`."""

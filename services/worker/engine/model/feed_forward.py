@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """Feed-forward layer of this rank, which gives partial sums when ranks share the model."""
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what comes of inputs [tokens, hidden], of the same shape."""
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what comes of inputs [tokens, hidden], of the same shape, in `outputs` if given."""
         ...
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
@@ -31,9 +31,9 @@ class DenseFeedForward:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
-        return self.down(self.gate_up(inputs))
+        return self.down(self.gate_up(inputs), outputs)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`."""
@@ -52,13 +52,14 @@ class MixtureFeedForward:
         self._experts = experts
         self._mixture = mixture
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs."""
         logits = self._router(inputs)
         shares, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._mixture.experts_per_token)
         if self._mixture.normalises_shares:
             shares = shares / shares.sum(dim=-1, keepdim=True)
-        return self._experts(inputs, expert_ids, shares.to(logits.dtype))
+        weighted = self._experts(inputs, expert_ids, shares.to(logits.dtype))
+        return weighted if outputs is None else outputs.copy_(weighted)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add it to `sums`."""

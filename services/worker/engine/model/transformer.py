@@ -162,7 +162,7 @@ class Transformer:
         if norm is None and self._group.world_size == 1:
             part.add_to(inputs, hidden)
             return kernels.rms_norm(hidden, next_norm, epsilon)
-        added = self._group.sum(part(inputs))
+        added = self._group.sum(part(inputs, self._group.place_for(hidden)))
         if norm is not None:
             added = kernels.rms_norm(added, norm, epsilon)
         return kernels.add_rms_norm(hidden, added, next_norm, epsilon)

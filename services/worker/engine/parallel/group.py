@@ -25,6 +25,13 @@ class RankGroup(Protocol):
     rank: int
     world_size: int
 
+    def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return memory of the shape and type of `like` from which `sum` needs no copy; it serves until that `sum`.
+
+        None where any memory will do.
+        """
+        ...
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` over all ranks, in place where that is possible; return the sum."""
         ...
@@ -54,6 +61,10 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+
+    def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return None."""
+        return None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`."""
@@ -103,6 +114,10 @@ class DistributedGroup:
             device_id=device if device.type == "cuda" else None,
         )
         self._shared = join_symmetric_memory(rank, world_size, shape, device) if shape is not None else None
+
+    def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return some of the shared memory, if there is any and it is large enough."""
+        return None if self._shared is None else self._shared.place_for(like)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` over all ranks."""

@@ -37,11 +37,6 @@ _CALLS, _REPLAYS = 20, 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-# One entry for each time that this process has met others. Torch numbers what ranks tell each other from the start of
-# the process, whoever the others are, so that processes of different histories would wait for each other for ever.
-_MEETINGS: list[int] = []
-
-
 class Method(Enum):
     """How a sum is made."""
 
@@ -82,12 +77,20 @@ class SymmetricMemory:
         self._methods = self._choose(device)
         log.info("symmetric_memory.measured sums=%s", describe(self._methods))
 
+    def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return shared memory for a sum of that shape and type, if `try_sum` will sum it there."""
+        method = self._method_for(like)
+        return None if method is Method.NCCL else self._sums[: like.numel()].view(like.shape)
+
     def try_sum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return `tensor` summed over all ranks, perhaps in place, or None where NCCL is to do it."""
+        return self._sum(self._method_for(tensor), tensor)
+
+    def _method_for(self, tensor: torch.Tensor) -> Method:
         size = tensor.nbytes
         if size > SIZES[-1] or size % _ALIGNMENT or tensor.dtype != self._sums.dtype or not tensor.is_contiguous():
-            return None
-        return self._sum(self._methods[bisect.bisect_left(SIZES, size)], tensor)
+            return Method.NCCL
+        return self._methods[bisect.bisect_left(SIZES, size)]
 
     def try_gather_columns(self, part: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor | None:
         """Write the parts of all ranks into rank 0's memory; see `RankGroup.gather_columns`."""
@@ -109,12 +112,20 @@ class SymmetricMemory:
         if method is Method.NCCL:
             return None
         shared = self._sums[: tensor.numel()].view(tensor.shape)
+        is_there = tensor.data_ptr() == shared.data_ptr()
+        # The programs end only when all ranks have read what was summed.
         if method is Method.ONE_STAGE:
-            summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+            summed: torch.Tensor = (
+                torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)
+                if is_there
+                else torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+            )
             return summed
-        shared.copy_(tensor)
-        torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, tensor)
-        return tensor
+        summed = torch.empty_like(tensor)
+        torch.ops.symm_mem.two_shot_all_reduce_out(
+            shared if is_there else shared.copy_(tensor), "sum", self._name, summed
+        )
+        return summed
 
     def _allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that the others map, as many elements on every rank."""
@@ -129,8 +140,8 @@ class SymmetricMemory:
         methods = [method for method in Method if method is not Method.TWO_STAGES or self._has_two_stages]
         times = torch.zeros(len(SIZES), len(methods), device=device)
         for i, size in enumerate(SIZES):
-            tensor = torch.zeros(size // self._sums.itemsize, dtype=self._sums.dtype, device=device)
             for j, method in enumerate(methods):
+                tensor = self._place(method, size // self._sums.itemsize)
                 times[i, j] = _graph_time(lambda chosen=method, given=tensor: self._run(chosen, given))  # type: ignore[misc]
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return tuple(methods[best] for best in times.argmin(dim=1).tolist())
@@ -143,6 +154,14 @@ class SymmetricMemory:
         if self._sum(method, tensor) is None:
             dist.all_reduce(tensor)
 
+    def _place(self, method: Method, elements: int) -> torch.Tensor:
+        """Return what is summed when times are compared, where passes have it."""
+        return (
+            torch.zeros(elements, dtype=self._sums.dtype, device=self._device)
+            if method is Method.NCCL
+            else self._sums[:elements]
+        )
+
 
 def join_symmetric_memory(
     rank: int, world_size: int, shape: ExchangeShape, device: torch.device
@@ -151,7 +170,6 @@ def join_symmetric_memory(
     if not (device.type == "cuda" and shape.dtype in _TYPES and _can_meet(world_size)):
         return None
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    _MEETINGS.append(1)
     made: SymmetricMemory | None = None
     try:
         made = SymmetricMemory(rank, world_size, shape, device)
@@ -169,14 +187,11 @@ def describe(methods: Sequence[Method]) -> str:
 
 
 def _can_meet(world_size: int) -> bool:
-    """Return whether all ranks are on one host, and none has met others before; they come to the same answer."""
+    """Return whether all ranks are on one host; they come to the same answer."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(ranks, (socket.gethostname(), boot, len(_MEETINGS)))
-    if any(meetings for _, _, meetings in ranks):
-        log.warning("Ranks that meet anew exchange over NCCL alone, slower at small sizes, until they are started anew")
-        return False
-    return len({(host, boot) for host, boot, _ in ranks}) == 1
+    dist.all_gather_object(ranks, (socket.gethostname(), boot))
+    return len(set(ranks)) == 1
 
 
 def _graph_time(run: Callable[[], None]) -> float:

@@ -79,11 +79,12 @@ class GpuFp8Linear:
         self._matrix = matrix
         self._bias = bias
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
         if inputs.shape[0] > small_linear.MOST_TOKENS:
-            return multiply(inputs, self._matrix, self._bias)
-        outputs = inputs.new_empty(inputs.shape[0], self._matrix.shape[0])
+            return multiply(inputs, self._matrix, self._bias, outputs)
+        if outputs is None:
+            outputs = inputs.new_empty(inputs.shape[0], self._matrix.shape[0])
         multiply_few(inputs, self._matrix, self._bias, outputs)
         return outputs
 
@@ -113,13 +114,15 @@ class GpuFp8GatedLinear:
         return outputs
 
 
-def multiply(inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return inputs [tokens, in] bfloat16 times the matrix [out, in], plus bias [out] bfloat16."""
+def multiply(
+    inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, outputs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return inputs [tokens, in] times the matrix [out, in], plus bias [out], all bfloat16, in `outputs` if given."""
     values, scales = quantise_rows(inputs)
     product: torch.Tensor = torch._scaled_mm(
         values, matrix.values.t(), scale_a=scales, scale_b=matrix.scales[None], bias=bias, out_dtype=inputs.dtype
     )
-    return product
+    return product if outputs is None else outputs.copy_(product)
 
 
 def multiply_few(

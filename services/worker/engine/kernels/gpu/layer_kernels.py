@@ -27,11 +27,15 @@ class GpuLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product."""
         if inputs.shape[0] <= small_linear.MOST_TOKENS:
-            return small_linear.product(inputs, self._weight, self._bias)
-        return linear(inputs, self._weight, self._bias)
+            return small_linear.product(inputs, self._weight, self._bias, outputs)
+        if outputs is None:
+            return linear(inputs, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(inputs, self._weight.t(), out=outputs)
+        return torch.addmm(self._bias, inputs, self._weight.t(), out=outputs)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the product to `sums`, within the matrix product where there is no bias."""

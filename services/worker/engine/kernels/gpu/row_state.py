@@ -32,7 +32,7 @@ PAGES = tl.constexpr(16)
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values"])
 def _scatter(cells, places, values, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count

@@ -155,9 +155,12 @@ def launch(
     )  # fmt: skip
 
 
-def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return inputs [tokens, in] times weight [out, in], plus bias [out]."""
-    outputs = inputs.new_empty(inputs.shape[0], weight.shape[0])
+def product(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return inputs [tokens, in] times weight [out, in], plus bias [out], in `outputs` if given."""
+    if outputs is None:
+        outputs = inputs.new_empty(inputs.shape[0], weight.shape[0])
     launch(inputs.contiguous(), weight, bias, outputs)
     return outputs
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from common.steps import EngineCapacity, WindowPool
-from services.worker.engine.gpu.prompt_passes import PromptPass, prompt_ladder
+from services.worker.engine.gpu.prompt_passes import PromptPass, most_worthwhile, prompt_ladder
 from services.worker.engine.model.batch import ForwardBatch
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_model
@@ -88,8 +89,22 @@ def test_the_ladder_ends_with_what_a_step_may_have() -> None:
     assert prompt_ladder(8) == ()
     assert prompt_ladder(100)[-1] == 96
     sizes = prompt_ladder(1 << 20)
-    assert sizes[-1] == 1024
-    assert all(larger - smaller <= max(32, larger / 5) for smaller, larger in itertools.pairwise(sizes))
+    assert sizes[-1] == 4096
+    assert all(0 < larger - smaller <= max(32, larger / 5) for smaller, larger in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "fits", "saves", "most"),
+    [(100, 4096, 4096, 100), (3000, 4096, 4096, 2048), (9000, 4096, 4096, 4096), (9000, 4096, 600, 512),
+     (9000, 1500, 4096, 1024), (9000, 100, 100, 256)],
+)  # fmt: skip
+def test_what_is_captured_depends_on_what_it_saves(max_step_tokens: int, fits: int, saves: int, most: int) -> None:
+    def make(size: int) -> Any:
+        return SimpleNamespace(has_memory=lambda: size <= fits, saves_time=lambda _pool: size <= saves)
+
+    assert most_worthwhile(max_step_tokens, make, None, None) == most
+    # Another rank that has less, or saves less.
+    assert most_worthwhile(9000, make, None, lambda holds: False) == 256
 
 
 OWN = {

@@ -31,7 +31,7 @@ ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
 
 @pytest.fixture
 def fresh_ranks() -> Iterator[Ranks]:
-    """Processes that have not met yet: only these share memory."""
+    """Processes that have not met yet: on GPUs they can only once."""
     ranks = Ranks()
     yield ranks
     ranks.stop()
@@ -53,13 +53,21 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     group = join(rank, rendezvous)
     expected = {elements: 2 * part(elements, rank) + (1 - 2 * rank) for elements in ELEMENTS}
     sums = [torch.equal(group.sum(part(elements, rank)), whole) for elements, whole in expected.items()]
+    placed = []
+    for elements, whole in expected.items():
+        # Twice: what is summed first must not be written over before all have read it.
+        for _ in range(2):
+            place = group.place_for(part(elements, rank))
+            given = part(elements, rank) if place is None else place.copy_(part(elements, rank))
+            placed.append(torch.equal(group.sum(given), whole))
     shared = group._shared
     methods = []
     if shared is not None:
         for method in (Method.ONE_STAGE, Method.TWO_STAGES):
             for elements in ELEMENTS[:4]:
-                summed = shared._sum(method, part(elements, rank))
-                methods.append(summed is not None and torch.equal(summed, expected[elements]))
+                for given in (part(elements, rank), shared._sums[:elements].copy_(part(elements, rank))):
+                    summed = shared._sum(method, given)
+                    methods.append(summed is not None and torch.equal(summed, expected[elements]))
     spans = split_evenly(VOCABULARY, world_size)
     columns = torch.arange(VOCABULARY, device=f"cuda:{rank}").bfloat16()
     gathered = []
@@ -77,7 +85,8 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     del graph
     group.close()
     return {
-        "sums": sums, "methods": methods, "gathered": gathered, "captured": captured, "shares": shared is not None,
+        "sums": sums, "placed": placed, "methods": methods, "gathered": gathered, "captured": captured,
+        "shares": shared is not None,
     }  # fmt: skip
 
 
@@ -94,14 +103,12 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Te
     return logits
 
 
-@pytest.mark.parametrize("meetings", [1, 2])
-def test_ranks_on_gpus_exchange_what_they_hold(meetings: int, fresh_ranks: Ranks) -> None:
-    for _ in range(meetings):
-        first, second = fresh_ranks.run(exchange, WORLD)
-    shares = meetings == 1 and torch.cuda.can_device_access_peer(0, 1)
+def test_ranks_on_gpus_exchange_what_they_hold(fresh_ranks: Ranks) -> None:
+    first, second = fresh_ranks.run(exchange, WORLD)
     for result in (first, second):
-        assert result["shares"] == shares
+        assert result["shares"] == torch.cuda.can_device_access_peer(0, 1)
         assert all(result["sums"]), result["sums"]
+        assert all(result["placed"]), result["placed"]
         assert all(result["methods"]), result["methods"]
         assert result["captured"]
     for rows, whole in zip((1, ROWS, ROWS + 3), first["gathered"], strict=True):
