@@ -200,7 +200,9 @@ class _Loader:
         spec, config = self._spec, self._config
         if spec.world_size > 1:
             self._report(0.0, "waiting for the other ranks")
-        shape = ExchangeShape(self._backend.kernels.activation_dtype, spec.max_rows, config.vocabulary_size)
+        shape = ExchangeShape(
+            self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
+        )
         group = join_group(
             spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._is_resident else None
         )

@@ -162,6 +162,10 @@ class Transformer:
         if norm is None and self._group.world_size == 1:
             part.add_to(inputs, hidden)
             return kernels.rms_norm(hidden, next_norm, epsilon)
+        joined = self._group.joined(hidden) if norm is None else None
+        if joined is not None:
+            part(inputs, joined.place(hidden))
+            return joined.add(hidden, next_norm, epsilon)
         added = self._group.sum(part(inputs, self._group.place_for(hidden)))
         if norm is not None:
             added = kernels.rms_norm(added, norm, epsilon)

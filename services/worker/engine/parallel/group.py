@@ -12,6 +12,7 @@ from common.errors import ConfigurationError
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
 if TYPE_CHECKING:
+    from services.worker.engine.kernels.gpu.rank_sums import RankSums
     from services.worker.engine.parallel.shards import Span
     from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
@@ -30,6 +31,10 @@ class RankGroup(Protocol):
 
         None where any memory will do.
         """
+        ...
+
+    def joined(self, hidden: torch.Tensor) -> RankSums | None:
+        """Return what sums over ranks, adds to `hidden` and normalises in one program, where there is such a thing."""
         ...
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,10 @@ class SingleRank:
     world_size = 1
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return None."""
+        return None
+
+    def joined(self, hidden: torch.Tensor) -> RankSums | None:
         """Return None."""
         return None
 
@@ -118,6 +127,10 @@ class DistributedGroup:
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return some of the shared memory, if there is any and it is large enough."""
         return None if self._shared is None else self._shared.place_for(like)
+
+    def joined(self, hidden: torch.Tensor) -> RankSums | None:
+        """Return it where GPUs share memory and tokens are few."""
+        return None if self._shared is None else self._shared.joined(hidden)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` over all ranks."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from services.worker.engine.kernels.gpu.rank_sums import RankSums
     from services.worker.engine.parallel.shards import Span
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 # Sums beyond the largest size are left to NCCL, which has the bandwidth.
 SIZES = tuple(1 << exponent for exponent in range(12, 24))  # 4 KiB to 8 MiB
 _TYPES = (torch.bfloat16, torch.float32)
+# What one rank reads of the others' in a sum that is joined to what follows; with more, two stages read less.
+_MOST_READ = 8 * 1024**2
+_MOST_ROWS = 1024
 # Ranks for which the programs that sum in two stages were compiled.
 _TWO_STAGE_RANKS = (2, 4, 8)
 # What all of them read and write at once.
@@ -49,9 +53,10 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """What ranks will exchange: activations and logits of `dtype`, logits [up to rows, vocabulary]."""
+    """What ranks will exchange: activations [tokens, hidden] and logits [up to rows, vocabulary], both of `dtype`."""
 
     dtype: torch.dtype
+    hidden: int
     rows: int
     vocabulary: int
 
@@ -74,8 +79,16 @@ class SymmetricMemory:
         self._sums = self._allocate(SIZES[-1] // shape.dtype.itemsize, shape.dtype)
         self._logits = self._allocate(shape.rows * shape.vocabulary, shape.dtype)
         self._logits_handle = self._handles[-1]
+        self._joined = self._make_joined(shape)
         self._methods = self._choose(device)
-        log.info("symmetric_memory.measured sums=%s", describe(self._methods))
+        rows = 0 if self._joined is None else self._joined.rows
+        log.info("symmetric_memory.measured sums=%s joined_rows=%d", describe(self._methods), rows)
+
+    def joined(self, hidden: torch.Tensor) -> RankSums | None:
+        """Return what does all at once, if it is for so many tokens; see `RankGroup.joined`."""
+        joined = self._joined
+        fits = joined is not None and hidden.shape[0] <= joined.rows
+        return joined if fits and hidden.is_contiguous() and hidden.dtype == self._sums.dtype else None
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return shared memory for a sum of that shape and type, if `try_sum` will sum it there."""
@@ -126,6 +139,32 @@ class SymmetricMemory:
             shared if is_there else shared.copy_(tensor), "sum", self._name, summed
         )
         return summed
+
+    def _make_joined(self, shape: ExchangeShape) -> RankSums | None:
+        """Return what sums, adds and normalises at once, unless it does not do it right here."""
+        # Only here: the CPU does without Triton.
+        from services.worker.engine.kernels.gpu.rank_sums import RankSums
+
+        row_bytes = shape.hidden * shape.dtype.itemsize
+        rows = min(_MOST_ROWS, _MOST_READ // ((self._world_size - 1) * row_bytes))
+        if not rows or row_bytes % _ALIGNMENT:
+            return None
+        turns = [(self._allocate(rows * shape.hidden, shape.dtype), self._addresses()) for _ in range(2)]
+        pads = self._allocate(rows * self._world_size, torch.int32)
+        pads.zero_()
+        self._logits_handle.barrier()
+        torch.cuda.synchronize(self._device)
+        joined = RankSums(self._rank, turns, (pads, self._addresses()), rows)
+        is_right = torch.tensor([joined.check(shape.hidden, shape.dtype)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(is_right, op=dist.ReduceOp.MIN)
+        if not is_right.item():
+            log.warning("Ranks sum, add and normalise in steps, slower: doing so at once gave wrong results here")
+            return None
+        return joined
+
+    def _addresses(self) -> torch.Tensor:
+        """Return where the memory that was allocated last lies on each rank, [ranks] int64."""
+        return torch.tensor(self._handles[-1].buffer_ptrs, dtype=torch.int64, device=self._device)
 
     def _allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that the others map, as many elements on every rank."""

@@ -47,9 +47,10 @@ def _quantise_rows(
     # Bits of numbers without a sign are ordered as the numbers are, and those of a NaN come last: it spoils its row.
     bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    scale = tl.where(largest < SMALLEST, SMALLEST, largest) / LARGEST
+    # Divided exactly, as the reference does: many quotients are half way between two values.
+    scale = tl.div_rn(tl.where(largest < SMALLEST, SMALLEST, largest), tl.full([], LARGEST, tl.float32))
     tl.store(scales + row, scale)
-    grid = _to_grid(wide / scale, LARGEST=LARGEST)
+    grid = _to_grid(tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale), LARGEST=LARGEST)
     tl.store(values + row * width + columns, grid.to(values.dtype.element_ty), mask=inside)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 WORLD = 2
-VOCABULARY, ROWS = 10, 4
+VOCABULARY, ROWS, HIDDEN = 10, 4, 96
 # Sums of every method, and some that only NCCL makes: too many, of odd size.
 ELEMENTS = (8, 5120, 300_000, 2_600_000, SIZES[-1] // 2 + 8, 5)
 
@@ -40,9 +40,33 @@ def fresh_ranks() -> Iterator[Ranks]:
 def join(rank: int, rendezvous: str) -> DistributedGroup:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, ROWS, VOCABULARY))
+    group = join_group(rank, WORLD, rendezvous, device, ExchangeShape(torch.bfloat16, HIDDEN, ROWS, VOCABULARY))
     assert isinstance(group, DistributedGroup)
     return group
+
+
+def add_sums(group: DistributedGroup, rank: int) -> tuple[list[torch.Tensor], list[bool]]:
+    """Join some partial sums to a residual stream; return it after each, and whether it and its norm are right."""
+    streams, are_right = [], []
+    weight = torch.full((HIDDEN,), 0.5, device=f"cuda:{rank}").bfloat16()
+    for call, tokens in enumerate((1, 700, 5, 1, 64, 64, 65, 700)):
+        generator = torch.Generator().manual_seed(call)
+        parts = torch.randn(WORLD, tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
+        hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(weight.device)
+        expected = hidden.float() + parts.float().sum(0)
+        joined = group.joined(hidden)
+        if joined is None:
+            return [], [False]
+        joined.place(hidden).copy_(parts[rank])
+        normed = joined.add(hidden, weight, 1e-6)
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * 0.5
+        are_right += [
+            torch.allclose(wide, expected, atol=5e-2, rtol=1e-2),
+            torch.allclose(normed.float(), scaled, atol=2e-2, rtol=1e-2),
+        ]
+        streams.append(hidden.cpu())
+    return streams, are_right
 
 
 def part(elements: int, rank: int) -> torch.Tensor:
@@ -68,6 +92,7 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
                 for given in (part(elements, rank), shared._sums[:elements].copy_(part(elements, rank))):
                     summed = shared._sum(method, given)
                     methods.append(summed is not None and torch.equal(summed, expected[elements]))
+    streams, joined = add_sums(group, rank)
     spans = split_evenly(VOCABULARY, world_size)
     columns = torch.arange(VOCABULARY, device=f"cuda:{rank}").bfloat16()
     gathered = []
@@ -86,7 +111,7 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     group.close()
     return {
         "sums": sums, "placed": placed, "methods": methods, "gathered": gathered, "captured": captured,
-        "shares": shared is not None,
+        "shares": shared is not None, "streams": streams, "joined": joined,
     }  # fmt: skip
 
 
@@ -110,9 +135,12 @@ def test_ranks_on_gpus_exchange_what_they_hold(fresh_ranks: Ranks) -> None:
         assert all(result["sums"]), result["sums"]
         assert all(result["placed"]), result["placed"]
         assert all(result["methods"]), result["methods"]
+        assert all(result["joined"]) or not result["shares"], result["joined"]
         assert result["captured"]
     for rows, whole in zip((1, ROWS, ROWS + 3), first["gathered"], strict=True):
         assert torch.equal(whole, (torch.arange(VOCABULARY) + 10 * torch.arange(rows)[:, None]).bfloat16())
+    # All ranks hold the very same sums.
+    assert all(torch.equal(one, other) for one, other in zip(first["streams"], second["streams"], strict=True))
     assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
 
 

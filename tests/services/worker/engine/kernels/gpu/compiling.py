@@ -1,4 +1,4 @@
-"""Compiles programs of the sampler and of FP8 for an H200, wherever it runs: the compiler needs no GPU.
+"""Compiles programs of the sampler, of FP8 and of sums over ranks for an H200, wherever it runs: the compiler needs no GPU.
 
 In a process of its own, without Triton's interpreter: which of both a program gets is settled when it is defined.
 """
@@ -16,8 +16,10 @@ from triton.compiler import ASTSource
 from services.worker.engine.kernels.fp8 import LARGEST, SMALLEST
 from services.worker.engine.kernels.gpu import (
     adjusting,
+    elementwise,
     experts,
     fp8_linear,
+    rank_sums,
     reporting,
     row_state,
     sampling,
@@ -54,6 +56,13 @@ def main() -> None:
     sizes.append(build(adjusting._add_bias, f"*i32 *i32 *i32 *fp32 *fp32 {ints}", 4, BLOCK=1024))
     sizes.append(build(adjusting._count, f"*i32 *i32 *i32 *i32 {ints}", 4, BLOCK=256))
     sizes.append(build(row_state._append, f"*i32 *i32 *i32 {ints}", 4, BLOCK=256))
+    sums = "*bf16 *bf16 *bf16 *i32 *i64 *i64 *i32 fp32 i32"
+    for patience, overlaps in itertools.product((0, 1), (0, 1)):
+        shape = {"WIDTH": 5120, "BLOCK": 8192, "WORLD": 4, "PATIENCE": patience, "OVERLAPS": overlaps}
+        sizes.append(build(rank_sums._sum_add_norm, sums, 8, **shape))
+    for adds in (0, 1):
+        norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
+        sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
     sizes += fp8_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
