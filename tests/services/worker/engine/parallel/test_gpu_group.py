@@ -89,8 +89,8 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     if shared is not None:
         for method in (Method.ONE_STAGE, Method.TWO_STAGES):
             for elements in ELEMENTS[:4]:
-                for given in (part(elements, rank), shared._sums[:elements].copy_(part(elements, rank))):
-                    summed = shared._sum(method, given)
+                for place in (torch.empty_like(part(elements, rank)), shared._sums[:elements]):
+                    summed = shared._sum(method, place.copy_(part(elements, rank)))
                     methods.append(summed is not None and torch.equal(summed, expected[elements]))
     streams, joined = add_sums(group, rank)
     spans = split_evenly(VOCABULARY, world_size)
