@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from services.scheduler.group import WorkerGroup
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-# A step that lasts for so long is followed by a plan only shortly before its end: by a share of its time, as that is a
-# guess, and by what it takes at least until a worker has begun.
-LONG_STEP_S, LEAD_SHARE, LEAST_LEAD_S = 0.03, 0.15, 0.01
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
@@ -72,9 +69,6 @@ class SchedulerLoop:
         self._wake = asyncio.Event()
         self._step_cpu_s = 0.0
         self._is_draining = False
-        # When the newest plan was sent, or began as the one before it ended.
-        self._newest_since = 0.0
-        self._alarm: asyncio.TimerHandle | None = None
         self._log = get_logger("loop")
 
     def connect(
@@ -209,9 +203,6 @@ class SchedulerLoop:
         assert self.core is not None, "results follow plans, which the core made"
         started = time.thread_time()
         self.core.apply(result)
-        if result.last:
-            # Whatever is still in flight has begun.
-            self._newest_since = self.now
         self._push()
         self._step_cpu_s += time.thread_time() - started
         if result.partial:
@@ -272,12 +263,11 @@ class SchedulerLoop:
         """Send a plan if fewer are in flight than may be and there is something to do; another turn follows it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and self.core.in_flight < self._settings.queue_depth and not self._is_early(self.core):
+        if self.can_serve and self.core.in_flight < self._settings.queue_depth:
             started = time.thread_time()
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
             if plan is not None:
                 self._group.send(plan)
-                self._newest_since = self.now
                 for opened in plan.opens:
                     self._count_start(self.core, int(opened.row))
                 self._step_cpu_s += time.thread_time() - started
@@ -285,22 +275,6 @@ class SchedulerLoop:
                 self._step_cpu_s = 0.0
                 self._wake.set()
         self._push()
-
-    def _is_early(self, core: SchedulerCore) -> bool:
-        """Whether the step that runs will last for long yet: who comes meanwhile is to be in the next one.
-
-        Then there will be another turn when it is due.
-        """
-        if core.in_flight != 1 or core.expected_step_s < LONG_STEP_S:
-            return False
-        lead = max(LEAST_LEAD_S, LEAD_SHARE * core.expected_step_s)
-        wait = self._newest_since + core.expected_step_s - lead - self.now
-        if wait <= 0:
-            return False
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_later(wait, self._wake.set)
-        return True
 
     def _count_start(self, core: SchedulerCore, row: int) -> None:
         sequence = core.rows.sequences[row]

@@ -71,8 +71,6 @@ class SchedulerCore:
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
         self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
         self.in_flight = 0
-        # How long the last plan will take, if it computes prompts: about, and 0 where that is not known.
-        self.expected_step_s = 0.0
         self.finished_steps = 0
         self.sessions = Sessions(self.memory, config.sessions)
         self._tenancy = Tenancy(self.rows, self.memory)
@@ -242,12 +240,9 @@ class SchedulerCore:
 
     def plan(self, now: float, epoch: int) -> StepPlan | None:
         """Return the next plan to send, or None if there is nothing to do now."""
-        times = self._results.times
-        plan = self._planner.plan(now, epoch, times.decode_step_s, idle=self.in_flight == 0)
+        plan = self._planner.plan(now, epoch, self._results.decode_step_s, idle=self.in_flight == 0)
         if plan is not None:
             self.in_flight += 1
-            tokens = sum(chunk.length for chunk in plan.prefills)
-            self.expected_step_s = times.expected(tokens, decodes=bool(self.rows.decoding.any()))
             self._results.expect(plan)
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
@@ -289,7 +284,6 @@ class SchedulerCore:
         for sequence in self.queue:
             self.memory.prefetch(sequence)
         self.in_flight = 0
-        self.expected_step_s = 0.0
 
     def shrink_steps(self) -> bool:
         """Plan smaller steps from now on, as memory did not suffice; to be called before `requeue_all`.

@@ -10,7 +10,6 @@ from common.errors import DeviceMemoryError
 from common.steps import RowStop
 from common.types import Finish, FinishReason, RowSlot
 from services.scheduler.core.sequence import Phase
-from services.scheduler.core.step_times import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.tenancy import Tenancy
 
+# Weight of the newest sample in the running mean of the decode step's duration.
+STEP_TIME_WEIGHT = 0.1
 NO_MEMORY = "the device has not enough memory for this request now; a shorter one, or the same one later, may succeed"
 
 
@@ -45,7 +46,7 @@ class ResultHandler:
         self._load_costs = load_costs
         # The chunks of plans that are under way, and what `RowTable.vacated` was when they were made.
         self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
-        self.times = StepTimes()
+        self.decode_step_s: float | None = None
         # Tokens that grammars forced on rows.
         self.jumped_tokens = 0
 
@@ -77,12 +78,9 @@ class ResultHandler:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
         if not chunks and len(result.rows):
-            self.times.saw_decoding(result.compute_us / 1e6)
-        elif chunks:
-            tokens, decodes = sum(chunk.length for chunk in chunks), len(result.rows) > len(chunks)
-            prefill_s = self.times.saw_prompts(tokens, result.compute_us / 1e6, decodes=decodes)
-            if self._load_costs is not None:
-                self._load_costs.saw_prefill(tokens, prefill_s)
+            self._measure(result.compute_us / 1e6)
+        elif chunks and self._load_costs is not None:
+            self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
     def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
         """Return what the result's plan had for its pass, and how often rows had lost their tenant before."""
@@ -159,3 +157,13 @@ class ResultHandler:
         # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
         asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
         finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))
+
+    def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
+        """Return the seconds of a pass that its chunks account for; what decodes beside them would take a step."""
+        decoded = len(result.rows) > len(chunks)
+        return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
+
+    def _measure(self, seconds: float) -> None:
+        if self.decode_step_s is None:
+            self.decode_step_s = seconds
+        self.decode_step_s += STEP_TIME_WEIGHT * (seconds - self.decode_step_s)
