@@ -53,7 +53,8 @@ class Part:
 
 OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {json}"
 THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
-ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens 256 --warmup 16"
+# Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
+ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens 256 --warmup 16 --seed 1"
 SHARES = "python -m tests.benchmarks.pipeline_shares --json {json}"
 STEPS = f"python -m tests.benchmarks.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
 PARTS = (
