@@ -1,4 +1,4 @@
-"""Compiles programs of the sampler, of FP8 and of sums over ranks for an H200, wherever it runs: the compiler needs no GPU.
+"""Compiles programs of the sampler, of FP8 and of sums over ranks for an H200: the compiler itself needs no GPU.
 
 In a process of its own, without Triton's interpreter: which of both a program gets is settled when it is defined.
 """
