@@ -36,7 +36,8 @@ def _sum_add_norm(
     factors = tl.load(weight + columns, mask=inside, other=0.0)
     if OVERLAPS:
         follow()
-    # Counts the meetings of this row, alike on all ranks.
+    # Counts the meetings of this row, alike on all ranks; after a day or two it begins again below zero, so that only
+    # differences say who is behind.
     epoch = tl.load(epochs + row) + 1
     for peer in tl.static_range(WORLD):
         pad = tl.load(pads + peer).to(tl.pointer_type(tl.int32))
@@ -46,11 +47,11 @@ def _sum_add_norm(
         if PATIENCE:
             seen = tl.atomic_add(own_pad + row * WORLD + peer, 0, sem="acquire", scope="sys")
             tries = 0
-            while (seen < epoch) & (tries < PATIENCE):
+            while (seen - epoch < 0) & (tries < PATIENCE):
                 seen = tl.atomic_add(own_pad + row * WORLD + peer, 0, sem="acquire", scope="sys")
                 tries += 1
         else:
-            while tl.atomic_add(own_pad + row * WORLD + peer, 0, sem="acquire", scope="sys") < epoch:
+            while tl.atomic_add(own_pad + row * WORLD + peer, 0, sem="acquire", scope="sys") - epoch < 0:
                 pass
     # No thread reads before the one that has looked.
     tl.debug_barrier()
