@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.rpc.channel import is_serving, open_channel
+from common.rpc.security import Security
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.convert import plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.__main__ import NAME
+from tests.e2e.hosts import Host, NoHostsError, hosts
 from tests.services.worker.engine.scenario import chunk, open_row
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 PROMPT = [5, 17, 80, 33, 61, 2, 9]
@@ -68,14 +70,15 @@ class Launcher:
         self._stack = stack
         self._started = 0
 
-    async def start(self, *flags: str) -> Rank:
+    async def start(self, *flags: str, address: str = "", prefix: tuple[str, ...] = ()) -> Rank:
+        """Start one that listens on a socket of its own, or at `address`; `prefix` goes before the command."""
         self._started += 1
-        address = f"unix:{self.directory}/{self._started}.sock"
+        address = address or f"unix:{self.directory}/{self._started}.sock"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.worker", "--worker.address", address, "--worker.device", "cpu",
+            *prefix, sys.executable, "-m", "services.worker", "--worker.address", address, "--worker.device", "cpu",
             "--worker.threads", "1", "--worker.backend", "torch", *flags,
         )  # fmt: skip
-        channel = open_channel(address)
+        channel = open_channel(address, Security(plaintext=True))
         rank = Rank(process, worker_pb2_grpc.WorkerStub(channel))
         self._stack.push_async_callback(self._end, rank)
         self._stack.push_async_callback(channel.close)
@@ -95,6 +98,15 @@ class Launcher:
 async def launcher(tmp_path: Path) -> AsyncIterator[Launcher]:
     async with AsyncExitStack() as stack:
         yield Launcher(tmp_path, stack)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Host]]:
+    try:
+        with hosts(2) as made:
+            yield made
+    except NoHostsError as error:
+        pytest.skip(str(error))
 
 
 def group_spec(directory: Path) -> EngineSpec:
@@ -175,3 +187,21 @@ async def assert_fails(rank: Rank, plan: StepPlan) -> None:
     assert isinstance(answer, worker_pb2.StepResult)
     assert answer.HasField("error")
     assert (await rank.stub.GetState(worker_pb2.GetWorkerStateRequest())).state == "FAILED"
+
+
+async def test_ranks_on_hosts_of_their_own_generate_what_one_does(launcher: Launcher, two_hosts: list[Host]) -> None:
+    save_tiny_llama(launcher.directory)
+    alone = await launcher.start()
+    await alone.configure(replace(group_spec(launcher.directory), world_size=1, rendezvous=""))
+    expected = tokens(await alone.run(PLAN))
+    ranks = [
+        await launcher.start("--rpc.plaintext", "true", address=f"{host.address}:50053", prefix=host.prefix)
+        for host in two_hosts
+    ]
+    # The same port on both: they have nothing in common but the network.
+    spec = replace(group_spec(launcher.directory), rendezvous=f"{two_hosts[0].address}:29500")
+    for _ in range(2):
+        await configure_all(ranks, spec)
+        first, second = await asyncio.gather(*(rank.run(PLAN) for rank in ranks))
+        assert tokens(first) == expected
+        assert tokens(second) == []

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
+from services.worker.engine.parallel.interface import use_way_to
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class DistributedGroup:
         self.rank = rank
         self.world_size = world_size
         self._device = device
+        use_way_to(rendezvous)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=f"tcp://{rendezvous}",
