@@ -25,9 +25,10 @@ class SchedulerSettings(QueueSettings):
     page_size: int = Field(default=16, ge=1, le=256)
     """Tokens per KV page: the unit of matching, sharing and transfer."""
     max_rows: int = Field(default=64, ge=1, le=4096)
-    """Requests that run at the same time."""
+    """Requests that run at the same time; `pando up` takes 256 on GPUs, unless told."""
     max_step_tokens: int = Field(default=512, ge=16)
-    """Tokens of one step, decode and prefill together; small steps keep decoding smooth, large ones prefill fast."""
+    """Tokens of one step, decode and prefill together; small steps keep decoding smooth, large ones prefill fast.
+    `pando up` takes 4,096 on GPUs, unless told."""
     mixed_step_tokens: int | None = Field(default=None, ge=16)
     """Prompt tokens of a step in which rows decode, while few wait: then decoding is smooth. Of more, a step takes
     half, up to max_step_tokens, so that the queue does not grow. Absent: always as many as fit."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.settings import BackendSettings
+from deploy.supervisor.devices import suited
 from deploy.supervisor.models import check_metrics_ports, deploy_models
 from deploy.supervisor.state import run_root
 
@@ -155,7 +156,7 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int) -> _Plac
     ranks = [f"worker-{rank}" for rank in range(model.ranks)] if model.ranks > 1 else ["worker"]
     names = ("detokenizer", "scheduler", "tokenizer", *ranks)
     sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
-    settings = _connected(model.settings, sockets, ranks)
+    settings = _connected(suited(model.settings), sockets, ranks)
 
     def spec(name: str, module: str, stage: Stage, its: Settings = settings, drain_s: float = 0.0) -> ServiceSpec:
         group = model.prefix + module

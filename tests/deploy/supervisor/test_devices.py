@@ -1,0 +1,56 @@
+"""Settings that suit GPUs, where nobody has made them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.settings import Settings, load_settings
+from deploy.supervisor import devices
+from deploy.supervisor.devices import ON_GPUS, runs_on_gpu, suited
+from deploy.supervisor.layout import plan_layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def settings_of(*flags: str) -> Settings:
+    return load_settings("test", "", list(flags))
+
+
+def sizes(settings: Settings) -> tuple[int, int]:
+    return settings.scheduler.max_rows, settings.scheduler.max_step_tokens
+
+
+def test_steps_are_longer_on_gpus_unless_somebody_has_said_how_long() -> None:
+    on_gpu = "--worker.device=cuda"
+    assert sizes(suited(settings_of(on_gpu))) == tuple(ON_GPUS.values())
+    assert sizes(suited(settings_of(on_gpu, "--scheduler.max_rows=64"))) == (64, ON_GPUS["max_step_tokens"])
+    both = (on_gpu, "--scheduler.max_rows=8", "--scheduler.max_step_tokens=512")
+    assert sizes(suited(settings_of(*both))) == (8, 512)
+    assert sizes(suited(settings_of("--worker.device=cpu"))) == sizes(settings_of())
+
+
+@pytest.mark.parametrize(("has_driver", "build", "expected"), [
+    (True, "2.13.0", True), (True, "2.11.0+cu130", True), (True, "2.13.0+cpu", False), (False, "2.13.0", False),
+    (True, None, False),
+])  # fmt: skip
+def test_a_gpu_is_taken_where_there_is_one_and_torch_can(
+    has_driver: bool, build: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def version(_name: str) -> str:
+        if build is None:
+            raise metadata.PackageNotFoundError
+        return build
+
+    monkeypatch.setattr(devices, "DRIVER", tmp_path if has_driver else tmp_path / "none")
+    monkeypatch.setattr(devices, "version", version)
+    assert runs_on_gpu(settings_of().worker) == expected
+
+
+def test_a_deployment_s_services_are_all_told(tmp_path: Path) -> None:
+    layout = plan_layout(settings_of("--worker.device=cuda"), tmp_path)
+    for name in ("scheduler", "worker"):
+        assert sizes(layout.find(name).settings) == tuple(ON_GPUS.values())
