@@ -14,7 +14,7 @@ from services.worker.engine.engine import OutOfMemoryError
 from services.worker.engine.gpu.captured_passes import CapturedPasses
 from services.worker.engine.gpu.decode_passes import DecodePass, ResidentRunner, ladder
 from services.worker.engine.gpu.device_sampler import DeviceSampler, LaunchedReport
-from services.worker.engine.gpu.prompt_passes import PromptPass, most_worthwhile, prompt_ladder
+from services.worker.engine.gpu.prompt_passes import UNIT, PromptPass, most_worthwhile, prompt_ladder
 from services.worker.engine.gpu.resident_rows import ResidentRows, to_device
 from services.worker.engine.kernels.gpu.reporting import Report
 from services.worker.engine.plans.passes import ForwardPass, gather
@@ -121,7 +121,7 @@ class GpuStepper:
         budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
         self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
         most = most_worthwhile(self._max_step_tokens, self._make_prompt_pass, pool, agree)
-        self._prompt_passes = CapturedPasses(prompt_ladder(most), self._make_prompt_pass, "prompt tokens")
+        self._prompt_passes = CapturedPasses(prompt_ladder(most), self._make_prompt_pass, UNIT)
         self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
 
     def _make_prompt_pass(self, size: int) -> PromptPass:

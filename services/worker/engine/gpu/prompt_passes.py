@@ -7,13 +7,14 @@ attention hand to each other lies at addresses that the capture has fixed; token
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from services.worker.engine.gpu.captured_passes import has_memory
+from services.worker.engine.gpu.captured_passes import CapturedPasses, has_memory
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from services.worker.engine.gpu.resident_rows import ResidentRows
     from services.worker.engine.model.batch import Attend
 
+# What there are so many of in a pass, for the log.
+UNIT = "prompt tokens"
 _MOST_TOKENS = 4096
 
 
@@ -42,13 +45,19 @@ def most_worthwhile(
     Measured once, as it depends on the model as much as on both processors; ranks come to the same answer by `agree`,
     as `ResidentRunner` has it.
     """
-    settle = agree or bool
     most = min(256, max_step_tokens)
     for size in (512, 1024, 2048, _MOST_TOKENS):
         if size > max_step_tokens:
             break
-        one = make(size)
-        if not (settle(one.has_memory()) and settle(one.saves_time(pool))):
+        # As the ladder will be captured: a want of memory ends it here, and nothing else.
+        alone = CapturedPasses((size,), make, UNIT)
+        alone.capture(lambda _share: None, math.inf, pool, agree)
+        one = alone.captured(size)
+        if one is None:
+            break
+        saves = one.saves_time()
+        one.release()
+        if not (saves if agree is None else agree(saves)):
             break
         most = size
     return most
@@ -120,9 +129,11 @@ class PromptPass:
             self._kinds = None
         return self._hidden[batch.sample_indices]
 
-    def saves_time(self, pool: Any) -> bool:  # torch does not export the type
-        """Whether the host launches the model's programs, but attention, for longer than the device computes them."""
-        self.capture(pool)
+    def saves_time(self) -> bool:
+        """Whether the host launches the model's programs, but attention, for longer than the device computes them.
+
+        To be asked of a pass that was captured.
+        """
         started = time.perf_counter()
         self._runner.hidden_states(self._batch)
         launched_ms = 1e3 * (time.perf_counter() - started)
@@ -133,7 +144,6 @@ class PromptPass:
             graph.replay()
         ended.record()
         ended.synchronize()
-        self.release()
         return launched_ms > float(begun.elapsed_time(ended))
 
     def has_memory(self) -> bool:

@@ -100,9 +100,18 @@ def test_the_ladder_ends_with_what_a_step_may_have() -> None:
 )  # fmt: skip
 def test_what_is_captured_depends_on_what_it_saves(max_step_tokens: int, fits: int, saves: int, most: int) -> None:
     def make(size: int) -> Any:
-        return SimpleNamespace(has_memory=lambda: size <= fits, saves_time=lambda _pool: size <= saves)
+        def capture(_pool: object) -> None:
+            if size > fits:
+                raise torch.OutOfMemoryError("made up")
+
+        return SimpleNamespace(
+            size=size, has_memory=lambda: size <= fits, capture=capture, saves_time=lambda: size <= saves,
+            release=lambda: None,
+        )  # fmt: skip
 
     assert most_worthwhile(max_step_tokens, make, None, None) == most
+    # Ranks ask each other beforehand.
+    assert most_worthwhile(max_step_tokens, make, None, bool) == most
     # Another rank that has less, or saves less.
     assert most_worthwhile(9000, make, None, lambda holds: False) == 256
 
