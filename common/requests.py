@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from common.prompt_logprobs import PromptLogprobs
     from common.types import (
         Pooling,
-        Principal,
         RequestId,
         Resume,
         SamplingParams,
         SessionTurn,
         StopConditions,
         TraceContext,
+        View,
     )
 
 
@@ -65,7 +65,7 @@ class GenerateRequest:
     """One prompt to continue, `n` times. `request_id` is unique for all time and the key of all that comes back."""
 
     request_id: RequestId
-    principal: Principal
+    view: View
     model: str
     prompt: Prompt
     sampling: SamplingParams
@@ -77,7 +77,7 @@ class GenerateRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
-    # The conversation it belongs to, within its principal.
+    # The conversation it belongs to, within its view.
     session: str | None = None
     turn: SessionTurn | None = None
     max_context_tokens: int | None = None
@@ -92,3 +92,5 @@ class GenerateRequest:
     truncate_prompt_tokens: int | None = None
     # Texts that are not to be generated.
     bad_words: tuple[str, ...] = ()
+    # Where there are several scheduler groups, requests of one view with equal keys go to the same one.
+    routing_key: str | None = None

@@ -25,15 +25,35 @@ TokenIds = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Principal:
-    """Who is asking; equal in both parts means the same private view of the cache."""
+class Subject:
+    """Who is accountable for a request: evidence, quotas, fair shares, budgets and limits count subjects.
+
+    `name` starts with its kind, so that names of different kinds never coincide: `user/NAME`, `key/ID`, `proxy`,
+    `local` or `anonymous`. See gateway/identity/README.md.
+    """
 
     tenant: str
-    user: str
+    name: str
 
     def __str__(self) -> str:
-        """Return `tenant/user`, for logs."""
-        return f"{self.tenant}/{self.user}"
+        """Return `tenant/name`, for logs."""
+        return f"{self.tenant}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a request may find in the cache: its subject's own entries, its tenant's, and the public ones.
+
+    `salt` narrows the subject's own part: requests with other salts do not find it. Only the gateway makes views.
+    """
+
+    subject: Subject
+    salt: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """The subject's organisation."""
+        return self.subject.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +153,10 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class SessionWish:
-    """A session that somebody wants to open. None leaves it to the scheduler.
+    """A session to be opened for a view. None leaves the value to the scheduler."""
 
-    `quota_user` is whose quota it counts against, within the tenant: a principal can be a user that a client made up.
-    """
-
-    principal: Principal
+    view: View
     session: str
-    quota_user: str
     capacity_tokens: int | None = None
     timeout_ms: int | None = None
 
@@ -251,7 +267,7 @@ class ScheduleRequest:
     """An encoded, validated request on its way to the scheduler."""
 
     request_id: RequestId
-    principal: Principal
+    view: View
     reply_to: ReplyTo
     token_ids: TokenIds
     sampling: SamplingParams
@@ -263,10 +279,12 @@ class ScheduleRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
-    # The conversation it belongs to, within its principal.
+    # The conversation it belongs to, within its view.
     session: str | None = None
     turn: SessionTurn | None = None
     max_context_tokens: int | None = None
     # Set: the prompt is embedded, and nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    # What the tokenizer chooses a scheduler group by, where there are several; not sent to schedulers.
+    routing_key: str | None = None

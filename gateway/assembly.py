@@ -12,7 +12,7 @@ from gateway.app import create_app
 from gateway.backends import Backends
 from gateway.generations import Generations
 from gateway.https import https_files
-from gateway.identity.identity import Identity
+from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import KeyRing, load_keys
 from gateway.identity.proxies import TrustedProxy, parse_networks
 from gateway.identity.signing_keys import open_signing_keys
@@ -121,7 +121,7 @@ def build_identity(settings: GatewaySettings) -> Identity:
     keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
     proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
-    return Identity(keys, proxy, settings.default_tenant, _build_tokens(settings))
+    return Identity(keys, proxy, Keyless(settings.default_tenant, settings.anonymous), _build_tokens(settings))
 
 
 def build_quotas(settings: GatewaySettings) -> Quotas:

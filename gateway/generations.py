@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from common.requests import GenerateRequest
-    from common.types import Principal
+    from common.types import View
     from gateway.journal import Journal
     from gateway.metrics import GatewayMetrics
     from gateway.resume import ResumePolicy
@@ -72,7 +72,7 @@ class Generations:
         self._metrics.open_requests.set(len(self._journal))
         # For the log line at the request's end.
         request = requests[0]
-        bind_contextvars(request_id=request.request_id, tenant=request.principal.tenant, model=request.model)
+        bind_contextvars(request_id=request.request_id, tenant=request.view.tenant, model=request.model)
         generation.start()
         return generation
 
@@ -93,7 +93,7 @@ class Generations:
         self._metrics.cached_tokens.labels(model).inc(usage.cached_tokens)
         bind_contextvars(**usage.counts())
 
-    def abort(self, request_id: str | None, owner: Callable[[Principal], bool]) -> int:
+    def abort(self, request_id: str | None, owner: Callable[[View], bool]) -> int:
         """End the request called exactly `request_id`, or all, of those whose principal `owner` accepts.
 
         What stands behind a dot in the id of a request makes it unique, and is no part of its name.
@@ -103,7 +103,7 @@ class Generations:
         found = [
             generation
             for generation in self._open
-            if request_id in (None, *_names(generation)) and owner(generation.entries[0].request.principal)
+            if request_id in (None, *_names(generation)) and owner(generation.entries[0].request.view)
         ]
         for generation in found:
             generation.fail(ABORTED, "request")

@@ -18,7 +18,7 @@ from protos.gen.pando.v1 import sessions_pb2, sessions_pb2_grpc
 if TYPE_CHECKING:
     import grpc
 
-    from common.types import Principal, SessionGrant, SessionWish
+    from common.types import SessionGrant, SessionWish, View
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -33,7 +33,7 @@ class SessionHost(Protocol):
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session; return what it was granted."""
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
 
 
@@ -69,7 +69,7 @@ class SessionsClient:
         """Open a session; return what it was granted."""
         return grant_from_wire(await answered(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
-        call = self._stub.CloseSession(close_to_wire(principal, session), timeout=TIMEOUT_S)
+        call = self._stub.CloseSession(close_to_wire(view, session), timeout=TIMEOUT_S)
         return (await answered(call)).was_open

@@ -25,6 +25,11 @@ class IdentitySettings(Section):
     administrators may ask for any."""
     default_tenant: str = Field(default="default", min_length=1, max_length=64)
     """Tenant of every caller while no keys are asked for."""
+    anonymous: Literal["auto", "local", "isolated", "vouched", "refuse"] = "auto"
+    """Requests without credential, while neither keys nor tokens are configured. local: all are one local person.
+    isolated: together they are one subject, which finds public text only and proves nothing. auto: local for direct
+    connections over loopback, isolated otherwise. vouched: as auto, but users named in requests are taken for people,
+    for tests and benchmarks on closed networks. refuse: 401."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
     tenant_header: str = "x-pando-tenant"

@@ -18,14 +18,13 @@ from common.wire.answers import (
     logprob_to_wire,
 )
 from common.wire.grammars import grammar_from_wire, grammar_to_wire
+from common.wire.identity import subject_from_wire, subject_to_wire, view_from_wire, view_to_wire
 from common.wire.prompt_logprobs import prompt_logprobs_from_wire, prompt_logprobs_to_wire, span_from_wire, span_to_wire
 from common.wire.requests import (
     cache_mode_from_wire,
     cache_mode_to_wire,
     pooling_from_wire,
     pooling_to_wire,
-    principal_from_wire,
-    principal_to_wire,
     reply_to_from_wire,
     reply_to_wire,
     resume_from_wire,
@@ -72,8 +71,10 @@ __all__ = [
     "logprob_to_wire",
     "pooling_from_wire",
     "pooling_to_wire",
-    "principal_from_wire",
-    "principal_to_wire",
+    "subject_from_wire",
+    "subject_to_wire",
+    "view_from_wire",
+    "view_to_wire",
     "prompt_logprobs_from_wire",
     "prompt_logprobs_to_wire",
     "reply_to_from_wire",

@@ -9,7 +9,6 @@ from common.names import check_name
 from common.types import (
     CacheMode,
     Pooling,
-    Principal,
     ReplyTo,
     RequestId,
     Resume,
@@ -20,6 +19,7 @@ from common.types import (
     TraceContext,
 )
 from common.wire.grammars import grammar_from_wire, grammar_to_wire
+from common.wire.identity import view_from_wire, view_to_wire
 from common.wire.prompt_logprobs import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.wire.sessions import turn_from_wire, turn_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
@@ -32,22 +32,6 @@ _CACHE_MODES = {
 
 _POOLINGS = {pooling: common_pb2.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
 _POOLINGS_BACK = {wire: pooling for pooling, wire in _POOLINGS.items()}
-
-
-def principal_to_wire(principal: Principal) -> common_pb2.Principal:
-    """Encode who is asking."""
-    return common_pb2.Principal(tenant=principal.tenant, user=principal.user)
-
-
-def principal_from_wire(message: common_pb2.Principal) -> Principal:
-    """Decode who is asking.
-
-    Raises:
-        InvalidRequestError: a part is missing or cannot be a name; nobody may be taken for anybody.
-    """
-    if not message.tenant or not message.user:
-        raise InvalidRequestError("principal: tenant and user must both be set", param="principal")
-    return Principal(check_name("principal.tenant", message.tenant), check_name("principal.user", message.user))
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
@@ -196,7 +180,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
     """Encode a validated request for the scheduler."""
     message = scheduler_pb2.ScheduleRequest(
         request_id=request.request_id,
-        principal=principal_to_wire(request.principal),
+        view=view_to_wire(request.view),
         reply_to=reply_to_wire(request.reply_to),
         sampling=sampling_to_wire(request.sampling),
         stop=stop_to_wire(request.stop),
@@ -230,7 +214,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         raise InvalidRequestError("the prompt is empty", param="prompt")
     return ScheduleRequest(
         request_id=RequestId(message.request_id),
-        principal=principal_from_wire(message.principal),
+        view=view_from_wire(message.view),
         reply_to=reply_to_from_wire(message.reply_to),
         token_ids=np.array(message.token_ids, dtype=np.int32),
         sampling=sampling_from_wire(message.sampling),

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.names import check_name
-from common.types import Principal, SessionGrant, SessionTurn, SessionWish
-from protos.gen.pando.v1 import common_pb2, sessions_pb2
+from common.types import SessionGrant, SessionTurn, SessionWish, View
+from common.wire.identity import view_from_wire, view_to_wire
+from protos.gen.pando.v1 import sessions_pb2
 
 if TYPE_CHECKING:
     from protos.gen.pando.v1 import scheduler_pb2, tokenizer_pb2
@@ -49,11 +50,10 @@ def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.Genera
 def wish_to_wire(wish: SessionWish) -> sessions_pb2.OpenSessionRequest:
     """Encode what somebody wants to open."""
     return sessions_pb2.OpenSessionRequest(
-        principal=common_pb2.Principal(tenant=wish.principal.tenant, user=wish.principal.user),
+        view=view_to_wire(wish.view),
         session=wish.session,
         capacity_tokens=wish.capacity_tokens or 0,
         timeout_ms=wish.timeout_ms or 0,
-        quota_user=wish.quota_user,
     )
 
 
@@ -63,12 +63,8 @@ def wish_from_wire(message: sessions_pb2.OpenSessionRequest) -> SessionWish:
     Raises:
         InvalidRequestError: identity or name is missing, or malformed.
     """
-    principal, session = _session_of(message)
-    if not message.quota_user:
-        raise InvalidRequestError("quota_user must be set", param="quota_user")
-    return SessionWish(
-        principal, session, message.quota_user, message.capacity_tokens or None, message.timeout_ms or None
-    )
+    view, session = _session_of(message)
+    return SessionWish(view, session, message.capacity_tokens or None, message.timeout_ms or None)
 
 
 def grant_to_wire(grant: SessionGrant) -> sessions_pb2.OpenSessionResponse:
@@ -81,14 +77,12 @@ def grant_from_wire(message: sessions_pb2.OpenSessionResponse) -> SessionGrant:
     return SessionGrant(message.capacity_tokens, message.timeout_ms)
 
 
-def close_to_wire(principal: Principal, session: str) -> sessions_pb2.CloseSessionRequest:
+def close_to_wire(view: View, session: str) -> sessions_pb2.CloseSessionRequest:
     """Encode which session is to end."""
-    return sessions_pb2.CloseSessionRequest(
-        principal=common_pb2.Principal(tenant=principal.tenant, user=principal.user), session=session
-    )
+    return sessions_pb2.CloseSessionRequest(view=view_to_wire(view), session=session)
 
 
-def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[Principal, str]:
+def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[View, str]:
     """Decode which session is to end.
 
     Raises:
@@ -97,9 +91,7 @@ def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[Principa
     return _session_of(message)
 
 
-def _session_of(message: sessions_pb2.OpenSessionRequest | sessions_pb2.CloseSessionRequest) -> tuple[Principal, str]:
-    if not message.principal.tenant or not message.principal.user or not message.session:
-        raise InvalidRequestError("principal and session must be set", param="session_id")
-    for value in (message.principal.tenant, message.principal.user):
-        check_name("principal", value)
-    return Principal(message.principal.tenant, message.principal.user), check_name("session_id", message.session)
+def _session_of(message: sessions_pb2.OpenSessionRequest | sessions_pb2.CloseSessionRequest) -> tuple[View, str]:
+    if not message.session:
+        raise InvalidRequestError("session must be set", param="session_id")
+    return view_from_wire(message.view), check_name("session_id", message.session)

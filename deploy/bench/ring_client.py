@@ -15,13 +15,14 @@ from common.rpc.status import describe
 from common.types import (
     CacheMode,
     FinishReason,
-    Principal,
     ReplyTo,
     RequestId,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from common.wire import admission_from_wire, finish_from_wire, schedule_request_to_wire
 from deploy.bench.clock import Clock, SystemClock
@@ -229,7 +230,7 @@ def schedule_requests(
     return [
         ScheduleRequest(
             request_id=RequestId(f"bench-{run}-{index}"),
-            principal=Principal(TENANT, request.user or f"{run}-{index}"),
+            view=View(Subject(TENANT, request.user or f"{run}-{index}")),
             reply_to=ReplyTo(SubscriberId("")),
             token_ids=np.asarray(prompts.prompt(request.segments), dtype=np.int32),
             sampling=SamplingParams(temperature=temperature, seed=index),

@@ -10,7 +10,7 @@ from deploy.inspection.cache_changes import flush, forget, pin, unpin
 from deploy.inspection.cache_figures import show_stats
 from deploy.inspection.cache_tree import show_tree, watch
 from deploy.inspection.connection import add_connection_arguments, with_scheduler
-from deploy.inspection.principals import View, parse_principal
+from deploy.inspection.identities import Filter, parse_subject
 from deploy.inspection.prompts import Prompt
 from deploy.inspection.replay import add_replay_arguments, run_replay
 
@@ -34,14 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     changes = actions.add_parser("watch", help="print every change until Ctrl-C")
     for action in (tree, changes):
         seen = action.add_mutually_exclusive_group()
-        seen.add_argument("--principal", metavar="TENANT/USER", help="only what this user sees; needs the admin token")
+        seen.add_argument(
+            "--view",
+            metavar="TENANT/SUBJECT",
+            help="only what this subject finds, e.g. acme/user/ann; needs the admin token",
+        )
+        seen.add_argument("--salt", default="", help="with --view: the salt that narrows it")
         seen.add_argument("--fingerprint", metavar="HEX", help="the same for the user that it stands for")
     stats = actions.add_parser("stats", help="pages, owners, hits and events in numbers")
     stats.add_argument(
         "--owners", type=int, default=SHOWN_OWNERS, help=f"so many with the most pages (default {SHOWN_OWNERS})"
     )
     gone = actions.add_parser("forget", help="drop everything that is private to a user; needs the admin token")
-    gone.add_argument("principal", metavar="TENANT/USER")
+    gone.add_argument("subject", metavar="TENANT/SUBJECT", help="e.g. acme/user/ann, acme/key/KEYID, default/local")
     gone.add_argument("--session", metavar="ID", help="only what belongs to this conversation alone")
     pinned = actions.add_parser("pin", help="declare a prompt public; needs the admin token")
     unpinned = actions.add_parser("unpin", help="undo a pin; needs the admin token")
@@ -67,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _chosen(arguments: argparse.Namespace) -> Callable[[Connection], None]:
     match arguments.action:
         case "tree":
-            view = View.of(arguments)
-            return partial(show_tree, view=view, max_nodes=arguments.max_nodes, with_ids=arguments.token_ids)
+            shown = Filter.of(arguments)
+            return partial(show_tree, shown=shown, max_nodes=arguments.max_nodes, with_ids=arguments.token_ids)
         case "watch":
-            return partial(watch, view=View.of(arguments))
+            return partial(watch, shown=Filter.of(arguments))
         case "stats":
             return partial(show_stats, max_owners=arguments.owners)
         case "forget":
-            return partial(forget, principal=parse_principal(arguments.principal), session=arguments.session)
+            return partial(forget, subject=parse_subject(arguments.subject), session=arguments.session)
         case "pin":
             return partial(pin, prompt=Prompt.of(arguments))
         case "unpin":

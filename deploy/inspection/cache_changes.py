@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from deploy.inspection.connection import TIMEOUT_S
+from deploy.inspection.identities import subject_text
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
@@ -22,12 +23,11 @@ def flush(connection: Connection) -> None:
     connection.console.print(f"{answer.freed_pages:,} pages freed")
 
 
-def forget(connection: Connection, *, principal: common_pb2.Principal, session: str | None) -> None:
-    """Drop what is private to a user, or to one conversation of theirs."""
-    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal, session=session)
-    answer = connection.scheduler.ForgetPrincipal(request, timeout=TIMEOUT_S, metadata=connection.metadata)
-    name = escape(f"{principal.tenant}/{principal.user}")
-    connection.console.print(f"{name} is forgotten: {answer.freed_pages:,} pages freed")
+def forget(connection: Connection, *, subject: common_pb2.Subject, session: str | None) -> None:
+    """Drop all that is private to a subject, or to one of its conversations."""
+    request = scheduler_pb2.ForgetRequest(subject=subject, session=session)
+    answer = connection.scheduler.Forget(request, timeout=TIMEOUT_S, metadata=connection.metadata)
+    connection.console.print(f"{escape(subject_text(subject))} is forgotten: {answer.freed_pages:,} pages freed")
 
 
 def pin(connection: Connection, *, prompt: Prompt) -> None:

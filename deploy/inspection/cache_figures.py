@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.inspection.connection import TIMEOUT_S
-from deploy.inspection.principals import name_of
+from deploy.inspection.identities import name_of
 from deploy.inspection.state import tiers
 from protos.gen.pando.v1 import scheduler_pb2
 
@@ -32,7 +32,7 @@ def totals(accounting: scheduler_pb2.CacheAccounting) -> Table:
     """Return what the tree holds, what was found in it, and what has happened."""
     table = Table(show_header=False, box=None)
     table.add_row("epoch, events", f"{accounting.epoch:,}, {accounting.sequence:,}")
-    table.add_row("nodes, users", f"{accounting.nodes:,}, {accounting.principals:,}")
+    table.add_row("nodes, views", f"{accounting.nodes:,}, {accounting.views:,}")
     table.add_row("pages public, private", f"{accounting.public_pages:,}, {accounting.private_pages:,}")
     table.add_row("pages saved by sharing", f"{accounting.merged_pages:,}")
     table.add_row("tokens found", _counts(accounting.hit_tokens))
@@ -52,7 +52,7 @@ def owners(accounts: Iterable[scheduler_pb2.OwnerAccounting]) -> Table:
     for name in ("owner", "device pages", "host pages", "nodes", "running", "last epoch", "active"):
         table.add_column(name, justify="left" if name in ("owner", "active") else "right")
     for account in accounts:
-        named = account.principal if account.HasField("principal") else None
+        named = account.view if account.HasField("view") else None
         name = name_of(named, account.fingerprint) if account.fingerprint else "public"
         numbers = (account.device_pages, account.host_pages, account.nodes, account.leases, account.last_epoch)
         table.add_row(escape(name), *(f"{number:,}" for number in numbers), "yes" if account.active else "")

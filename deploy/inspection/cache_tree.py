@@ -8,20 +8,20 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from deploy.inspection.connection import TIMEOUT_S
-from deploy.inspection.principals import name_of
+from deploy.inspection.identities import name_of
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from deploy.inspection.connection import Connection
-    from deploy.inspection.principals import View
+    from deploy.inspection.identities import Filter
 
 
-def show_tree(connection: Connection, *, view: View, max_nodes: int, with_ids: bool) -> None:
+def show_tree(connection: Connection, *, shown: Filter, max_nodes: int, with_ids: bool) -> None:
     """Print the nodes."""
     request = scheduler_pb2.DumpTreeRequest(
-        principal=view.principal, fingerprint=view.fingerprint, max_nodes=max_nodes, include_token_ids=with_ids
+        view=shown.view, fingerprint=shown.fingerprint, max_nodes=max_nodes, include_token_ids=with_ids
     )
     answers = connection.scheduler.DumpTree(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     nodes = [answer.node for answer in answers]
@@ -70,7 +70,7 @@ def describe(node: scheduler_pb2.TreeNode) -> str:
 def _owner(node: scheduler_pb2.TreeNode) -> str:
     if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC:
         return ""
-    return f" of {name_of(node.owner if node.HasField('owner') else None, node.owner_fingerprint)}"
+    return f" of {name_of(node.owner_view if node.HasField('owner_view') else None, node.owner_fingerprint)}"
 
 
 def _evidence(node: scheduler_pb2.TreeNode) -> str:
@@ -82,9 +82,9 @@ def _evidence(node: scheduler_pb2.TreeNode) -> str:
     return ""
 
 
-def watch(connection: Connection, *, view: View) -> None:
+def watch(connection: Connection, *, shown: Filter) -> None:
     """Print every change until the person has seen enough."""
-    request = scheduler_pb2.WatchCacheEventsRequest(principal=view.principal, fingerprint=view.fingerprint)
+    request = scheduler_pb2.WatchCacheEventsRequest(view=shown.view, fingerprint=shown.fingerprint)
     # No deadline: it goes on until the person has seen enough.
     for event in connection.scheduler.WatchCacheEvents(request, metadata=connection.metadata):
         kind = scheduler_pb2.CacheEventKind.Name(event.kind).removeprefix("CACHE_EVENT_KIND_").lower()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from deploy.inspection.connection import TIMEOUT_S, add_connection_arguments, with_schedulers
+from deploy.inspection.identities import name_of
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def sessions(state: scheduler_pb2.GetStateResponse) -> Table:
     for name in ("user", "session", "holds", "of tokens", "turns", "running", "ends in"):
         table.add_column(name, justify="left" if name in ("user", "session") else "right")
     for session in state.sessions:
-        whose = f"{session.principal.tenant}/{session.principal.user}" if session.HasField("principal") else ""
+        whose = name_of(session.view, session.fingerprint) if session.HasField("view") else ""
         table.add_row(
             whose or session.fingerprint,
             session.session,

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create = actions.add_parser("create", help="make a key and print it, once")
     create.add_argument("--tenant", required=True, help="the organisation it belongs to")
     create.add_argument("--user", help="the person it stands for; absent: an application")
-    create.add_argument("--act-for-users", action="store_true", help="it may speak for any user of the tenant")
+    create.add_argument("--vouches-for-users", action="store_true", help="users named in its requests are people")
     create.add_argument("--admin", action="store_true", help="it may also use the endpoints of administrators")
     modes = [mode.value for mode in CacheMode]
     create.add_argument("--cache", choices=modes, default="default", help="the most that its requests may cache")
@@ -62,7 +62,7 @@ def _create(arguments: argparse.Namespace) -> int:
             sha256=hash_of(secret),
             tenant=check_name("tenant", arguments.tenant),
             user=check_name("user", arguments.user) if arguments.user else None,
-            act_for_users=arguments.act_for_users,
+            vouches_for_users=arguments.vouches_for_users,
             admin=arguments.admin,
             cache=CacheMode(arguments.cache),
             created=datetime.now(UTC).date().isoformat(),

@@ -24,7 +24,7 @@ from gateway.schemas.structure import refuse_beside
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from gateway.api.context import Context
-    from gateway.identity.caller import Asker
+    from gateway.identity.caller import Requester
     from gateway.parsing.answers import Reading
     from gateway.render.shapes import ResponseHead, StreamRenderer, WholeRenderer
     from gateway.ring.messages import ModelInfo
@@ -41,13 +41,13 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.CHAT)
         body = parse(ChatCompletionBody, raw)
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = await require_chat(context, body.model)
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
-        generate, reading = chat_request(context, request, head, asker, body, card)
+        generate, reading = chat_request(context, request, head, requester, body, card)
         if body.stream:
-            return context.stream(asker, [generate], _stream(body, head, reading))
-        return context.whole(asker, [generate], _whole(body, head, reading))
+            return context.stream(requester, [generate], _stream(body, head, reading))
+        return context.whole(requester, [generate], _whole(body, head, reading))
 
     return router
 
@@ -67,7 +67,12 @@ async def require_chat(context: Context, model: str | None) -> ModelInfo:
 
 
 def chat_request(
-    context: Context, request: Request, head: ResponseHead, asker: Asker, body: ChatCompletionBody, card: ModelInfo
+    context: Context,
+    request: Request,
+    head: ResponseHead,
+    requester: Requester,
+    body: ChatCompletionBody,
+    card: ModelInfo,
 ) -> tuple[GenerateRequest, Reading]:
     """Return what a chat asks the ring for, and how its answer is read.
 
@@ -75,7 +80,7 @@ def chat_request(
         InvalidRequestError: fields of the body contradict each other, or cannot be honoured.
     """
     reading = body.reading(card)
-    generate = context.generate_request(request, head, asker, body, body.to_prompt(reading.prefix))
+    generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))
     grammar = chat_grammar(body, reading)
     if grammar != generate.sampling.grammar:
         refuse_beside(grammar, allowed_token_ids=body.allowed_token_ids)

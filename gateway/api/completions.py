@@ -37,10 +37,10 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.COMPLETIONS)
         body = parse(CompletionBody, raw)
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = check_generates(await context.models.require_named(body.model))
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
-        first = context.generate_request(request, head, asker, body, body.prompt[0])
+        first = context.generate_request(request, head, requester, body, body.prompt[0])
         first = replace(first, add_special_tokens=body.add_special_tokens)
         requests = one_per_prompt(first, body.prompt)
         echo = await _echo(context, body) if body.echo else None
@@ -50,9 +50,11 @@ def create_router(context: Context) -> APIRouter:
             chunks = CompletionStream(
                 head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices
             )
-            return context.stream(asker, requests, chunks)
+            return context.stream(requester, requests, chunks)
         whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs)
-        return context.whole(asker, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole)
+        return context.whole(
+            requester, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole
+        )
 
     return router
 

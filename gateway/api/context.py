@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from common.requests import Prompt
     from gateway.backends import Backends
     from gateway.generations import Generations
-    from gateway.identity.caller import Asker, Caller
+    from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.quotas import Quotas
@@ -98,7 +98,7 @@ class Context:
         self,
         request: Request,
         head: ResponseHead,
-        asker: Asker,
+        requester: Requester,
         body: ChatCompletionBody | CompletionBody,
         prompt: Prompt,
     ) -> GenerateRequest:
@@ -109,39 +109,46 @@ class Context:
         """
         return GenerateRequest(
             request_id=RequestId(head.id),
-            principal=asker.principal,
+            view=requester.view,
             model=head.model,
             prompt=prompt,
             sampling=body.sampling(body.logprobs_wanted),
             stop=body.stop_conditions(body.token_limit),
             n=body.choices,
-            priority=asker.priority(body.priority, self.limits.max_priority),
-            cache_mode=asker.cache_mode(body.cache_mode),
+            priority=requester.priority(body.priority, self.limits.max_priority),
+            cache_mode=requester.cache_mode(body.cache_mode),
             skip_special_tokens=body.skip_special_tokens is not False,
             timeout_ms=self.limits.request_timeout_ms,
             trace=trace_of(request.headers),
             session=body.session,
-            max_context_tokens=self.quotas.max_context(asker.subject),
+            max_context_tokens=self.quotas.max_context(requester.subject),
             prompt_logprobs=body.prompt_logprobs_wanted,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             bad_words=tuple(body.bad_words or ()),
+            routing_key=body.routing_key,
         )
 
-    def stream(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: StreamRenderer) -> GenerationResponse:
+    def stream(
+        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: StreamRenderer
+    ) -> GenerationResponse:
         """Submit `requests` and answer with events as they come."""
-        return self._respond(asker, requests, StreamDelivery(renderer, self.limits.keep_alive_s))
+        return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s))
 
-    def whole(self, asker: Asker, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> GenerationResponse:
+    def whole(
+        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: WholeRenderer
+    ) -> GenerationResponse:
         """Submit `requests` and answer in one piece."""
-        return self._respond(asker, requests, WholeDelivery(renderer))
+        return self._respond(requester, requests, WholeDelivery(renderer))
 
     def in_pieces(
-        self, asker: Asker, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
+        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
     ) -> GenerationResponse:
         """Submit `requests` and answer at their end, in a body that takes its time to be written."""
-        return self._respond(asker, requests, PiecewiseDelivery(renderer))
+        return self._respond(requester, requests, PiecewiseDelivery(renderer))
 
-    def _respond(self, asker: Asker, requests: Sequence[GenerateRequest], delivery: Delivery) -> GenerationResponse:
-        charge = Charge(asker.subject, len(requests), sum(map(announced_tokens, requests)))
+    def _respond(
+        self, requester: Requester, requests: Sequence[GenerateRequest], delivery: Delivery
+    ) -> GenerationResponse:
+        charge = Charge(requester.subject, len(requests), sum(map(announced_tokens, requests)))
         limit = self.limits.stream_buffer_bytes if isinstance(delivery, StreamDelivery) else None
         return GenerationResponse(self.generations, requests, delivery, partial(self.quotas.take, charge), limit)

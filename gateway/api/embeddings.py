@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from common.requests import Prompt
     from gateway.api.context import Context
-    from gateway.identity.caller import Asker
+    from gateway.identity.caller import Requester
     from gateway.ring.messages import ModelInfo
     from gateway.schemas.embeddings import EmbeddingFields
 
@@ -40,13 +40,13 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.EMBEDDINGS)
         body = parse(EmbeddingBody, raw)
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require_named(body.model)
         check_dimensions(body.dimensions, card)
-        embedding = _Embedding(context, request, asker, body, card, f"embd-{uuid.uuid4().hex}")
+        embedding = _Embedding(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}")
         requests = embedding.requests({"input": body.input})
         return context.in_pieces(
-            asker, requests, WholeEmbeddings(card.name, body.encoding_format == "base64", body.dimensions)
+            requester, requests, WholeEmbeddings(card.name, body.encoding_format == "base64", body.dimensions)
         )
 
     @router.post("/score", openapi_extra=documented(ScoreBody), operation_id="score_without_version")
@@ -57,12 +57,12 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.SCORE)
         body = parse(ScoreBody, raw)
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require(body.model)
         head = context.head(f"score-{uuid.uuid4().hex}", card.name)
-        embedding = _Embedding(context, request, asker, body, card, head.id)
+        embedding = _Embedding(context, request, requester, body, card, head.id)
         requests = embedding.requests({"text_1": body.text_1, "text_2": body.text_2})
-        return context.whole(asker, requests, WholeScores(head, len(body.text_1)))
+        return context.whole(requester, requests, WholeScores(head, len(body.text_1)))
 
     @router.post("/rerank", openapi_extra=documented(RerankBody), operation_id="rerank_without_version")
     @router.post("/v2/rerank", openapi_extra=documented(RerankBody), operation_id="rerank_2")
@@ -73,14 +73,14 @@ def create_router(context: Context) -> APIRouter:
         raw = await context.body(request)
         refusals.check(raw, refusals.RERANK)
         body = parse(RerankBody, raw)
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require(body.model)
         head = context.head(f"rerank-{uuid.uuid4().hex}", card.name)
-        embedding = _Embedding(context, request, asker, body, card, head.id)
+        embedding = _Embedding(context, request, requester, body, card, head.id)
         requests = embedding.requests({"query": [body.query], "documents": body.documents})
         top_n = len(body.documents) if body.top_n is None else body.top_n
         ranking = WholeRanking(head, body.documents, top_n, body.return_documents is not False)
-        return context.whole(asker, requests, ranking)
+        return context.whole(requester, requests, ranking)
 
     return router
 
@@ -89,11 +89,17 @@ class _Embedding:
     """What the requests of one body have in common."""
 
     def __init__(
-        self, context: Context, request: Request, asker: Asker, body: EmbeddingFields, card: ModelInfo, response_id: str
+        self,
+        context: Context,
+        request: Request,
+        requester: Requester,
+        body: EmbeddingFields,
+        card: ModelInfo,
+        response_id: str,
     ) -> None:
         self._context = context
         self._request = request
-        self._asker = asker
+        self._requester = requester
         self._body = body
         self._card = card
         self._id = response_id
@@ -107,17 +113,17 @@ class _Embedding:
         body, context = self._body, self._context
         return GenerateRequest(
             request_id=RequestId(f"{self._id}-{number}"),
-            principal=self._asker.principal,
+            view=self._requester.view,
             model=self._card.name,
             prompt=prompt,
             sampling=SamplingParams(),
             stop=StopConditions(),
-            priority=self._asker.priority(body.priority, context.limits.max_priority),
-            cache_mode=self._asker.cache_mode(body.cache_mode),
+            priority=self._requester.priority(body.priority, context.limits.max_priority),
+            cache_mode=self._requester.cache_mode(body.cache_mode),
             timeout_ms=context.limits.request_timeout_ms,
             trace=trace_of(self._request.headers),
             session=body.session,
-            max_context_tokens=context.quotas.max_context(self._asker.subject),
+            max_context_tokens=context.quotas.max_context(self._requester.subject),
             pooling=body.pooling or self._card.pooling,
             prompt_name=name,
         )

@@ -31,14 +31,16 @@ def create_router(context: Context) -> APIRouter:
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.MESSAGES)
-        chat = parse(MessagesBody, raw).to_chat()
-        asker = identify(caller, chat.user_names)
+        body = parse(MessagesBody, raw)
+        chat = body.to_chat()
+        # Coding agents put a session there, so it names a person only where the credential vouches for its users.
+        requester = identify(caller, body.user_names if caller.vouches else ())
         card = await require_chat(context, chat.model)
         head = context.head(f"msg_{uuid.uuid4().hex}", card.name)
-        generate, reading = chat_request(context, request, head, asker, chat, card)
+        generate, reading = chat_request(context, request, head, requester, chat, card)
         if chat.stream:
-            return context.stream(asker, [generate], MessageStream(head, reading))
-        return context.whole(asker, [generate], WholeMessage(head, reading))
+            return context.stream(requester, [generate], MessageStream(head, reading))
+        return context.whole(requester, [generate], WholeMessage(head, reading))
 
     @router.post("/v1/messages/count_tokens", openapi_extra=documented(MessagesBody))
     async def count_tokens(request: Request) -> Response:

@@ -39,13 +39,13 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
         body = parse(GenerateBody, raw)
         turn = body.session_params
-        asker = identify(caller, body.user_names, body.session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         card = check_generates(await context.models.require(body.model))
         completion = body.to_completion(card.name)
         name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
         # A client may use its own id twice; the ring's ids are unique for all time.
         head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
-        first = context.generate_request(request, head, asker, completion, completion.prompt[0])
+        first = context.generate_request(request, head, requester, completion, completion.prompt[0])
         sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
         first = replace(first, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
         if turn is not None:
@@ -58,8 +58,8 @@ def create_router(context: Context) -> APIRouter:
         asked = body.logprob_token_ids
         shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw), asked)
         if body.stream:
-            return context.stream(asker, requests, NativeStream(shape, len(requests)))
-        return context.whole(asker, requests, WholeNative(shape))
+            return context.stream(requester, requests, NativeStream(shape, len(requests)))
+        return context.whole(requester, requests, WholeNative(shape))
 
     return router
 

@@ -47,17 +47,17 @@ def create_router(context: Context) -> APIRouter:
         holder = _holder(caller, body)
         messages = [*await _earlier(context, holder, body.previous_response_id), *messages]
         chat = body.to_chat(messages)
-        asker = identify(caller, chat.user_names)
+        requester = identify(caller, chat.user_names, chat.cache_salt)
         card = await require_chat(context, body.model)
         response_id = f"resp_{secrets.token_hex(24)}"
         head = context.head(response_id, card.name)
-        generate, reading = chat_request(context, request, head, asker, chat, card)
+        generate, reading = chat_request(context, request, head, requester, chat, card)
         generate = _with_own_names(generate)
         keep = partial(_keep, context, holder, body, messages) if body.store is not False else lambda _response: None
         draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, keep)
         if body.stream:
-            return context.stream(asker, [generate], ResponseStream(draft, reading))
-        return context.whole(asker, [generate], WholeResponse(draft, reading))
+            return context.stream(requester, [generate], ResponseStream(draft, reading))
+        return context.whole(requester, [generate], WholeResponse(draft, reading))
 
     @router.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
@@ -95,7 +95,7 @@ def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
 def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:
     """Return whose a response is: a request that asks for one later names no user, so the credential counts."""
     names = (body.user_id, body.user, body.safety_identifier) if body else ()
-    return Holder(caller.tenant, caller.user or f"/{caller.key_id or ''}", next(filter(None, names), None))
+    return Holder(caller.tenant, caller.subject, next(filter(None, names), None))
 
 
 async def _earlier(context: Context, holder: Holder, previous_id: str | None) -> list[dict[str, Any]]:  # Any: free JSON

@@ -31,12 +31,11 @@ def create_router(context: Context) -> APIRouter:
         caller = await context.caller(request)
         body = parse(OpenSessionBody, await context.body(request))
         session = check_name("session_id", body.session_id) if body.session_id else f"sess-{secrets.token_hex(16)}"
-        asker = identify(caller, body.user_names, session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         backend = await context.models.find(body.model)
         wish = SessionWish(
-            principal=asker.principal,
+            view=requester.view,
             session=session,
-            quota_user=asker.subject.user,
             capacity_tokens=body.capacity_of_str_len,
             timeout_ms=None if body.timeout is None else max(round(body.timeout * 1000), 1),
         )
@@ -53,9 +52,9 @@ def create_router(context: Context) -> APIRouter:
         caller = await context.caller(request)
         body = parse(CloseSessionBody, await context.body(request))
         session = check_name("session_id", body.session_id)
-        asker = identify(caller, body.user_names, session)
+        requester = identify(caller, body.user_names, body.cache_salt)
         backend = await context.models.find(body.model)
-        if not await backend.model.close_session(asker.principal, session):
+        if not await backend.model.close_session(requester.view, session):
             message = f"You have no open session '{session}' with this model; it may have timed out."
             raise InvalidRequestError(message, param="session_id")
         return Response(b"{}", media_type="application/json")

@@ -1,4 +1,4 @@
-"""Whose request this is: from what a credential says and what the body names to a principal."""
+"""Whose request this is: the view and the subject, from what the credential and the body say."""
 
 from __future__ import annotations
 
@@ -6,59 +6,75 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 from common.errors import PermissionDeniedError
 from common.names import MAX_NAME_BYTES, check_name
-from common.types import CacheMode, Principal
+from common.types import CacheMode, Subject, View
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Subjects that are no person and no key. The kind of all others stands before a slash: see `person` and `key`.
+LOCAL = "local"
 ANONYMOUS = "anonymous"
-# How users that are no more than a conversation begin.
-SESSION_PREFIX = "session:"
+PROXY = "proxy"
+
+
+def person(name: str) -> str:
+    """Return the subject's name of a person."""
+    return _bounded(f"user/{name}", "user-sha256/")
+
+
+def key(key_id: str) -> str:
+    """Return the subject's name of an API key that stands for no person."""
+    return f"key/{key_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the connection and its credential say.
 
-    `user` is whom the credential stands for. With `may_act_for`, requests may speak for any user of the tenant;
-    without, the user that a request names is a part of the credential's own principal and of nobody else's.
+    `subject` is the name of who is accountable for requests that name no user; see `common.types.Subject`. With
+    `vouches`, a user named in a request is a person, whom the credential vouches for; without, such a name only narrows
+    what the request may find.
     """
 
     tenant: str
-    user: str | None = None
-    key_id: str | None = None
-    may_act_for: bool = False
+    subject: str
+    vouches: bool = False
     is_admin: bool = False
     cache: CacheMode = CacheMode.DEFAULT
-    # The highest priority that its requests may ask for; None: what the gateway's settings say.
+    # The highest priority that its requests may ask for; None: the gateway's setting.
     max_priority: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """Whose limits a request counts against. Names that a client makes up do not multiply its limits."""
-
-    tenant: str
-    user: str
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether the caller cannot be told from others: it shares nothing with its own other requests."""
+        return self.subject == ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """A caller with the user that its request names."""
+class Requester:
+    """A caller with the identity of its request."""
 
     caller: Caller
-    principal: Principal
-    subject: Subject
+    view: View
+
+    @property
+    def subject(self) -> Subject:
+        """Who is accountable."""
+        return self.view.subject
 
     def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
-        """Return the stricter one of what the request wants and what its credential allows."""
-        return self.caller.cache.at_least(wanted or CacheMode.DEFAULT)
+        """Return the strictest of the request's wish, the credential's, and what anonymous requests may do."""
+        allowed = self.caller.cache
+        if self.caller.is_anonymous:
+            allowed = allowed.at_least(CacheMode.PRIVATE)
+        return allowed.at_least(wanted or CacheMode.DEFAULT)
 
     def priority(self, wanted: int | None, default_limit: int) -> int:
-        """Return the priority of a request; who asks for none gets 0, or less where that is the limit.
+        """Return the priority of a request: 0 where none is asked for, or the limit if that is lower.
 
         Raises:
             PermissionDeniedError: it asks for more than its credential allows.
@@ -72,65 +88,36 @@ class Asker:
         return min(0, limit) if wanted is None else wanted
 
 
-def identify(caller: Caller, named: Sequence[tuple[str, str | None]], session: str | None = None) -> Asker:
-    """Return who asks, if the fields `named` (field, value) may name a user; the first one set counts.
+def identify(caller: Caller, users: Sequence[tuple[str, str | None]] = (), salt: str | None = None) -> Requester:
+    """Return the identity of a request.
 
-    Nobody named, and a credential that stands for nobody: a principal of the `session`, so that its next request is
-    the same one's; and without a session a fresh principal, equal to no other.
+    Args:
+        caller: The credential's.
+        users: Fields of the body that may name a user (field, value); the first that is set counts.
+        salt: `cache_salt` of the body.
 
     Raises:
-        InvalidRequestError: the name is too long or has control characters.
+        InvalidRequestError: a name is too long or has control characters.
     """
-    name = next((check_name(field, value) for field, value in named if value), None)
-    if name is None and session is not None and caller.user is None:
-        return _conversation(caller, session)
-    if caller.may_act_for:
-        user = name or caller.user
-        subject = user or ANONYMOUS
-    else:
-        user = _own_user(caller, name or _nobody()) if name or caller.user is None else _escaped(caller.user)
-        subject = caller.user or f"/{caller.key_id}"
-    user = user or _nobody()
-    return Asker(caller, Principal(caller.tenant, user), Subject(caller.tenant, subject))
+    named = next((check_name(field, value) for field, value in users if value), None)
+    narrowing = {"salt": check_name("cache_salt", salt)} if salt else {}
+    subject = caller.subject
+    if caller.vouches and named:
+        subject = person(named)
+    elif named:
+        narrowing["user"] = named
+    if caller.is_anonymous:
+        narrowing = {"request": secrets.token_hex(16)}
+    text = urlencode(sorted(narrowing.items()))
+    return Requester(caller, View(Subject(caller.tenant, subject), _bounded(text, "sha256=")))
 
 
-def _conversation(caller: Caller, session: str) -> Asker:
-    name = _bounded(f"{SESSION_PREFIX}{session}")
-    subject = Subject(caller.tenant, ANONYMOUS if caller.may_act_for else f"/{caller.key_id}")
-    return Asker(caller, Principal(caller.tenant, name if caller.may_act_for else _own_user(caller, name)), subject)
+def owns(caller: Caller, view: View) -> bool:
+    """Whether `view` is one that the caller's requests may have."""
+    return caller.tenant == view.tenant and (caller.vouches or caller.subject == view.subject.name)
 
 
-def owns(caller: Caller, principal: Principal) -> bool:
-    """Whether `principal` is one that the caller's requests may have."""
-    if caller.tenant != principal.tenant:
-        return False
-    own = _own_prefix(caller)
-    return caller.may_act_for or principal.user == own or principal.user.startswith(f"{own}/")
-
-
-def _own_user(caller: Caller, name: str) -> str:
-    return _bounded(f"{_own_prefix(caller)}/{name}")
-
-
-def _own_prefix(caller: Caller) -> str:
-    """Return how all users that are parts of the credential's own principal begin, before a slash.
-
-    No two credentials can meet here: what stands before the first slash is the escaped user, or nothing before the id
-    of a key that stands for nobody.
-    """
-    return _escaped(caller.user) if caller.user else f"/{_escaped(caller.key_id or '')}"
-
-
-def _nobody() -> str:
-    return f"{ANONYMOUS}-{secrets.token_hex(16)}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("%", "%25").replace("/", "%2F")
-
-
-def _bounded(name: str) -> str:
-    encoded = name.encode()
-    if len(encoded) <= MAX_NAME_BYTES:
-        return name
-    return f"//{hashlib.sha256(encoded).hexdigest()}"
+def _bounded(text: str, prefix: str) -> str:
+    """Return `text`, or `prefix` and its digest if it is too long for a name."""
+    encoded = text.encode()
+    return text if len(encoded) <= MAX_NAME_BYTES else prefix + hashlib.sha256(encoded).hexdigest()

@@ -1,12 +1,12 @@
-"""Decides whose request this is, from credential and connection. Nothing that a client writes elsewhere counts."""
+"""Decides the caller of a request from credential and connection. Nothing that a client writes elsewhere counts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, assert_never
 
 from common.errors import UnauthenticatedError
-from gateway.identity.caller import Caller
+from gateway.identity.caller import ANONYMOUS, LOCAL, PROXY, Caller, key, person
 from gateway.identity.proxies import is_loopback
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from gateway.identity.keys import ApiKey
     from gateway.identity.proxies import TrustedProxy
+
+# How requests without any credential are treated; `IdentitySettings.anonymous` explains the values.
+Anonymous: TypeAlias = Literal["auto", "local", "isolated", "vouched", "refuse"]
 
 NO_KEY = "You didn't provide an API key. Send it in the Authorization header: Authorization: Bearer YOUR_KEY."
 WRONG_KEY = "Incorrect API key provided."
@@ -40,43 +43,74 @@ class Tokens(Protocol):
         """
 
 
-class Identity:
-    """Decides the caller of each request. With neither keys nor tokens, everybody is of `default_tenant`."""
+@dataclass(frozen=True, slots=True)
+class Keyless:
+    """What requests without a credential are, where neither keys nor tokens are configured."""
 
-    def __init__(
-        self, keys: Keys | None, proxy: TrustedProxy, default_tenant: str, tokens: Tokens | None = None
-    ) -> None:
-        """Accept `keys` and `tokens`; None means that this kind of credential is not known here."""
+    tenant: str
+    anonymous: Anonymous = "auto"
+
+    def caller(self, headers: Headers, peer: str | None) -> Caller:
+        """Return the caller of a request without credential.
+
+        Raises:
+            UnauthenticatedError: such requests are refused.
+        """
+        is_local = is_loopback(peer)
+        match self.anonymous:
+            case "auto":
+                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, is_admin=is_local)
+            case "local":
+                return Caller(self.tenant, LOCAL, is_admin=is_local)
+            case "isolated":
+                return Caller(self.tenant, ANONYMOUS, is_admin=is_local)
+            case "vouched":
+                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, vouches=True, is_admin=is_local)
+            case "refuse":
+                raise UnauthenticatedError(NO_KEY)
+            case _:
+                assert_never(self.anonymous)
+
+
+class Identity:
+    """Decides the caller of each request."""
+
+    def __init__(self, keys: Keys | None, proxy: TrustedProxy, keyless: Keyless, tokens: Tokens | None = None) -> None:
+        """Accept `keys` and `tokens`; without either, every request is what `keyless` says."""
         self._keys = keys
         self._tokens = tokens
         self._proxy = proxy
-        self._default_tenant = default_tenant
+        self._keyless = keyless
 
     async def caller(self, headers: Headers, peer: str | None) -> Caller:
-        """Return whose connection this is; `peer` is the address of the direct TCP peer.
+        """Return the caller; `peer` is the address of the direct TCP peer.
 
         Raises:
-            UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
+            UnauthenticatedError: a credential is needed, and there is none or a wrong one.
             InvalidRequestError: the proxy's headers are malformed.
         """
         tenant, user = self._proxy.names(headers, peer)
         if tenant is not None:
-            return Caller(tenant, user, may_act_for=user is None)
+            # What a request's body says was written by the proxy's client, so the proxy does not vouch for it.
+            return Caller(tenant, PROXY if user is None else person(user))
         if self._keys is None and self._tokens is None:
-            return Caller(self._default_tenant, user, may_act_for=user is None, is_admin=is_loopback(peer))
+            if user is not None:
+                return Caller(self._keyless.tenant, person(user))
+            return self._keyless.caller(headers, peer)
         caller = await self._by_credential(_credential(headers))
         if user is None:
             return caller
-        # The credential is the proxy's; what its user may do is no more than what users may.
-        return replace(caller, user=user, may_act_for=False, is_admin=False)
+        # The credential is the proxy's; its user may do no more than users may.
+        return replace(caller, subject=person(user), vouches=False, is_admin=False)
 
     async def _by_credential(self, credential: str) -> Caller:
         if self._tokens is not None and credential.count(".") == 2:
             return await self._tokens.caller(credential)
-        key = self._keys.find(credential) if self._keys is not None else None
-        if key is None:
+        found = self._keys.find(credential) if self._keys is not None else None
+        if found is None:
             raise UnauthenticatedError(WRONG_KEY)
-        return Caller(key.tenant, key.user, key.id, key.act_for_users, key.admin, key.cache, key.max_priority)
+        subject = key(found.id) if found.user is None else person(found.user)
+        return Caller(found.tenant, subject, found.vouches_for_users, found.admin, found.cache, found.max_priority)
 
 
 def _credential(headers: Headers) -> str:

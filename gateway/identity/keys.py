@@ -37,7 +37,7 @@ class ApiKey:
     sha256: str
     tenant: str
     user: str | None = None
-    act_for_users: bool = False
+    vouches_for_users: bool = False
     admin: bool = False
     cache: CacheMode = CacheMode.DEFAULT
     # ISO date, for people.
@@ -123,7 +123,13 @@ def _dump_key(key: ApiKey) -> str:
 
 def _parse_key(where: str, entry: object) -> ApiKey:
     values = dict(entry) if isinstance(entry, dict) else {}
-    kinds = {field.name: str for field in fields(ApiKey)} | {"act_for_users": bool, "admin": bool, "max_priority": int}
+    if "act_for_users" in values:  # its name in version 0.1
+        values.setdefault("vouches_for_users", values.pop("act_for_users"))
+    kinds = {field.name: str for field in fields(ApiKey)} | {
+        "vouches_for_users": bool,
+        "admin": bool,
+        "max_priority": int,
+    }
     if unknown := values.keys() - kinds.keys():
         raise ConfigurationError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
     if missing := {"id", "sha256", "tenant"} - values.keys():

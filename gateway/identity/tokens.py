@@ -9,7 +9,7 @@ import jwt
 
 from common.errors import InvalidRequestError, UnauthenticatedError
 from common.names import check_name
-from gateway.identity.caller import Caller
+from gateway.identity.caller import Caller, person
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ class SignedTokens:
         scope = claims.get("scope")
         scopes = scope.split() if isinstance(scope, str) else scope if isinstance(scope, list) else []
         is_admin = rules.admin_scope is not None and rules.admin_scope in scopes
-        return Caller(tenant, _name(claims, rules.user_claim), is_admin=is_admin)
+        return Caller(tenant, person(_name(claims, rules.user_claim)), is_admin=is_admin)
 
 
 def _name(claims: Mapping[str, Any], claim: str) -> str:  # Any: JSON

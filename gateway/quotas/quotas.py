@@ -13,7 +13,7 @@ from gateway.quotas.meter import Meter, rate_headers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.identity.caller import Subject
+    from common.types import Subject
     from gateway.quotas.rules import Quota, Rules
 
 # Beyond so many meters those that show nothing are dropped.
@@ -93,7 +93,7 @@ class Quotas:
         if self._rules is None:
             return {}
         quota = self._rules.value.of(subject.tenant)
-        return {(subject.tenant, None): quota, (subject.tenant, subject.user): quota.each_user}
+        return {(subject.tenant, None): quota, (subject.tenant, subject.name): quota.each_user}
 
     def _meter(self, key: tuple[str, str | None], quota: Quota, now: float) -> Meter:
         meter = self._meters.get(key)

@@ -12,7 +12,7 @@ from protos.gen.pando.v1 import tokenizer_pb2
 if TYPE_CHECKING:
     from common.requests import ChatPrompt
     from common.rpc.sessions import SessionHost
-    from common.types import Principal, SessionGrant, SessionWish
+    from common.types import SessionGrant, SessionWish, View
     from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
@@ -53,6 +53,6 @@ class GrpcModel:
         """Open a session at the scheduler that its requests will go to."""
         return await self._sessions.open_session(wish)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
-        return await self._sessions.close_session(principal, session)
+        return await self._sessions.close_session(view, session)

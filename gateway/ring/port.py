@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
-    from common.types import Admission, Principal, RequestFailure, RequestId, SessionGrant, SessionWish
+    from common.types import Admission, RequestFailure, RequestId, SessionGrant, SessionWish, View
     from gateway.ring.messages import ModelInfo, Tokenization
 
 
@@ -58,7 +58,7 @@ class Model(Protocol):
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         """Open a session at the scheduler that its requests will go to."""
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
 
 

@@ -12,7 +12,6 @@ from common.wire import (
     finish_from_wire,
     pooling_from_wire,
     pooling_to_wire,
-    principal_to_wire,
     prompt_logprobs_to_wire,
     reply_to_wire,
     resume_to_wire,
@@ -20,6 +19,7 @@ from common.wire import (
     stop_to_wire,
     trace_to_wire,
     turn_to_wire,
+    view_to_wire,
 )
 from gateway.ring.messages import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
@@ -43,7 +43,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
     """Encode a request whose text goes to `reply_to`."""
     message = tokenizer_pb2.GenerateRequest(
         request_id=request.request_id,
-        principal=principal_to_wire(request.principal),
+        view=view_to_wire(request.view),
         reply_to=reply_to_wire(reply_to),
         model=request.model,
         sampling=sampling_to_wire(request.sampling),
@@ -64,6 +64,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         bad_words=request.bad_words,
+        routing_key=request.routing_key,
     )
     match request.prompt:
         case str(text):

@@ -46,6 +46,11 @@ class MessagesBody(Schema):
     tools: list[Json] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Json | None = None
 
+    @property
+    def user_names(self) -> tuple[tuple[str, str | None], ...]:
+        """The field that may name a user."""
+        return (("metadata.user_id", self.metadata.user_id if self.metadata else None),)
+
     def to_chat(self) -> ChatCompletionBody:
         """Return the chat completion request that means the same.
 
@@ -70,7 +75,6 @@ class MessagesBody(Schema):
             "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
             "tool_choice": _choice(choice) if choice else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
-            "user": self.metadata.user_id if self.metadata else None,
         }
         return parse(ChatCompletionBody, fields)
 

@@ -62,8 +62,7 @@ class EmbeddingFields(Schema):
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key", "cache_salt")
-        return tuple((field, getattr(self, field)) for field in fields)
+        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
 
     @property
     def session(self) -> str | None:

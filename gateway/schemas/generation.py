@@ -141,8 +141,16 @@ class GenerationFields(StructureFields):
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        fields = ("user_id", "user", "safety_identifier", "prompt_cache_key", "cache_salt")
-        return tuple((field, getattr(self, field)) for field in fields)
+        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
+
+    @property
+    def routing_key(self) -> str | None:
+        """Requests of one view with equal keys are served by the same scheduler group.
+
+        Raises:
+            InvalidRequestError: it cannot be a name.
+        """
+        return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
 
     @property
     def session(self) -> str | None:

@@ -104,7 +104,7 @@ class GenerateBody(Schema):
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The fields that may name a user, the first one that is set counts."""
-        return (("user_id", self.user_id), ("user", self.user), ("cache_salt", self.cache_salt))
+        return (("user_id", self.user_id), ("user", self.user))
 
     @property
     def logprob_token_ids(self) -> tuple[int, ...]:

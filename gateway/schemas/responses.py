@@ -89,6 +89,7 @@ class ResponseBody(Schema):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -126,6 +127,7 @@ class ResponseBody(Schema):
             "user": self.user,
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
+            "cache_salt": self.cache_salt,
         }
         try:
             return parse(ChatCompletionBody, fields)

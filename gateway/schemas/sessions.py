@@ -15,6 +15,7 @@ class UserFields(Schema):
     model: str | None = None
     user_id: str | None = None
     user: str | None = None
+    cache_salt: str | None = None
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:

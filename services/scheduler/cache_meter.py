@@ -52,7 +52,7 @@ class CacheMeter:
         """Bring Prometheus up to date. O(1) in the size of the cache."""
         usage = cache.usage
         metrics.CACHE_NODES.set(usage.nodes)
-        metrics.CACHE_PRINCIPALS.set(usage.principals)
+        metrics.CACHE_VIEWS.set(usage.views)
         metrics.CACHE_EPOCH.set(cache.epoch)
         metrics.CACHE_PAGES.labels("public").set(usage.public_pages)
         metrics.CACHE_PAGES.labels("private").set(usage.private_pages)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.wire import principal_to_wire
+from common.wire import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from common.types import Principal
+    from common.types import View
     from services.scheduler.cache.accounting import Accounting
-    from services.scheduler.cache.interface import CacheEvent, NodeView, OwnerView, PrefixCache
+    from services.scheduler.cache.interface import CacheEvent, NodeSnapshot, OwnerSnapshot, PrefixCache
     from services.scheduler.cache.tiers.storage_tier import StorageTier
     from services.scheduler.cache_meter import CacheMeter
     from services.scheduler.core.sequence import Sequence
@@ -34,14 +34,14 @@ _EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kin
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What a caller is shown of principals and prompts: names and ids only to the operator, else fingerprints."""
+    """What a caller is shown of identities and prompts: names and ids only to the operator, else fingerprints."""
 
     is_admin: bool
-    fingerprint: Callable[[Principal], str]
+    fingerprint: Callable[[View], str]
     with_ids: bool = False
 
 
-def node_to_wire(node: NodeView, shown: Disclosure) -> scheduler_pb2.TreeNode:
+def node_to_wire(node: NodeSnapshot, shown: Disclosure) -> scheduler_pb2.TreeNode:
     """Encode a node."""
     message = scheduler_pb2.TreeNode(
         node_id=node.node_id,
@@ -72,7 +72,7 @@ def node_to_wire(node: NodeView, shown: Disclosure) -> scheduler_pb2.TreeNode:
     if node.owner is not None:
         message.owner_fingerprint = shown.fingerprint(node.owner)
         if shown.is_admin:
-            message.owner.CopyFrom(principal_to_wire(node.owner))
+            message.owner_view.CopyFrom(view_to_wire(node.owner))
     if shown.is_admin and shown.with_ids:
         message.token_ids.extend(node.token_ids.tolist())
     return message
@@ -93,7 +93,7 @@ def cache_to_wire(
         epoch=cache.epoch,
         sequence=cache.events.sequence,
         nodes=usage.nodes,
-        principals=usage.principals,
+        views=usage.views,
         public_pages=usage.public_pages,
         private_pages=usage.private_pages,
         merged_pages=usage.merged_pages,
@@ -109,8 +109,8 @@ def cache_to_wire(
     return message
 
 
-def owner_to_wire(owner: OwnerView, shown: Disclosure) -> scheduler_pb2.OwnerAccounting:
-    """Encode what one principal, or the public, has."""
+def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.OwnerAccounting:
+    """Encode what one view, or the public, has."""
     message = scheduler_pb2.OwnerAccounting(
         device_pages=owner.device_pages,
         host_pages=owner.host_pages,
@@ -119,10 +119,10 @@ def owner_to_wire(owner: OwnerView, shown: Disclosure) -> scheduler_pb2.OwnerAcc
         last_epoch=owner.last_epoch,
         active=owner.is_active,
     )
-    if owner.principal is not None:
-        message.fingerprint = shown.fingerprint(owner.principal)
+    if owner.view is not None:
+        message.fingerprint = shown.fingerprint(owner.view)
         if shown.is_admin:
-            message.principal.CopyFrom(principal_to_wire(owner.principal))
+            message.view.CopyFrom(view_to_wire(owner.view))
     return message
 
 
@@ -170,7 +170,7 @@ def sequence_to_wire(
 def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions_pb2.SessionState:
     """Encode a session as it is at `now`, seconds of the scheduler's clock."""
     message = sessions_pb2.SessionState(
-        fingerprint=shown.fingerprint(session.principal),
+        fingerprint=shown.fingerprint(session.view),
         capacity_tokens=session.grant.capacity_tokens,
         pinned_tokens=session.pinned_tokens,
         turns=session.turns,
@@ -180,6 +180,6 @@ def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions
         else session.grant.timeout_ms,
     )
     if shown.is_admin:
-        message.principal.CopyFrom(principal_to_wire(session.principal))
+        message.view.CopyFrom(view_to_wire(session.view))
         message.session = session.name
     return message

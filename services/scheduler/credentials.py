@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from common.settings import SchedulerSettings
-    from common.types import Principal
+    from common.types import View
 
 AUTHORIZATION_KEY = "authorization"
 FINGERPRINT_DIGITS = 16
@@ -57,9 +57,10 @@ class Credentials:
         if self._token is not None:
             self.require_admin(metadata, what)
 
-    def fingerprint(self, principal: Principal) -> str:
+    def fingerprint(self, view: View) -> str:
         """Return what stands for a principal: equal for equal ones, and telling nothing of the name."""
-        text = f"{len(principal.tenant)}:{principal.tenant}{principal.user}".encode("utf-8", "surrogatepass")
+        parts = (view.tenant, view.subject.name, view.salt)
+        text = "".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")
         return hmac.new(self._key, text, hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import Principal, ScheduleRequest, SessionGrant, SessionWish
+    from common.types import ScheduleRequest, SessionGrant, SessionWish, View
     from protos.gen.pando.v1 import detokenizer_pb2
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
@@ -139,9 +139,9 @@ class SchedulerLoop:
         """Let a conversation keep what its turns compute; see `Sessions.open`."""
         return self._sessions().open(wish)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
-        return self._sessions().close(principal, session)
+        return self._sessions().close(view, session)
 
     def _sessions(self) -> Sessions:
         if self.core is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.wire import admission_to_wire, principal_from_wire, principal_to_wire
+from common.wire import admission_to_wire, subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.convert_cache import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import grpc
 
     from common.settings import SchedulerSettings
-    from common.types import Principal, TokenIds
+    from common.types import TokenIds, View
     from services.scheduler.cache.interface import CacheEvent, PrefixCache
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.sequence import Sequence
@@ -112,9 +112,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             pages=int(rows.page_count[row]) if running else 0,
             age_s=self._loop.now - sequence.arrived_at,
         )
-        message.fingerprint = shown.fingerprint(sequence.request.principal)
+        message.fingerprint = shown.fingerprint(sequence.request.view)
         if shown.is_admin:
-            message.principal.CopyFrom(principal_to_wire(sequence.request.principal))
+            message.view.CopyFrom(view_to_wire(sequence.request.view))
         return message
 
     async def DumpTree(  # noqa: N802
@@ -135,14 +135,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._credentials.require_admin_if_set(_metadata(context), "flush the cache")
         return scheduler_pb2.FlushCacheResponse(freed_pages=self._core().memory.cache.flush())
 
-    async def ForgetPrincipal(  # noqa: N802
-        self, request: scheduler_pb2.ForgetPrincipalRequest, context: Context
-    ) -> scheduler_pb2.ForgetPrincipalResponse:
-        """Drop everything that is private to one principal, or one of its conversations."""
+    async def Forget(  # noqa: N802
+        self, request: scheduler_pb2.ForgetRequest, context: Context
+    ) -> scheduler_pb2.ForgetResponse:
+        """Drop everything that is private to one subject, or to one of its conversations."""
         self._credentials.require_admin(_metadata(context), "forget a user")
-        principal = principal_from_wire(request.principal)
-        freed = self._core().forget(principal, request.session or None)
-        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=freed)
+        freed = self._core().forget(subject_from_wire(request.subject), request.session or None)
+        return scheduler_pb2.ForgetResponse(freed_pages=freed)
 
     async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
         """Declare a prompt public."""
@@ -182,7 +181,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         shown = self._disclosure(context)
         cache = self._core().memory.cache
         viewer = self._viewer(request, context, cache)
-        is_filtered = request.HasField("principal") or request.HasField("fingerprint")
+        is_filtered = request.HasField("view") or request.HasField("fingerprint")
         backlog = EventBacklog()
         unsubscribe = cache.events.subscribe(backlog.add)
         try:
@@ -217,21 +216,21 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         is_admin = self._credentials.is_admin(_metadata(context))
         return Disclosure(is_admin, self._credentials.fingerprint, with_ids)
 
-    def _viewer(self, request: Filtered, context: Context, cache: PrefixCache) -> Principal | None:
+    def _viewer(self, request: Filtered, context: Context, cache: PrefixCache) -> View | None:
         """Return whose view is asked for, None for everybody's.
 
         Raises:
             PermissionDeniedError: a principal is named without the admin token, which would tell its fingerprint.
             InvalidRequestError: nobody has the fingerprint.
         """
-        if request.HasField("principal"):
+        if request.HasField("view"):
             self._credentials.require_admin(_metadata(context), "name a user; a fingerprint needs none")
-            return principal_from_wire(request.principal)
+            return view_from_wire(request.view)
         if not request.HasField("fingerprint"):
             return None
         for owner in cache.owners():
-            if owner.principal and self._credentials.fingerprint(owner.principal) == request.fingerprint:
-                return owner.principal
+            if owner.view and self._credentials.fingerprint(owner.view) == request.fingerprint:
+                return owner.view
         raise InvalidRequestError("nobody with this fingerprint has anything in the cache", param="fingerprint")
 
 
@@ -254,7 +253,7 @@ def _prompt(core: SchedulerCore, token_ids: Iterable[int]) -> TokenIds:
 
 
 def _snapshot(
-    cache: PrefixCache, viewer: Principal | None, shown: Disclosure
+    cache: PrefixCache, viewer: View | None, shown: Disclosure
 ) -> Iterator[scheduler_pb2.WatchCacheEventsResponse]:
     """Yield the tree as INSERTED events, and the end of that."""
     sequence = cache.events.sequence
@@ -264,7 +263,7 @@ def _snapshot(
     yield scheduler_pb2.WatchCacheEventsResponse(sequence=sequence, kind=scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END)
 
 
-def _is_in_view(event: CacheEvent, viewer: Principal | None) -> bool:
+def _is_in_view(event: CacheEvent, viewer: View | None) -> bool:
     return event.node is None or event.node.owner in (None, viewer)
 
 

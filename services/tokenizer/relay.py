@@ -257,7 +257,7 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
         stop = replace(stop, max_tokens=allowed_context(request, limits) - len(token_ids))
     return ScheduleRequest(
         request_id=request.request_id,
-        principal=request.principal,
+        view=request.view,
         reply_to=submission.reply_to,
         token_ids=token_ids,
         sampling=request.sampling,
@@ -274,4 +274,5 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
         max_context_tokens=request.max_context_tokens,
         prompt_logprobs=request.prompt_logprobs,
         pooling=request.pooling,
+        routing_key=request.routing_key,
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from common.types import Admission, Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
+    from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
 
 SERVICE = "pando.v1.Scheduler"
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
@@ -95,13 +95,13 @@ class SchedulerLink:
         """
         return await self._sessions.open_session(wish)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open.
 
         Raises:
             PandoError: the scheduler is away.
         """
-        return await self._sessions.close_session(principal, session)
+        return await self._sessions.close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Send aborts now, or once the scheduler is back: it may go on with what it was sent."""

@@ -12,7 +12,6 @@ from common.wire import (
     admission_to_wire,
     cache_mode_from_wire,
     pooling_from_wire,
-    principal_from_wire,
     prompt_logprobs_from_wire,
     reply_to_from_wire,
     resume_from_wire,
@@ -21,6 +20,7 @@ from common.wire import (
     stop_from_wire,
     trace_from_wire,
     turn_from_wire,
+    view_from_wire,
 )
 from protos.gen.pando.v1 import tokenizer_pb2
 from services.tokenizer.requests import Submission
@@ -43,7 +43,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
     check_name("request_id", message.request_id)
     request = GenerateRequest(
         request_id=RequestId(message.request_id),
-        principal=principal_from_wire(message.principal),
+        view=view_from_wire(message.view),
         model=message.model,
         prompt=_prompt_from_wire(message),
         sampling=sampling_from_wire(message.sampling),
@@ -62,6 +62,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
         truncate_prompt_tokens=(message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(message.bad_words),
+        routing_key=message.routing_key if message.HasField("routing_key") else None,
         pooling=pooling_from_wire(message.pooling),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )

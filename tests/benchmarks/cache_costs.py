@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from common.types import Principal
+from common.types import Subject, View
 from deploy.bench.figures import Spread
 from deploy.bench.report import output_console
 from deploy.bench.results import Provenance, Result, ResultSheet, write_results
@@ -55,7 +55,7 @@ MEMORY_NODES = 100_000
 class Request:
     """A prompt of one user; `token_ids` [2000] int32."""
 
-    principal: Principal
+    view: View
     token_ids: TokenIds
 
 
@@ -92,9 +92,9 @@ class Grove:
         """Run one request through the cache; return the nanoseconds of each of `OPERATIONS`."""
         cache, clock = self.cache, time.thread_time_ns
         times = [clock()]
-        cache.peek(request.principal, request.token_ids)
+        cache.peek(request.view, request.token_ids)
         times.append(clock())
-        lease = cache.commit(request.principal, request.token_ids)
+        lease = cache.commit(request.view, request.token_ids)
         times.append(clock())
         fresh = self.allocator.try_allocate(len(request.token_ids) // PAGE_SIZE - len(lease.pages))
         assert fresh is not None, "memory is sized for all requests"
@@ -117,7 +117,7 @@ class Grove:
     def _publish(self) -> None:
         for system in self._systems:
             for number in range(self.cache.config.promotion_principals):
-                self.serve(Request(Principal("tenant", f"early {number}"), system))
+                self.serve(Request(View(Subject("tenant", f"early {number}")), system))
         self.close_epoch()
 
     def _converse(self, user: int) -> TokenIds:
@@ -135,8 +135,8 @@ class Grove:
         return self._random.integers(0, 50_000, count, np.int32)
 
 
-def _principal(user: int) -> Principal:
-    return Principal("tenant", f"user {user}")
+def _principal(user: int) -> View:
+    return View(Subject("tenant", f"user {user}"))
 
 
 @dataclass(frozen=True, slots=True)

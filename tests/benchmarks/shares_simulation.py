@@ -14,14 +14,15 @@ import numpy as np
 from common.steps import RowStop, StepResult
 from common.types import (
     FinishReason,
-    Principal,
     ReplyTo,
     RequestId,
     RowSlot,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
@@ -182,7 +183,7 @@ class Simulation:
             name = f"{user}/{number}"
             request = ScheduleRequest(
                 request_id=RequestId(name),
-                principal=Principal("tenant", user),
+                view=View(Subject("tenant", user)),
                 reply_to=ReplyTo(SubscriberId("bench")),
                 token_ids=np.array(prompt, np.int32),
                 sampling=SamplingParams(temperature=0.0),

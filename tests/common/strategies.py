@@ -16,7 +16,6 @@ from common.types import (
     Finish,
     FinishReason,
     Pooling,
-    Principal,
     ReplyTo,
     RequestFailure,
     RequestId,
@@ -25,9 +24,11 @@ from common.types import (
     ScheduleRequest,
     SessionTurn,
     StopConditions,
+    Subject,
     SubscriberId,
     TokenLogprob,
     TraceContext,
+    View,
 )
 
 TOKEN = st.integers(0, 2**31 - 1)
@@ -36,7 +37,7 @@ COUNT = st.integers(0, 2**31 - 1)
 NAMES = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=20)
 FLOAT = st.floats(-100, 100, width=32)
 
-principals = st.builds(Principal, tenant=NAMES, user=NAMES)
+views = st.builds(View, st.builds(Subject, tenant=NAMES, name=NAMES), salt=st.just("") | NAMES)
 sampling = st.builds(
     SamplingParams,
     temperature=st.floats(0, 2, width=32),
@@ -104,7 +105,7 @@ turns = st.builds(
 single_requests = st.builds(
     ScheduleRequest,
     request_id=NAMES.map(RequestId),
-    principal=principals,
+    view=views,
     reply_to=st.builds(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES),
     token_ids=st.lists(TOKEN, min_size=1, max_size=20).map(lambda ids: np.array(ids, np.int32)),
     sampling=sampling,

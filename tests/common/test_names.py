@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.names import MAX_NAME_BYTES, check_name
-from common.wire import principal_from_wire
+from common.wire import view_from_wire
 from protos.gen.pando.v1 import common_pb2
 
 
@@ -37,15 +37,15 @@ def test_other_names_are_refused_in_few_words(name: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("tenant", "user", "param"),
     [
-        ("", "ann", "principal"),
-        ("acme", "", "principal"),
-        ("acme", "a\nb", "principal.user"),
-        ("a\x00", "ann", "principal.tenant"),
-        ("acme", "x" * 10_000_000, "principal.user"),
+        ("", "ann", "subject"),
+        ("acme", "", "subject"),
+        ("acme", "a\nb", "subject.name"),
+        ("a\x00", "ann", "subject.tenant"),
+        ("acme", "x" * 10_000_000, "subject.name"),
     ],
     ids=["no tenant", "no user", "control character", "zero in the tenant", "10 MB"],
 )
-def test_a_principal_on_the_wire_is_held_to_the_same_rules(tenant: str, user: str, param: str) -> None:
+def test_a_subject_on_the_wire_is_held_to_the_same_rules(tenant: str, user: str, param: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        principal_from_wire(common_pb2.Principal(tenant=tenant, user=user))
+        view_from_wire(common_pb2.View(subject=common_pb2.Subject(tenant=tenant, name=user)))
     assert raised.value.param == param

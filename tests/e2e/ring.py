@@ -13,13 +13,14 @@ import numpy as np
 from common.rpc.options import CHANNEL_OPTIONS
 from common.types import (
     CacheMode,
-    Principal,
     ReplyTo,
     RequestId,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from common.wire import finish_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
@@ -86,7 +87,7 @@ def ask(
         state = scheduler.GetState(scheduler_pb2.GetStateRequest())
         retractions, peak_rows = state.retractions, 0
 
-        schedules = [_request(ids, max_tokens, Principal("test", user), subscriber, cache_mode) for ids in prompts]
+        schedules = [_request(ids, max_tokens, View(Subject("test", user)), subscriber, cache_mode) for ids in prompts]
         answers = {schedule.request_id: Answer() for schedule in schedules}
         outbox: SimpleQueue[scheduler_pb2.SchedulerSubmitRequest | None] = SimpleQueue()
         admissions = scheduler.Submit(iter(outbox.get, None), timeout=TIMEOUT_S)
@@ -106,12 +107,12 @@ def ask(
 
 
 def _request(
-    ids: Sequence[int], max_tokens: int, principal: Principal, subscriber: SubscriberId, cache_mode: CacheMode
+    ids: Sequence[int], max_tokens: int, view: View, subscriber: SubscriberId, cache_mode: CacheMode
 ) -> scheduler_pb2.ScheduleRequest:
     return schedule_request_to_wire(
         ScheduleRequest(
             request_id=RequestId(f"test-{uuid.uuid4()}"),
-            principal=principal,
+            view=view,
             reply_to=ReplyTo(subscriber),
             token_ids=np.asarray(ids, dtype=np.int32),
             sampling=SamplingParams(temperature=0.0),

@@ -206,12 +206,12 @@ BAD_USERS: dict[str, tuple[bytes, int]] = {
 @pytest.mark.parametrize(("user", "status"), BAD_USERS.values(), ids=BAD_USERS.keys())
 def test_a_user_id_that_cannot_be_one_is_refused_at_the_gateway(aware: Served, user: bytes, status: int) -> None:
     body = b'{"model": "%s", "prompt": "Hi", "max_tokens": 2, "user": %s}' % (aware.model.encode(), user)
-    principals = aware.state().cache_accounting.principals
+    principals = aware.state().cache_accounting.views
     with aware.leaving_nothing_behind(), aware.http() as http:
         answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert len(answer.text) < 1000
-    assert aware.state().cache_accounting.principals <= principals
+    assert aware.state().cache_accounting.views <= principals
 
 
 @pytest.mark.parametrize("user", [None, ""], ids=["absent", "empty"])
@@ -234,12 +234,10 @@ def test_without_a_user_id_nothing_private_is_shared_with_anybody(aware: Served,
 def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
     aware: Served, tenant: str, user: str, words: str
 ) -> None:
-    principal = common_pb2.Principal(tenant=tenant, user=user)
+    view = common_pb2.View(subject=common_pb2.Subject(tenant=tenant, name=user))
     reply_to = common_pb2.ReplyTo(subscriber_id="nobody")
     with aware.leaving_nothing_behind(), scheduler(aware) as channel:
-        request = scheduler_pb2.ScheduleRequest(
-            request_id="direct", principal=principal, reply_to=reply_to, token_ids=[5, 6]
-        )
+        request = scheduler_pb2.ScheduleRequest(request_id="direct", view=view, reply_to=reply_to, token_ids=[5, 6])
         call = scheduler_pb2_grpc.SchedulerStub(channel).Submit(
             iter([scheduler_pb2.SchedulerSubmitRequest(schedules=[request])]), timeout=20
         )
@@ -248,7 +246,7 @@ def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
     address = aware.deployment.address_of("tokenizer")
     with aware.leaving_nothing_behind(), grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         generate = tokenizer_pb2.GenerateRequest(
-            request_id="direct", principal=principal, reply_to=reply_to, model=aware.model, text="Hi"
+            request_id="direct", view=view, reply_to=reply_to, model=aware.model, text="Hi"
         )
         answers = tokenizer_pb2_grpc.TokenizerStub(channel).Submit(
             iter([tokenizer_pb2.TokenizerSubmitRequest(generates=[generate])]), timeout=20
@@ -259,7 +257,9 @@ def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
 
 def test_bytes_that_are_no_utf_8_end_only_the_stream_they_came_by(aware: Served) -> None:
     good = scheduler_pb2.ScheduleRequest(
-        request_id="direct", principal=common_pb2.Principal(tenant="default", user="USER"), token_ids=[5, 6]
+        request_id="direct",
+        view=common_pb2.View(subject=common_pb2.Subject(tenant="default", name="USER")),
+        token_ids=[5, 6],
     )
     broken = scheduler_pb2.SchedulerSubmitRequest(schedules=[good]).SerializeToString().replace(b"USER", b"\xff\xfeER")
     with aware.leaving_nothing_behind(), scheduler(aware) as channel:

@@ -32,7 +32,9 @@ requests_per_minute = 2
 @pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tenants = {"app-1": "acme", "app-2": "acme", "trusted": "acme", "small": "small", "slow": "slow", "old": "acme"}
-    keys = [ApiKey(name, hash_of(name), tenant, act_for_users=name == "trusted") for name, tenant in tenants.items()]
+    keys = [
+        ApiKey(name, hash_of(name), tenant, vouches_for_users=name == "trusted") for name, tenant in tenants.items()
+    ]
     path = tmp_path_factory.mktemp("identity") / "keys.toml"
     save_keys(path, keys)
     path.with_name("limits.toml").write_text(LIMITS)

@@ -15,12 +15,12 @@ from common.types import (
     Admission,
     Finish,
     FinishReason,
-    Principal,
     RequestFailure,
     RequestId,
     SessionGrant,
     SessionWish,
     ToolStyle,
+    View,
 )
 from gateway.ring.messages import ModelInfo, Tokenization
 
@@ -140,7 +140,7 @@ class FakeModel:
     card: ModelInfo = CARD
     error: PandoError | None = None
     questions: int = 0
-    sessions: dict[tuple[Principal, str], SessionWish] = field(default_factory=dict)
+    sessions: dict[tuple[View, str], SessionWish] = field(default_factory=dict)
 
     async def get_model(self) -> ModelInfo:
         self.questions += 1
@@ -166,14 +166,14 @@ class FakeModel:
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         self._check()
-        if (wish.principal, wish.session) in self.sessions:
+        if (wish.view, wish.session) in self.sessions:
             raise InvalidRequestError("open already", param="session_id")
-        self.sessions[wish.principal, wish.session] = wish
+        self.sessions[wish.view, wish.session] = wish
         return SessionGrant(wish.capacity_tokens or 1024, wish.timeout_ms or 600_000)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         self._check()
-        return self.sessions.pop((principal, session), None) is not None
+        return self.sessions.pop((view, session), None) is not None
 
     def _check(self) -> None:
         if self.error is not None:

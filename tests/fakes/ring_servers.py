@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from common.types import Principal, SessionWish
+    from common.types import SessionWish, View
 
 TOKENIZER = "pando.v1.Tokenizer"
 DETOKENIZER = "pando.v1.Detokenizer"
@@ -57,14 +57,14 @@ class FakeServices:
         self._servers: dict[str, RpcServer] = {}
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        name = f"{wish.principal.user}/{wish.session}"
+        name = f"{wish.view.subject.name}/{wish.session}"
         if name in self.sessions:
             raise QueueFullError("one session of this user is open", param="session_id", retry_after_ms=1000)
         self.sessions[name] = wish
         return SessionGrant(wish.capacity_tokens or 96, 1000)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
-        return self.sessions.pop(f"{principal.user}/{session}", None) is not None
+    async def close_session(self, view: View, session: str) -> bool:
+        return self.sessions.pop(f"{view.subject.name}/{session}", None) is not None
 
     def address(self, service: str) -> str:
         return f"unix:{self.directory}/{service}.sock"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from common.types import Principal, SessionWish
+    from common.types import SessionWish, View
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
@@ -56,12 +56,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 )
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        self.sessions.add((wish.principal.user, wish.session))
+        self.sessions.add((wish.view.subject.name, wish.session))
         return SessionGrant(wish.capacity_tokens or 96, 1000)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
-        was_open = (principal.user, session) in self.sessions
-        self.sessions.discard((principal.user, session))
+    async def close_session(self, view: View, session: str) -> bool:
+        was_open = (view.subject.name, session) in self.sessions
+        self.sessions.discard((view.subject.name, session))
         return was_open
 
     async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 10.0) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.requests import ChatMessage, ChatPrompt
-from common.types import CacheMode, Principal, SamplingParams, StopConditions
+from common.types import CacheMode, SamplingParams, StopConditions, Subject, View
 from tests.fakes.ring import LENGTH, PROMPT, logprob, says
 from tests.gateway.support import HELLO, faked, gateway_saying
 
@@ -77,7 +77,7 @@ async def test_every_field_reaches_the_ring() -> None:
     assert request.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
     assert (request.n, request.priority, request.cache_mode) == (2, -4, CacheMode.NONE)
     assert request.skip_special_tokens is False
-    assert request.principal == Principal("default", "ada")
+    assert request.view == View(Subject("default", "ada"))
     assert request.model == "tiny"
     assert request.trace is not None
 
@@ -230,6 +230,6 @@ async def test_same_user_has_one_principal_and_strangers_have_their_own() -> Non
     named = ("user", "user_id", "safety_identifier", "prompt_cache_key", "cache_salt")
     for fields in (*({field: "ada"} for field in named), {}, {}):
         await gateway.chat(messages=HELLO, **fields)
-    principals = [request.principal for request in gateway.ring.submitted]
+    principals = [request.view for request in gateway.ring.submitted]
     assert len(set(principals[: len(named)])) == 1
     assert len(set(principals)) == 3

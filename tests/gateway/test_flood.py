@@ -26,7 +26,7 @@ WORDS = tuple(f"w{number} " for number in range(300))
 
 
 def script(asked: GenerateRequest) -> Iterable[Event]:
-    is_bystander = asked.principal.user == "bystander"
+    is_bystander = asked.view.subject.name == "bystander"
     return says(*(WORDS if is_bystander else ("x", "y")))(asked)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from common.deltas import Delta, PromptUsage
 from common.requests import GenerateRequest
 from common.sampling import choice_seed
-from common.types import Finish, FinishReason, Principal, RequestId, Resume, SamplingParams, StopConditions
+from common.types import Finish, FinishReason, RequestId, Resume, SamplingParams, StopConditions, Subject, View
 from gateway.journal import ChoiceRecord, Journal, JournalEntry, Verdict
 
 ID = RequestId("cmpl-1")
@@ -14,7 +14,7 @@ ID = RequestId("cmpl-1")
 
 def request(n: int = 1, max_tokens: int | None = None) -> GenerateRequest:
     return GenerateRequest(
-        ID, Principal("t", "u"), "tiny", "Hello", SamplingParams(seed=5), StopConditions(max_tokens=max_tokens), n=n
+        ID, View(Subject("t", "u")), "tiny", "Hello", SamplingParams(seed=5), StopConditions(max_tokens=max_tokens), n=n
     )
 
 

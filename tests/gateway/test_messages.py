@@ -65,7 +65,7 @@ async def test_conversations_with_tools_reach_the_template() -> None:
     [request] = gateway.ring.submitted
     assert isinstance(request.prompt, ChatPrompt)
     assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant", "tool"]
-    assert request.principal.user == "ann"
+    assert request.view.subject.name == "ann"
     assert request.stop.max_tokens == 9
 
 

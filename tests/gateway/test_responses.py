@@ -149,7 +149,7 @@ async def test_nobody_reaches_what_others_have_stored(tmp_path: Path) -> None:
         ApiKey("ann", hash_of("ann"), "acme", "ann"),
         ApiKey("bob", hash_of("bob"), "acme", "bob"),
         ApiKey("eve", hash_of("eve"), "other", "ann"),
-        ApiKey("app", hash_of("app"), "acme", act_for_users=True),
+        ApiKey("app", hash_of("app"), "acme", vouches_for_users=True),
     ]
     save_keys(tmp_path / "keys.toml", keys)
     gateway = faked(says("x"), keys_file=tmp_path / "keys.toml", responses_file=tmp_path / "responses.sqlite")

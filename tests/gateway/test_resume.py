@@ -16,12 +16,13 @@ from common.types import (
     ErrorCode,
     Finish,
     FinishReason,
-    Principal,
     RequestFailure,
     RequestId,
     Resume,
     SamplingParams,
     StopConditions,
+    Subject,
+    View,
 )
 from gateway.generation import Generation
 from gateway.journal import ChoiceRecord, JournalEntry
@@ -39,7 +40,7 @@ QUICK = ResumePolicy(attempts=2, deadline_s=30.0, admission_deadline_s=30.0, fir
 
 def request(n: int = 1, **stop: Any) -> GenerateRequest:
     return GenerateRequest(
-        ID, Principal("t", "u"), "tiny", "Hello", SamplingParams(seed=5), StopConditions(**stop), n=n
+        ID, View(Subject("t", "u")), "tiny", "Hello", SamplingParams(seed=5), StopConditions(**stop), n=n
     )
 
 

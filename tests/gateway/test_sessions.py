@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.types import Principal, SessionTurn
+from common.types import SessionTurn, Subject, View
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.gateway.support import FakedGateway, error_of, gateway_saying
 
@@ -31,9 +31,9 @@ async def test_a_session_is_opened_used_and_closed() -> None:
     assert two.turn == SessionTurn("mine", after=first, offset=-1, replace=True)
     # Only what begins a context may begin with a BOS.
     assert (one.add_special_tokens, two.add_special_tokens) == (None, False)
-    ((principal, name),) = gateway.model.sessions
-    assert (principal, name) == (one.principal, session)
-    assert one.principal == two.principal
+    ((view, name),) = gateway.model.sessions
+    assert (view, name) == (one.view, session)
+    assert one.view == two.view
     assert (await gateway.post("/close_session", {"session_id": session})).status_code == 200
     assert error_of(await gateway.post("/close_session", {"session_id": session}), 400)["param"] == "session_id"
 
@@ -53,9 +53,9 @@ async def test_chats_and_completions_name_it_by_session_id() -> None:
     await gateway.chat(session_id=session)
     await gateway.complete(session_id=session)
     await gateway.post("/generate", {"text": "x", "session_id": session})
-    ((principal, _),) = gateway.model.sessions
+    ((view, _),) = gateway.model.sessions
     for request in gateway.ring.submitted:
-        assert (request.session, request.principal, request.turn) == (session, principal, None)
+        assert (request.session, request.view, request.turn) == (session, view, None)
 
 
 async def test_a_request_names_one_session() -> None:
@@ -68,10 +68,10 @@ async def test_a_session_of_a_user_is_that_user_s() -> None:
     session = await opened(gateway, user_id="ann")
     await gateway.chat(session_id=session, user_id="ann")
     await gateway.chat(session_id=session, user_id="bob")
-    ((principal, _),) = gateway.model.sessions
+    ((view, _),) = gateway.model.sessions
     mine, theirs = gateway.ring.submitted
-    assert mine.principal == principal == Principal("default", "ann")
-    assert theirs.principal == Principal("default", "bob")
+    assert mine.view == view == View(Subject("default", "ann"))
+    assert theirs.view == View(Subject("default", "bob"))
     assert error_of(await gateway.post("/close_session", {"session_id": session, "user_id": "bob"}), 400)
 
 
@@ -83,9 +83,9 @@ async def test_keys_have_sessions_of_their_own_and_one_quota_each(tmp_path: Any)
         body = {"session_id": "chat", "user_id": user}
         response = await gateway.post("/open_session", body, headers={"authorization": f"Bearer {key}"})
         assert response.status_code == 200, response.text
-    assert len({principal for principal, _ in gateway.model.sessions}) == 3
+    assert len({view for view, _ in gateway.model.sessions}) == 3
     # Users that a key makes up do not multiply what it may open.
-    assert [wish.quota_user for wish in gateway.model.sessions.values()] == ["/one", "/one", "/two"]
+    assert [wish.view.subject.name for wish in gateway.model.sessions.values()] == ["key/one", "key/one", "key/two"]
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ async def test_strangers_to_each_other_stay_so_without_a_session() -> None:
     await gateway.chat()
     await gateway.chat()
     first, second = gateway.ring.submitted
-    assert first.principal != second.principal
+    assert first.view != second.view

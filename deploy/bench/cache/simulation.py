@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import Principal
+from common.types import Subject, View
 from deploy.bench.cache.contents import Contents
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
@@ -116,15 +116,15 @@ class Simulation:
         if pages > self._machine.device_pages:
             self._tally.refuse(request)
             return True
-        principal = Principal(TENANT, request.user or "nobody")
+        view = View(Subject(TENANT, request.user or "nobody"))
         clock, prompt_ids = self._clock, ids[:tokens]
         started = clock()
-        matched = self.cache.peek(principal, prompt_ids)
+        matched = self.cache.peek(view, prompt_ids)
         peeked = clock()
         if pages - matched // self._machine.page_size > self._available:
             return False
         between = clock()
-        lease = self.cache.commit(principal, prompt_ids)
+        lease = self.cache.commit(view, prompt_ids)
         committed = clock()
         fresh = self._try_allocate(pages - len(lease.pages))
         if fresh is None:

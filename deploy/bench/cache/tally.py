@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import Principal
+from common.types import Subject, View
 from deploy.bench.records import Segment
 from services.scheduler.cache.interface import CacheEventKind
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OPERATIONS = ("peek", "commit", "insert", "release", "evict", "advance")
 # Who looks whether a prompt is public, and has never asked for it.
-OBSERVER = Principal("observer", "observer")
+OBSERVER = View(Subject("observer", "observer"))
 ONE_MORE = Segment("one more", 1)
 
 

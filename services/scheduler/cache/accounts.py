@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from common.types import Subject, View
+
 if TYPE_CHECKING:
     from services.scheduler.cache.node import Node
 
-# Whose view something is in: (tenant, user), or nothing for what all may see. No principal is the empty tuple.
+# What a node is visible in: a view as (tenant, subject, salt), or () for everyone.
 Scope = tuple[str, ...]
 PUBLIC_SCOPE: Scope = ()
+
+
+def scope_of(view: View) -> Scope:
+    """Return the scope of a view's own nodes."""
+    return view.subject.tenant, view.subject.name, view.salt
+
+
+def view_of(scope: Scope) -> View:
+    """Return the view whose own nodes have this scope."""
+    tenant, subject, salt = scope
+    return View(Subject(tenant, subject), salt)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -47,8 +60,7 @@ class Account:
     def fingerprint(self) -> int:
         """64 bits that stand for the principal in counters; equal in every process and run."""
         if self._fingerprint is None:
-            tenant = self.scope[0] if self.scope else ""
-            text = f"{len(tenant)}:{''.join(self.scope)}".encode("utf-8", "surrogatepass")
+            text = "".join(f"{len(part)}:{part}" for part in self.scope).encode("utf-8", "surrogatepass")
             self._fingerprint = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
         return self._fingerprint
 
@@ -111,6 +123,11 @@ class Accounts:
             account.is_active = False
             idle.append(account)
         return idle
+
+    def of_subject(self, subject: Subject) -> list[Account]:
+        """Return the accounts of all views of a subject."""
+        prefix = (subject.tenant, subject.name)
+        return [account for account in self._by_scope.values() if account.scope[:2] == prefix]
 
     def all(self) -> list[Account]:
         """Return the principals' accounts, in order of their first request."""

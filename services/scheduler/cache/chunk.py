@@ -13,15 +13,15 @@ from services.scheduler.cache.interface import (
     Insertion,
     Lease,
     LeaseId,
-    NodeView,
-    OwnerView,
+    NodeSnapshot,
+    OwnerSnapshot,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
-    from common.types import Principal, TokenIds
+    from common.types import Subject, TokenIds, View
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
@@ -45,16 +45,16 @@ class ChunkCache:
         self._next_lease = 0
         self._leases: set[LeaseId] = set()
 
-    def view_of(self, principal: Principal) -> None:
+    def view_of(self, view: View) -> None:
         """Return None: nothing is found."""
 
-    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+    def peek(self, view: View, token_ids: TokenIds) -> int:
         """Return 0."""
         return 0
 
     def commit(
         self,
-        principal: Principal,
+        view: View,
         token_ids: TokenIds,
         *,
         repeated: bool = False,
@@ -63,11 +63,11 @@ class ChunkCache:
         session: str | None = None,
     ) -> Lease:
         """Return a lease on nothing."""
-        return self.commit_nothing(principal)
+        return self.commit_nothing(view)
 
-    def commit_nothing(self, principal: Principal) -> Lease:
+    def commit_nothing(self, view: View) -> Lease:
         """Return a lease on nothing."""
-        lease = Lease(LeaseId(self._next_lease), principal, 0, _NO_PAGES)
+        lease = Lease(LeaseId(self._next_lease), view, 0, _NO_PAGES)
         self._next_lease += 1
         self._leases.add(lease.lease_id)
         return lease
@@ -93,7 +93,7 @@ class ChunkCache:
         self.events.emit(CacheEventKind.FLUSHED)
         return 0
 
-    def forget(self, principal: Principal, session: str | None = None) -> int:
+    def forget(self, subject: Subject, session: str | None = None) -> int:
         """Return 0: nothing is remembered."""
         return 0
 
@@ -124,10 +124,10 @@ class ChunkCache:
         """Nothing."""
         return CacheUsage(0, 0, 0, 0, 0)
 
-    def owners(self) -> Iterator[OwnerView]:
+    def owners(self) -> Iterator[OwnerSnapshot]:
         """Yield nobody."""
         return iter(())
 
-    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+    def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield nothing."""
         return iter(())

@@ -9,7 +9,7 @@ from services.scheduler.cache.interface import CacheEvent, CacheEventKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.scheduler.cache.interface import NodeView
+    from services.scheduler.cache.interface import NodeSnapshot
 
 
 class CacheEvents:
@@ -45,7 +45,7 @@ class CacheEvents:
         """Return how many events of a kind there have been."""
         return self._counts[kind]
 
-    def emit(self, kind: CacheEventKind, node: NodeView | None = None) -> None:
+    def emit(self, kind: CacheEventKind, node: NodeSnapshot | None = None) -> None:
         """Count a change of `node`, and tell the listeners."""
         self._sequence += 1
         self._counts[kind] += 1

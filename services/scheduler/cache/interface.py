@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from common.steps import PageIds
-    from common.types import Principal, TokenIds
+    from common.types import Subject, TokenIds, View
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
     from services.scheduler.cache.tiers.host_tier import HostTier
 
@@ -33,7 +33,7 @@ class Lease:
     """
 
     lease_id: LeaseId
-    principal: Principal
+    view: View
     matched_tokens: int
     pages: PageIds
     # Of these, what everybody finds.
@@ -78,7 +78,7 @@ class Visibility(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeView:
+class NodeSnapshot:
     """A node as it is at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
     `parent_id` is None for children of the root, `owner` for PUBLIC nodes. `pages` is [edge_tokens / page_size] int32
@@ -91,7 +91,7 @@ class NodeView:
     edge_tokens: int
     depth_tokens: int
     visibility: Visibility
-    owner: Principal | None
+    owner: View | None
     lock_ref: int
     last_access: int
     pages: PageIds
@@ -115,10 +115,10 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerView:
+class OwnerSnapshot:
     """What one principal has in the cache, or with None the public; pages as if nobody else held them."""
 
-    principal: Principal | None
+    view: View | None
     device_pages: int
     host_pages: int
     nodes: int
@@ -135,7 +135,7 @@ class CacheUsage:
     """
 
     nodes: int
-    principals: int
+    views: int
     public_pages: int
     private_pages: int
     # How many more pages were needed if no two nodes named the same one.
@@ -176,7 +176,7 @@ class CacheEvent:
 
     sequence: int
     kind: CacheEventKind
-    node: NodeView | None
+    node: NodeSnapshot | None
 
 
 class EventSource(Protocol):
@@ -228,10 +228,10 @@ class PrefixCache(Protocol):
     def held_references(self) -> int:
         """Page references the cache holds, one per page and node. O(1)."""
 
-    def view_of(self, principal: Principal) -> Hashable | None:
+    def view_of(self, view: View) -> Hashable | None:
         """Return what is equal for principals that find all of each other's prefixes; None: nobody finds anything."""
 
-    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+    def peek(self, view: View, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure.
 
         A multiple of the page size, and at most len(token_ids) - 1.
@@ -239,7 +239,7 @@ class PrefixCache(Protocol):
 
     def commit(
         self,
-        principal: Principal,
+        view: View,
         token_ids: TokenIds,
         *,
         repeated: bool = False,
@@ -260,7 +260,7 @@ class PrefixCache(Protocol):
             session: The conversation that the request belongs to, where its user may want it forgotten.
         """
 
-    def commit_nothing(self, principal: Principal) -> Lease:
+    def commit_nothing(self, view: View) -> Lease:
         """Return a lease for a row that may neither read the cache nor add to it; `insert` through it keeps nothing."""
 
     def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
@@ -282,8 +282,8 @@ class PrefixCache(Protocol):
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
 
-    def forget(self, principal: Principal, session: str | None = None) -> int:
-        """Drop all that is private to a principal, also while its rows run; return how many pages became free.
+    def forget(self, subject: Subject, session: str | None = None) -> int:
+        """Drop all that is private to a subject, in all of its views, also while its rows run; return the pages freed.
 
         Its rows go on, and nothing more of them is kept. With `session`, that goes which no other session and no
         request without one has used.
@@ -315,10 +315,10 @@ class PrefixCache(Protocol):
     def usage(self) -> CacheUsage:
         """Totals of the tree. O(1)."""
 
-    def owners(self) -> Iterator[OwnerView]:
+    def owners(self) -> Iterator[OwnerSnapshot]:
         """Yield the public and each principal that holds a node or a lease; to be consumed before the cache changes."""
 
-    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+    def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes of one principal's view, or all nodes: parents before children.
 
         To be consumed before the cache changes.

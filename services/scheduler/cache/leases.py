@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from common.steps import PageIds
-    from common.types import Principal
+    from common.types import View
     from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
@@ -48,12 +48,10 @@ class Leases:
         self._next = 0
         self._holds: dict[LeaseId, Hold] = {}
 
-    def open(self, hold: Hold, principal: Principal, pages: PageIds, public_pages: int = 0) -> Lease:
+    def open(self, hold: Hold, view: View, pages: PageIds, public_pages: int = 0) -> Lease:
         """Return a new lease on `pages`, of which the first `public_pages` are public."""
         pages.flags.writeable = False
-        lease = Lease(
-            LeaseId(self._next), principal, len(pages) * self._page_size, pages, public_pages * self._page_size
-        )
+        lease = Lease(LeaseId(self._next), view, len(pages) * self._page_size, pages, public_pages * self._page_size)
         self._next += 1
         self._holds[lease.lease_id] = hold
         return lease

@@ -125,8 +125,8 @@ class Promoter:
 
     def _weight(self, creators: Iterable[Scope]) -> int:
         if self._store.config.tenant_counts_as_one:
-            return len({tenant for tenant, _ in creators})
-        return len(list(creators))
+            return len({tenant for tenant, *_ in creators})
+        return len({scope[:2] for scope in creators})
 
     def _examine(self, parent: Node, members: list[Node], pages: int, generation: int) -> tuple[int, int]:
         """Cut a run where a demoted chain begins or where the content check has not let it pass."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.accounts import PUBLIC_SCOPE, scope_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.demotion import Demoter
 from services.scheduler.cache.growth import Growth
@@ -17,20 +17,20 @@ from services.scheduler.cache.merging import compress_chains, merge_private_subt
 from services.scheduler.cache.pins import Pins
 from services.scheduler.cache.promotion import Promoter
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
+from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.views import owner_view, view
 from services.scheduler.cache.vigilance import Vigilance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
-    from common.types import Principal, TokenIds
+    from common.types import Subject, TokenIds, View
     from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.events import CacheEvents
-    from services.scheduler.cache.interface import Lease, NodeView, OwnerView
+    from services.scheduler.cache.interface import Lease, NodeSnapshot, OwnerSnapshot
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
@@ -103,18 +103,18 @@ class RadixCache:
 
     # --- a row's life ---
 
-    def view_of(self, principal: Principal) -> Scope:
+    def view_of(self, view: View) -> Scope:
         """Return whose view a principal has: its own, or everybody's."""
-        return self._scope(principal)
+        return self._scope(view)
 
-    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+    def peek(self, view: View, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; pure."""
-        viewer = self._viewer(principal)
+        viewer = self._viewer(view)
         return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 
     def commit(
         self,
-        principal: Principal,
+        view: View,
         token_ids: TokenIds,
         *,
         repeated: bool = False,
@@ -123,7 +123,7 @@ class RadixCache:
         session: str | None = None,
     ) -> Lease:
         """Match, lock, revive and touch the longest prefix, and count the hit on what is public of it."""
-        account = self.store.accounts.open(self._scope(principal), self.store.epoch)
+        account = self.store.accounts.open(self._scope(view), self.store.epoch)
         key = PagedKey(token_ids, self.page_size)
         match = self._match(account, key, len(token_ids))
         node = self._end_of(match)
@@ -137,12 +137,12 @@ class RadixCache:
             hold.priority = priority
             self._growth.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.leases.open(hold, principal, pages, self.store.tree.public_pages(node))
+        return self.leases.open(hold, view, pages, self.store.tree.public_pages(node))
 
-    def commit_nothing(self, principal: Principal) -> Lease:
+    def commit_nothing(self, view: View) -> Lease:
         """Return a lease on nothing, through which nothing is inserted."""
-        account = self.store.accounts.open(self._scope(principal), self.store.epoch)
-        return self.leases.open(Hold(account, None), principal, NO_PAGES)
+        account = self.store.accounts.open(self._scope(view), self.store.epoch)
+        return self.leases.open(Hold(account, None), view, NO_PAGES)
 
     def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
         """Add the whole pages of `token_ids` below the lease; see `PrefixCache.insert`."""
@@ -173,7 +173,7 @@ class RadixCache:
         hold.node = deepest
         tag_path(hold)
         known = np.concatenate([lease.pages, found, added])
-        renewed = self.leases.open(hold, lease.principal, known)
+        renewed = self.leases.open(hold, lease.view, known)
         own = pages[first : match.pages]
         replaced = np.flatnonzero(own != found) if len(found) else NO_PAGES
         if not len(replaced):
@@ -207,15 +207,17 @@ class RadixCache:
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
-    def forget(self, principal: Principal, session: str | None = None) -> int:
-        """Drop all that is private to a principal or to one of its sessions, also while its rows run.
+    def forget(self, subject: Subject, session: str | None = None) -> int:
+        """Drop all that is private to a subject or to one of its sessions, also while its rows run.
 
         Returns:
             How many pages became free.
         """
-        account = self.store.accounts.view(self._scope(principal))
-        if account.is_public:
+        if self._is_shared:
             return 0
+        return sum(self._forget(account, session) for account in self.store.accounts.of_subject(subject))
+
+    def _forget(self, account: Account, session: str | None) -> int:
         if self.host is not None and self.host.storage is not None:
             self.host.storage.forget(account)
         for hold in self.leases.all():
@@ -323,31 +325,31 @@ class RadixCache:
         use = self.store.use
         return CacheUsage(
             nodes=self.store.tree.node_count,
-            principals=len(accounts),
+            views=len(accounts),
             public_pages=public,
             private_pages=use.references - public,
             merged_pages=max(use.references - use.evictable - use.protected - use.soft_free, 0),
         )
 
-    def owners(self) -> Iterator[OwnerView]:
+    def owners(self) -> Iterator[OwnerSnapshot]:
         """Yield the public and every principal that holds a node or a lease."""
         for account in (self.store.accounts.public, *self.store.accounts.all()):
-            yield owner_view(account, 0 if self.host is None else self.host.pages.pages_of(account))
+            yield owner_snapshot(account, 0 if self.host is None else self.host.pages.pages_of(account))
 
-    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+    def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes of one principal's view, or all nodes: parents before children."""
         tree = self.store.tree
-        viewer = None if principal is None else self.store.accounts.view(self._scope(principal))
+        viewer = None if view is None else self.store.accounts.view(self._scope(view))
         for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):
-            yield view(tree, node, depth)
+            yield node_snapshot(tree, node, depth)
 
     # --- helpers ---
 
-    def _viewer(self, principal: Principal) -> Account:
-        return self.store.accounts.view(self._scope(principal))
+    def _viewer(self, view: View) -> Account:
+        return self.store.accounts.view(self._scope(view))
 
-    def _scope(self, principal: Principal) -> Scope:
-        return PUBLIC_SCOPE if self._is_shared else (principal.tenant, principal.user)
+    def _scope(self, view: View) -> Scope:
+        return PUBLIC_SCOPE if self._is_shared else scope_of(view)
 
     def _match(self, viewer: Account, key: PagedKey, tokens: int) -> Match:
         # The last token must be computed, for its logits.

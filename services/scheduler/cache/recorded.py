@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.decisions import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
     from common.steps import PageIds
-    from common.types import Principal, TokenIds
+    from common.types import Subject, TokenIds, View
     from services.scheduler.cache.decisions import Decision, Facts
     from services.scheduler.cache.interface import (
         CacheUsage,
         EventSource,
         Insertion,
         Lease,
-        NodeView,
-        OwnerView,
+        NodeSnapshot,
+        OwnerSnapshot,
         PrefixCache,
     )
     from services.scheduler.cache.pages import PageAllocator
@@ -83,17 +84,17 @@ class RecordedCache:
         """Page references the cache holds, one per page and node."""
         return self._cache.held_references
 
-    def view_of(self, principal: Principal) -> Hashable | None:
+    def view_of(self, view: View) -> Hashable | None:
         """Return what is equal for principals that find all of each other's prefixes; not recorded."""
-        return self._cache.view_of(principal)
+        return self._cache.view_of(view)
 
-    def peek(self, principal: Principal, token_ids: TokenIds) -> int:
+    def peek(self, view: View, token_ids: TokenIds) -> int:
         """Return how many leading tokens the principal's view covers; not recorded."""
-        return self._cache.peek(principal, token_ids)
+        return self._cache.peek(view, token_ids)
 
     def commit(
         self,
-        principal: Principal,
+        view: View,
         token_ids: TokenIds,
         *,
         repeated: bool = False,
@@ -103,7 +104,7 @@ class RecordedCache:
     ) -> Lease:
         """Record what was asked for, and the lease."""
         given: Facts = {
-            "principal": [principal.tenant, principal.user],
+            "view": list(scope_of(view)),
             "token_ids": token_ids.copy(),
             "repeated": repeated,
             "may_promote": may_promote,
@@ -112,17 +113,17 @@ class RecordedCache:
         }
         with self._recorder.operation("commit", given) as outcome:
             lease = self._cache.commit(
-                principal, token_ids, repeated=repeated, may_promote=may_promote, priority=priority, session=session
+                view, token_ids, repeated=repeated, may_promote=may_promote, priority=priority, session=session
             )
             outcome.update(lease=lease.lease_id, pages=lease.pages)
             self._recorder.open(lease, len(token_ids))
         return lease
 
-    def commit_nothing(self, principal: Principal) -> Lease:
+    def commit_nothing(self, view: View) -> Lease:
         """Record who asked for nothing, and the lease."""
-        given = {"principal": [principal.tenant, principal.user]}
+        given = {"view": list(scope_of(view))}
         with self._recorder.operation("commit_nothing", given) as outcome:
-            lease = self._cache.commit_nothing(principal)
+            lease = self._cache.commit_nothing(view)
             outcome.update(lease=lease.lease_id)
             self._recorder.open(lease, 0)
         return lease
@@ -168,11 +169,11 @@ class RecordedCache:
         freed: int = outcome["freed"]
         return freed
 
-    def forget(self, principal: Principal, session: str | None = None) -> int:
+    def forget(self, subject: Subject, session: str | None = None) -> int:
         """Record who was forgotten."""
-        given = {"principal": [principal.tenant, principal.user], "session": session}
+        given = {"subject": [subject.tenant, subject.name], "session": session}
         with self._recorder.operation("forget", given) as outcome:
-            outcome["freed"] = self._cache.forget(principal, session)
+            outcome["freed"] = self._cache.forget(subject, session)
         freed: int = outcome["freed"]
         return freed
 
@@ -228,10 +229,10 @@ class RecordedCache:
         """Totals of the tree; not recorded."""
         return self._cache.usage
 
-    def owners(self) -> Iterator[OwnerView]:
+    def owners(self) -> Iterator[OwnerSnapshot]:
         """Yield the public and every principal that holds a node or a lease; not recorded."""
         return self._cache.owners()
 
-    def dump(self, principal: Principal | None = None) -> Iterator[NodeView]:
+    def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes of one principal's view, or all nodes; not recorded."""
-        return self._cache.dump(principal)
+        return self._cache.dump(view)

@@ -13,7 +13,8 @@ import numpy as np
 import orjson
 
 from common.transfers import TransferAck, TransferId
-from common.types import Principal
+from common.types import Subject, View
+from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
@@ -166,12 +167,12 @@ class _Run:
             "exchange": lambda given: allocator.exchange(_int32(given["old"]), _int32(given["new"])),
             "restore": lambda given: allocator.restore(_int32(given["counts"])),
             "commit": self._commit,
-            "commit_nothing": lambda given: self._open(self._cache.commit_nothing(_principal(given)), _int32([])),
+            "commit_nothing": lambda given: self._open(self._cache.commit_nothing(_view(given)), _int32([])),
             "insert": self._insert,
             "release": lambda given: self._cache.release(self._leases.pop(given["lease"])),
             "evict": lambda given: self._cache.evict(given["pages"]),
             "flush": lambda given: self._cache.flush(),
-            "forget": lambda given: self._cache.forget(_principal(given), given["session"]),
+            "forget": lambda given: self._cache.forget(Subject(*given["subject"]), given["session"]),
             "advance": lambda given: self._cache.advance(given["epoch"]),
             "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
@@ -179,7 +180,7 @@ class _Run:
             "forget_verdicts": lambda given: self._cache.forget_verdicts(),
             "load": self._load,
             "plan_backups": lambda given: self._host.plan_backups(),
-            "prefetch": lambda given: self._host.prefetch(_principal(given), _int32(given["token_ids"])),
+            "prefetch": lambda given: self._host.prefetch(_view(given), _int32(given["token_ids"])),
             "end_prefetch": self._end_prefetch,
             "plan_storage": lambda given: self._host.plan_storage(given["now"]),
             "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),
@@ -232,12 +233,12 @@ class _Run:
                 self._cache.evict(count - self._allocator.free_pages)
             return self._allocator.try_allocate(count)
 
-        self._host.load(_principal(given), _int32(given["token_ids"]), allocate)
+        self._host.load(_view(given), _int32(given["token_ids"]), allocate)
 
     def _commit(self, given: Facts) -> None:
         ids = _int32(given["token_ids"])
         lease = self._cache.commit(
-            _principal(given),
+            _view(given),
             ids,
             repeated=given["repeated"],
             may_promote=given["may_promote"],
@@ -304,6 +305,5 @@ def _int32(values: Any) -> TokenIds:  # JSON's own types
     return np.array(values, np.int32)
 
 
-def _principal(given: Facts) -> Principal:
-    tenant, user = given["principal"]
-    return Principal(tenant, user)
+def _view(given: Facts) -> View:
+    return view_of(tuple(given["view"]))

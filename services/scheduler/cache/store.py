@@ -11,8 +11,8 @@ from services.scheduler.cache.events import CacheEvents
 from services.scheduler.cache.eviction import EvictionQueue
 from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.page_use import PageUse
+from services.scheduler.cache.snapshots import node_snapshot
 from services.scheduler.cache.tree import PageTree
-from services.scheduler.cache.views import view
 
 if TYPE_CHECKING:
     from common.steps import PageIds
@@ -312,6 +312,6 @@ class NodeStore:
     def emit(self, kind: CacheEventKind, node: Node) -> None:
         """Tell the listeners of a change of `node`."""
         if self.events.is_heard:
-            self.events.emit(kind, view(self.tree, node, self.tree.depth_pages(node)))
+            self.events.emit(kind, node_snapshot(self.tree, node, self.tree.depth_pages(node)))
         else:
             self.events.emit(kind)

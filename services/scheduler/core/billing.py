@@ -27,7 +27,7 @@ class Billing:
         if self._counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
-            self._counters.charge(sequence.request.principal, prompt_tokens=uncached)
+            self._counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
 
     def settle(self) -> None:
         """Charge what all rows have generated since the last time."""
@@ -43,11 +43,11 @@ class Billing:
         # What was known when it started first, was charged then, and is not computed yet.
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
-            self._counters.charge(sequence.request.principal, prompt_tokens=-missing)
+            self._counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
 
     def _charge_output(self, counters: VirtualCounters, sequence: Sequence) -> None:
         assert sequence.row is not None, "occupants have a row"
         generated = int(self._rows.length[sequence.row]) - sequence.charged_tokens
         if generated > 0:
             sequence.charged_tokens += generated
-            counters.charge(sequence.request.principal, output_tokens=generated)
+            counters.charge(sequence.request.view.subject, output_tokens=generated)

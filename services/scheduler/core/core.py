@@ -14,7 +14,7 @@ from common.errors import (
     RequestTimeoutError,
 )
 from common.sampling import choice_seed
-from common.types import Admission, Finish, FinishReason
+from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.core.billing import Billing
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferAck
-    from common.types import Principal, RequestId, ScheduleRequest
+    from common.types import RequestId, ScheduleRequest
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
@@ -153,9 +153,9 @@ class SchedulerCore:
                 f"{len(self.queue)} requests are waiting, which is the limit; try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        if self.queue.waiting_of(request.principal) + request.n > self.config.max_waiting_per_user:
+        if self.queue.waiting_of(request.view.subject) + request.n > self.config.max_waiting_per_user:
             raise QueueFullError(
-                f"{self.queue.waiting_of(request.principal)} requests of this user are waiting, of which "
+                f"{self.queue.waiting_of(request.view.subject)} requests of this user are waiting, of which "
                 f"{self.config.max_waiting_per_user} may; try again later",
                 retry_after_ms=RETRY_AFTER_MS,
             )
@@ -198,10 +198,10 @@ class SchedulerCore:
             self._finish(sequence, Finish(FinishReason.ABORT))
         return bool(sequences)
 
-    def forget(self, principal: Principal, session: str | None = None) -> int:
-        """End a principal's sessions, or one, and drop what is private to them; return how many pages became free."""
-        self.sessions.forget(principal, session)
-        return self.memory.cache.forget(principal, session)
+    def forget(self, subject: Subject, session: str | None = None) -> int:
+        """End a subject's sessions, or one, and drop what is private to them; return how many pages became free."""
+        self.sessions.forget(subject, session)
+        return self.memory.cache.forget(subject, session)
 
     def end_silently(self, handle: int, generated: int | None = None) -> None:
         """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more.

@@ -68,7 +68,7 @@ class LoadBack:
     def prefetch(self, sequence: Sequence) -> None:
         """Begin to look for the prefix of a sequence that has just come in storage."""
         if sequence.request.cache_mode is not CacheMode.NONE:
-            sequence.fetch = self.host.prefetch(sequence.request.principal, sequence.cacheable_ids)
+            sequence.fetch = self.host.prefetch(sequence.request.view, sequence.cacheable_ids)
 
     def end_prefetch(self, sequence: Sequence) -> None:
         """Look for no more of a sequence that has started, or ended."""
@@ -97,7 +97,7 @@ class LoadBack:
             return True
         if sequence.loads >= MAX_LOADS or sequence.request.cache_mode is CacheMode.NONE:
             return False
-        match = self.host.find(sequence.request.principal, sequence.cacheable_ids)
+        match = self.host.find(sequence.request.view, sequence.cacheable_ids)
         if not match.host_tokens:
             return False
         if match.loading is not None:
@@ -109,7 +109,7 @@ class LoadBack:
             return False
         if not fits(-(-len(sequence.token_ids) // self._page_size) - match.device_tokens // self._page_size):
             return False
-        transfer = self.host.load(sequence.request.principal, sequence.cacheable_ids, allocate)
+        transfer = self.host.load(sequence.request.view, sequence.cacheable_ids, allocate)
         if transfer is None:
             return False
         self._await(sequence, transfer.transfer_id, transfer.pages * self._page_size)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import PageIds
-    from common.types import Principal, TokenIds
+    from common.types import TokenIds, View
     from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.costs import LoadCosts
@@ -85,7 +85,7 @@ class KvMemory:
         """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
         if sequence.request.cache_mode is CacheMode.NONE:
             return 0
-        return self._peek(sequence.request.principal, sequence.cacheable_ids)
+        return self._peek(sequence.request.view, sequence.cacheable_ids)
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
         """Return whether a waiting sequence has to wait for pages from the host; start to load them where it pays."""
@@ -136,13 +136,13 @@ class KvMemory:
     def _commit(self, sequence: Sequence) -> Lease:
         request = sequence.request
         if request.cache_mode is CacheMode.NONE:
-            return self.cache.commit_nothing(request.principal)
+            return self.cache.commit_nothing(request.view)
         leader = sequence.leader
         # The choices of a request are one use of its prefix.
         repeated = sequence.was_committed or (leader is not None and leader.was_committed)
         sequence.was_committed = True
         return self._commit_prefix(
-            request.principal,
+            request.view,
             sequence.cacheable_ids,
             repeated=repeated,
             may_promote=request.cache_mode is not CacheMode.PRIVATE,
@@ -217,14 +217,14 @@ class KvMemory:
         rows.page_count[row] = 0
         sequence.lease = None
 
-    def pin(self, principal: Principal, token_ids: TokenIds, priority: int, session: str) -> Lease | None:
+    def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> Lease | None:
         """Hold what the principal's view covers of a path that has just been computed; None if that is nothing.
 
         A hold like a row's, with a reference on each page, so that it outlives whatever happens to the tree.
         """
         if len(token_ids) < 2:
             return None
-        lease = self.cache.commit(principal, token_ids, repeated=True, priority=priority, session=session)
+        lease = self.cache.commit(view, token_ids, repeated=True, priority=priority, session=session)
         if not len(lease.pages):
             self._release(lease)
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from common.types import Principal
+    from common.types import Subject
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
@@ -40,7 +40,7 @@ class WaitingQueue:
         self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
-        self._by_principal: Counter[Principal] = Counter()
+        self._by_subject: Counter[Subject] = Counter()
         self._by_priority: Counter[int] = Counter()
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
@@ -67,9 +67,9 @@ class WaitingQueue:
                 return most
         return total
 
-    def waiting_of(self, principal: Principal) -> int:
-        """Return how many sequences of a principal wait."""
-        return self._by_principal[principal]
+    def waiting_of(self, subject: Subject) -> int:
+        """Return how many sequences of a subject wait."""
+        return self._by_subject[subject]
 
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence."""
@@ -87,11 +87,11 @@ class WaitingQueue:
         """Take a sequence out."""
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
-        principal = sequence.request.principal
-        _take_one(self._by_principal, principal)
+        subject = sequence.request.view.subject
+        _take_one(self._by_subject, subject)
         _take_one(self._by_priority, sequence.request.priority)
         if self._counters is not None:
-            self._counters.exit(principal)
+            self._counters.exit(subject)
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield those that may start, best first. The caller may remove what it was just given."""
@@ -104,11 +104,11 @@ class WaitingQueue:
             yield from self._policy.order([*retracted, *ready], match)
 
     def _enter(self, sequence: Sequence) -> None:
-        principal = sequence.request.principal
-        self._by_principal[principal] += 1
+        subject = sequence.request.view.subject
+        self._by_subject[subject] += 1
         self._by_priority[sequence.request.priority] += 1
         if self._counters is not None:
-            self._counters.enter(principal)
+            self._counters.enter(subject)
 
 
 def _take_one(counter: Counter[K], key: K) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from common.types import Principal, SessionGrant, SessionTurn, TokenIds
+    from common.types import SessionGrant, SessionTurn, TokenIds, View
     from services.scheduler.cache.interface import Lease
 
 # Turns that later ones can continue; what is older has long been continued.
@@ -40,15 +40,14 @@ class FinishedTurn:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation of `principal` that counts against the quota of `holder`, a (tenant, user).
+    """A conversation of `view`, which counts against the quota of the view's subject.
 
     `pin` holds the path of the turn that ended last, as a row's lease would. `expires_at` is None as long as requests
     of the session are open, and set by the first look at the clock after that.
     """
 
     name: str
-    principal: Principal
-    holder: tuple[str, str]
+    view: View
     grant: SessionGrant
     turns: int = 0
     open_requests: int = 0

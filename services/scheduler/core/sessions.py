@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError, QueueFullError
-from common.types import CacheMode, SessionGrant
+from common.types import CacheMode, SessionGrant, Subject
 from services.scheduler.core.session import FinishedTurn, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from common.types import Principal, ScheduleRequest, SessionWish, TokenIds
+    from common.types import ScheduleRequest, SessionWish, TokenIds, View
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import SessionRules
@@ -25,7 +25,7 @@ RETRY_AFTER_MS = 1000
 class Sessions:
     """Owns the open sessions of one scheduler.
 
-    A session belongs to its opener's principal: nobody else can name it, whatever it is called. What its latest turn
+    A session belongs to its opener's view: no other view can name it. It counts against the quota of the view's subject. What its latest turn
     has computed is held like the path of a running row, so the cache needs to know nothing of sessions. A pin yields
     only where otherwise nothing at all could run; the session stays open then, and its next turn pins again.
     """
@@ -35,7 +35,7 @@ class Sessions:
         self.yielded = 0
         self._memory = memory
         self._rules = rules
-        self._open: dict[tuple[Principal, str], Session] = {}
+        self._open: dict[tuple[View, str], Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -59,8 +59,8 @@ class Sessions:
             InvalidRequestError: the name is in use, or more is asked for than any session may have.
             QueueFullError: the user, or the server, has as many sessions as it may.
         """
-        rules, principal, name = self._rules, wish.principal, wish.session
-        if (principal, name) in self._open:
+        rules, view, name = self._rules, wish.view, wish.session
+        if (view, name) in self._open:
             raise InvalidRequestError(f"the session '{name}' is open already", param="session_id")
         if not rules.user_tokens or not rules.total_tokens:
             raise InvalidRequestError("this model keeps no sessions", param="session_id")
@@ -71,8 +71,7 @@ class Sessions:
             limit, asked = rules.max_timeout_s, wish.timeout_ms / 1000
             message = f"a session may wait {limit:g} s for its next turn, not {asked:g}"
             raise InvalidRequestError(message, param="timeout")
-        holder = (principal.tenant, wish.quota_user)
-        mine = sum(session.holder == holder for session in self)
+        mine = sum(session.view.subject == view.subject for session in self)
         if mine >= rules.per_user:
             message = f"{mine} sessions of this user are open, of which {rules.per_user} may be; close one"
             raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
@@ -82,21 +81,21 @@ class Sessions:
         grant = SessionGrant(
             wish.capacity_tokens or rules.user_tokens, wish.timeout_ms or round(rules.timeout_s * 1000)
         )
-        self._open[principal, name] = Session(name, principal, holder, grant)
+        self._open[view, name] = Session(name, view, grant)
         return grant
 
-    def close(self, principal: Principal, name: str) -> bool:
+    def close(self, view: View, name: str) -> bool:
         """End a session, so that what it held may go; return whether there was one. Its requests go on."""
-        session = self._open.pop((principal, name), None)
+        session = self._open.pop((view, name), None)
         if session is None:
             return False
         self._let_go(session)
         return True
 
-    def forget(self, principal: Principal, name: str | None) -> None:
-        """End a principal's session, or all of its."""
+    def forget(self, subject: Subject, name: str | None) -> None:
+        """End a subject's sessions called `name`, or all of its sessions."""
         for owner, session in list(self._open):
-            if owner == principal and name in (None, session):
+            if owner.subject == subject and name in (None, session):
                 self.close(owner, session)
 
     def expire(self, now: float) -> int:
@@ -109,8 +108,8 @@ class Sessions:
                 session.expires_at = now + session.grant.timeout_ms / 1000
             elif now >= session.expires_at:
                 overdue.append(key)
-        for principal, name in overdue:
-            self.close(principal, name)
+        for view, name in overdue:
+            self.close(view, name)
         return len(overdue)
 
     # --- turns ---
@@ -154,7 +153,7 @@ class Sessions:
             return
         sequence.session = None
         session.open_requests -= 1
-        if self._open.get((session.principal, session.name)) is not session or not was_running:
+        if self._open.get((session.view, session.name)) is not session or not was_running:
             return
         session.turns += 1
         if request.turn is not None and sequence.is_prefilled:
@@ -192,10 +191,10 @@ class Sessions:
         held_by_others = self.pinned_tokens - session.pinned_tokens
         room = min(
             session.grant.capacity_tokens,
-            self._rules.user_tokens - (self._held_by(session.holder) - session.pinned_tokens),
+            self._rules.user_tokens - (self._held_by(session.view.subject) - session.pinned_tokens),
             self._rules.total_tokens - held_by_others,
         )
-        pin = self._memory.pin(session.principal, token_ids[: max(room, 0) + 1], priority, session.name)
+        pin = self._memory.pin(session.view, token_ids[: max(room, 0) + 1], priority, session.name)
         self._let_go(session)
         session.pin = pin
 
@@ -205,10 +204,10 @@ class Sessions:
             session.pin = None
 
     def _find(self, request: ScheduleRequest) -> Session | None:
-        return self._open.get((request.principal, request.session)) if request.session is not None else None
+        return self._open.get((request.view, request.session)) if request.session is not None else None
 
-    def _held_by(self, holder: tuple[str, str]) -> int:
-        return sum(session.pinned_tokens for session in self if session.holder == holder)
+    def _held_by(self, subject: Subject) -> int:
+        return sum(session.pinned_tokens for session in self if session.view.subject == subject)
 
     def _check_room(self, session: Session, tokens: int) -> None:
         if tokens > session.grant.capacity_tokens:
@@ -218,7 +217,7 @@ class Sessions:
                 param="session_id",
             )
         more = tokens - session.pinned_tokens
-        held = self._held_by(session.holder)
+        held = self._held_by(session.view.subject)
         if more > 0 and held + more > self._rules.user_tokens:
             raise QueueFullError(
                 f"the sessions of this user hold {held} tokens, and with this turn {held + more}, of which "

@@ -1,4 +1,4 @@
-"""Who has had how much: virtual token counters of principals (Sheng et al., Fairness in Serving LLMs, OSDI 2024)."""
+"""Who has had how much: virtual token counters of subjects (Sheng et al., Fairness in Serving LLMs, OSDI 2024)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from common.types import Principal
+    from common.types import Subject
 
 # A heap is rebuilt when it has so many dead entries beside twice the live ones.
 _SPARE_ENTRIES = 32
@@ -30,7 +30,7 @@ class ShareConfig:
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     # Where whoever holds an API key can invent users.
     tenant_counts_as_one: bool = False
-    # Counters of idle principals kept at most: 100,000 are about 45 MB.
+    # Counters of idle subjects kept at most: 100,000 are about 45 MB.
     remembered: int = 100_000
 
 
@@ -45,11 +45,11 @@ class _Share:
 
 
 class VirtualCounters:
-    """Counts service by principal, in weighted tokens.
+    """Counts service by subject, in weighted tokens.
 
-    A principal whose first request comes to wait is lifted to the lowest counter among those that wait: whoever was
-    idle has saved up nothing. What an idle principal has had beyond that is remembered until the others have caught up.
-    All calls take O(log n) amortised for n principals that wait or are remembered.
+    A subject whose first request comes to wait is lifted to the lowest counter among those that wait: whoever was
+    idle has saved up nothing. What an idle subject has had beyond that is remembered until the others have caught up.
+    All calls take O(log n) amortised for n subjects that wait or are remembered.
     """
 
     def __init__(self, config: ShareConfig) -> None:
@@ -67,20 +67,20 @@ class VirtualCounters:
         """Return how many counters are kept."""
         return len(self._shares)
 
-    def key(self, principal: Principal) -> ShareKey:
-        """Return whose counter a principal's service goes to."""
+    def key(self, subject: Subject) -> ShareKey:
+        """Return whose counter a subject's service goes to."""
         if self._config.tenant_counts_as_one:
-            return (principal.tenant,)
-        return (principal.tenant, principal.user)
+            return (subject.tenant,)
+        return (subject.tenant, subject.name)
 
     def counter(self, key: ShareKey) -> float:
         """Return what counts as received, in weighted tokens."""
         share = self._shares.get(key)
         return self._floor if share is None else share.counter
 
-    def enter(self, principal: Principal) -> None:
-        """A request of the principal begins to wait."""
-        share = self._share(self.key(principal))
+    def enter(self, subject: Subject) -> None:
+        """A request of the subject begins to wait."""
+        share = self._share(self.key(subject))
         if not share.waiting:
             self._raise_floor()
             share.counter = max(share.counter, self._floor)
@@ -88,9 +88,9 @@ class VirtualCounters:
             self._push(self._waiting, share)
         share.waiting += 1
 
-    def exit(self, principal: Principal) -> None:
-        """A request of the principal waits no longer, for whatever reason."""
-        share = self._shares[self.key(principal)]
+    def exit(self, subject: Subject) -> None:
+        """A request of the subject waits no longer, for whatever reason."""
+        share = self._shares[self.key(subject)]
         share.waiting -= 1
         if share.waiting:
             return
@@ -102,10 +102,10 @@ class VirtualCounters:
         self._raise_floor()
         self._forget()
 
-    def charge(self, principal: Principal, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+    def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
-        weight = self._config.weights.get(principal.tenant, 1.0)
-        share = self._share(self.key(principal))
+        weight = self._config.weights.get(subject.tenant, 1.0)
+        share = self._share(self.key(subject))
         share.counter += (prompt_tokens + self._config.output_weight * output_tokens) / weight
         if not share.waiting:
             self._push(self._idle, share)

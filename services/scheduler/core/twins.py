@@ -34,7 +34,7 @@ class Twins:
         """Take in a row that has just been opened."""
         if sequence.is_prefilled or sequence.request.cache_mode is CacheMode.NONE:
             return
-        view = self._memory.cache.view_of(sequence.request.principal)
+        view = self._memory.cache.view_of(sequence.request.view)
         if view is not None:
             self._by_view.setdefault(view, []).append(sequence)
 
@@ -42,7 +42,7 @@ class Twins:
         """Whether pages that the sequence could find soon are being computed now."""
         if not self._by_view or sequence.request.cache_mode is CacheMode.NONE:
             return False
-        view = self._memory.cache.view_of(sequence.request.principal)
+        view = self._memory.cache.view_of(sequence.request.view)
         found: int | None = None
         for twin in self._by_view.get(view, ()):
             if twin.row is None or twin.is_prefilled:

@@ -39,7 +39,7 @@ class FairShare:
         queues: defaultdict[ShareKey, deque[Sequence]] = defaultdict(deque)
         key_of = self._counters.key
         for sequence in waiting:
-            queues[key_of(sequence.request.principal)].append(sequence)
+            queues[key_of(sequence.request.view.subject)].append(sequence)
         heap = [self._entry(*item) for item in queues.items()]
         heapq.heapify(heap)
         matched: dict[int, int] = {}
@@ -55,7 +55,7 @@ class FairShare:
             candidates = [sequence for _, _, key in nearest for sequence in islice(queues[key], depth)]
             # `max` keeps the first of equals, and the nearest come by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
-            queues[self._counters.key(chosen.request.principal)].remove(chosen)
+            queues[self._counters.key(chosen.request.view.subject)].remove(chosen)
             yield chosen
             for _, _, key in nearest:
                 if queues[key]:

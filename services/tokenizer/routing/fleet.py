@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import grpc
 
     from common.rpc.discovery import Discovery, Found
-    from common.types import Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
+    from common.types import RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.routing.policies import Policy
     from services.tokenizer.scheduler_link import SchedulerListener
 
@@ -78,15 +78,15 @@ class Fleet:
         Raises:
             PandoError: that group refuses it, or no group would serve now.
         """
-        return await self._home_of(wish.principal, wish.session).open_session(wish)
+        return await self._home_of(wish.view, wish.session).open_session(wish)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open.
 
         Raises:
             PandoError: its group is away.
         """
-        return await self._home_of(principal, session).close_session(principal, session)
+        return await self._home_of(view, session).close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Have requests ended, wherever they are."""
@@ -121,7 +121,7 @@ class Fleet:
         for request in requests:
             if request.session is not None:
                 # What it holds is there and nowhere else, however much that group has to do.
-                chosen = favourite(session_key(request.principal, request.session), loads)
+                chosen = favourite(session_key(request.view, request.session), loads)
             else:
                 candidates = [Candidate(name, load) for name, load in loads.items()]
                 chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)
@@ -129,11 +129,11 @@ class Fleet:
             batches[chosen].append(request)
         return batches
 
-    def _home_of(self, principal: Principal, session: str) -> Replica:
+    def _home_of(self, view: View, session: str) -> Replica:
         serving = [name for name, replica in self._replicas.items() if replica.can_serve]
         if not serving:
             raise _nobody()
-        return self._replicas[favourite(session_key(principal, session), serving)]
+        return self._replicas[favourite(session_key(view, session), serving)]
 
 
 def _nobody() -> UnavailableError:

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.types import Principal, ScheduleRequest
+    from common.types import ScheduleRequest, View
 
 # So few requests decode together at the pace of one: nobody is sent away from its cache for less. And loads are known
 # only as of some tenths of a second ago.
@@ -82,19 +82,22 @@ def score(key: bytes, name: str) -> int:
 
 
 def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
-    """Return the key of a request, 32 bytes: its principal's scope, then its first `prefix_tokens` tokens.
+    """Return the key of a request, 32 bytes: its view, then its routing key or else its first `prefix_tokens` tokens.
 
-    The scope comes first and with its length, so that no prompt of one user has the key of another's: what a user is
-    served by tells nothing of what others have asked.
+    The view comes first and with its length, so that no request of one view has the key of another's: which group
+    serves a user depends on that user's own requests only.
     """
-    digest = _scoped(request.principal)
-    digest.update(np.ascontiguousarray(request.token_ids[:prefix_tokens], dtype="<u4").tobytes())
+    digest = _scoped(request.view)
+    if request.routing_key is not None:
+        digest.update(b"key" + request.routing_key.encode())
+        return digest.digest()
+    digest.update(b"ids" + np.ascontiguousarray(request.token_ids[:prefix_tokens], dtype="<u4").tobytes())
     return digest.digest()
 
 
-def session_key(principal: Principal, session: str) -> bytes:
+def session_key(view: View, session: str) -> bytes:
     """Return the key of all requests of a session, 32 bytes."""
-    digest = _scoped(principal)
+    digest = _scoped(view)
     digest.update(session.encode())
     return digest.digest()
 
@@ -104,9 +107,9 @@ def favourite(key: bytes, names: Iterable[str]) -> str:
     return max(names, key=lambda name: score(key, name))
 
 
-def _scoped(principal: Principal) -> hashlib.blake2b:
+def _scoped(view: View) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=32)
-    for part in (principal.tenant, principal.user):
+    for part in (view.tenant, view.subject.name, view.salt):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "big") + encoded)
     return digest

@@ -14,7 +14,7 @@ from services.tokenizer.scheduler_link import SchedulerLink
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.types import Admission, Principal, RequestId, ScheduleRequest, SessionGrant, SessionWish
+    from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.scheduler_link import SchedulerListener
 
 WATCH_INTERVAL_S = 0.25
@@ -62,9 +62,9 @@ class Replica:
         """Open a session here; see `SchedulerLink.open_session`."""
         return await self._link.open_session(wish)
 
-    async def close_session(self, principal: Principal, session: str) -> bool:
+    async def close_session(self, view: View, session: str) -> bool:
         """End a session that was opened here; see `SchedulerLink.close_session`."""
-        return await self._link.close_session(principal, session)
+        return await self._link.close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Have requests ended, as far as they are here."""

@@ -12,7 +12,7 @@ from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.common import strategies
 
 if TYPE_CHECKING:
-    from common.types import Admission, Finish, Principal, SamplingParams, ScheduleRequest, StopConditions, TokenLogprob
+    from common.types import Admission, Finish, SamplingParams, ScheduleRequest, StopConditions, TokenLogprob, View
 
 
 def reparsed(message: scheduler_pb2.ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
@@ -54,15 +54,15 @@ def test_an_admission_survives_the_wire(admission: Admission) -> None:
     assert wire.admission_from_wire(common_pb2.Admission.FromString(encoded)) == admission
 
 
-@given(strategies.principals)
-def test_a_principal_survives_the_wire(principal: Principal) -> None:
-    assert wire.principal_from_wire(wire.principal_to_wire(principal)) == principal
+@given(strategies.views)
+def test_a_view_survives_the_wire(view: View) -> None:
+    assert wire.view_from_wire(wire.view_to_wire(view)) == view
 
 
-@pytest.mark.parametrize("parts", [{}, {"tenant": "t"}, {"user": "u"}, {"tenant": "", "user": ""}])
+@pytest.mark.parametrize("parts", [{}, {"tenant": "t"}, {"name": "u"}, {"tenant": "", "name": ""}])
 def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
-    with pytest.raises(InvalidRequestError, match="tenant and user"):
-        wire.principal_from_wire(common_pb2.Principal(**parts))
+    with pytest.raises(InvalidRequestError, match="tenant and name"):
+        wire.view_from_wire(common_pb2.View(subject=common_pb2.Subject(**parts), salt="salt"))
 
 
 def test_an_unknown_way_of_pooling_is_refused_and_not_taken_for_generating() -> None:

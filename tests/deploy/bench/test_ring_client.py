@@ -55,7 +55,7 @@ async def test_requests_are_what_the_workload_says_and_share_no_principal() -> N
         await client.run(encoded(), 10)
     assert {(len(r.token_ids), r.stop.max_tokens, r.stop.ignore_eos, r.n) for r in ring.requests} == {(20, 7, True, 1)}
     assert {round(request.sampling.temperature, 3) for request in ring.requests} == {0.6}
-    assert len({request.principal.user for request in ring.requests}) == 10
+    assert len({request.view.subject.name for request in ring.requests}) == 10
     assert [r.token_ids for r in ring.requests[:5]] == [r.token_ids for r in ring.requests[5:]]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-OWNER = common_pb2.Principal(tenant="acme", user="ann")
+OWNER = common_pb2.View(subject=common_pb2.Subject(tenant="acme", name="ann"))
 NODES = (
     scheduler_pb2.TreeNode(
         node_id=1,
@@ -38,7 +38,7 @@ NODES = (
         edge_tokens=16,
         depth_tokens=3_216,
         visibility=scheduler_pb2.VISIBILITY_PRIVATE,
-        owner=OWNER,
+        owner_view=OWNER,
         lock_ref=1,
     ),
 )
@@ -46,7 +46,7 @@ NODES = (
 ACCOUNTING = scheduler_pb2.CacheAccounting(
     epoch=42,
     nodes=2_345,
-    principals=67,
+    views=67,
     public_pages=8_901,
     merged_pages=11,
     events={"promoted": 3, "inserted": 2_000},
@@ -57,7 +57,7 @@ ACCOUNTING = scheduler_pb2.CacheAccounting(
 OWNERS = (
     scheduler_pb2.OwnerAccounting(device_pages=8_901),
     scheduler_pb2.OwnerAccounting(fingerprint="00ff", device_pages=16, leases=1, active=True),
-    scheduler_pb2.OwnerAccounting(fingerprint="11ff", principal=OWNER, device_pages=8),
+    scheduler_pb2.OwnerAccounting(fingerprint="11ff", view=OWNER, device_pages=8),
 )
 
 
@@ -82,7 +82,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             worker_group="READY",
             sessions=[
                 sessions_pb2.SessionState(fingerprint="00ff", capacity_tokens=4_096, pinned_tokens=1_232, turns=3),
-                sessions_pb2.SessionState(principal=OWNER, session="chat", open_requests=1),
+                sessions_pb2.SessionState(view=OWNER, session="chat", open_requests=1),
             ],
             running_rows=5,
             max_rows=64,
@@ -106,11 +106,11 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self._note(request, context)
         return scheduler_pb2.FlushCacheResponse(freed_pages=1_234)
 
-    def ForgetPrincipal(
-        self, request: scheduler_pb2.ForgetPrincipalRequest, context: grpc.ServicerContext
-    ) -> scheduler_pb2.ForgetPrincipalResponse:
+    def Forget(
+        self, request: scheduler_pb2.ForgetRequest, context: grpc.ServicerContext
+    ) -> scheduler_pb2.ForgetResponse:
         self._note(request, context)
-        return scheduler_pb2.ForgetPrincipalResponse(freed_pages=77)
+        return scheduler_pb2.ForgetResponse(freed_pages=77)
 
     def Pin(self, request: scheduler_pb2.PinRequest, context: grpc.ServicerContext) -> scheduler_pb2.PinResponse:
         self._note(request, context)
@@ -183,7 +183,7 @@ def test_tree_says_when_it_shows_only_a_part(
     assert "--max-nodes 0 shows all" in capsys.readouterr().out
     request = scheduler[0].asked[0]
     assert isinstance(request, scheduler_pb2.DumpTreeRequest)
-    assert request.principal == OWNER
+    assert request.view == OWNER
 
 
 def test_stats_show_totals_owners_and_costs(
@@ -229,10 +229,10 @@ def test_tree_tells_why_a_node_is_public_and_what_is_unusual_about_it() -> None:
 def test_a_view_is_asked_for_by_name_or_by_fingerprint(scheduler: tuple[ScriptedScheduler, str]) -> None:
     for action in ("tree", "watch"):
         assert main(["cache", action, "--scheduler", scheduler[1], "--fingerprint", "00ff"]) == 0
-        assert main(["cache", action, "--scheduler", scheduler[1], "--principal", "acme/a/b"]) == 0
+        assert main(["cache", action, "--scheduler", scheduler[1], "--view", "acme/a/b"]) == 0
     asked: list[Any] = scheduler[0].asked
     assert [request.fingerprint for request in asked] == ["00ff", "", "00ff", ""]
-    assert asked[1].principal == asked[3].principal == common_pb2.Principal(tenant="acme", user="a/b")
+    assert asked[1].view == asked[3].view == common_pb2.View(subject=common_pb2.Subject(tenant="acme", name="a/b"))
 
 
 @pytest.mark.parametrize("name", ["acme", "acme/", "/ann", ""])
@@ -240,7 +240,7 @@ def test_half_a_name_names_nobody(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["cache", "forget", name, "--scheduler", scheduler[1]]) == 2
-    assert "TENANT/USER" in capsys.readouterr().err
+    assert "TENANT/SUBJECT" in capsys.readouterr().err
     assert scheduler[0].asked == []
 
 
@@ -251,8 +251,8 @@ def test_forget_names_whom_and_tells_what_became_free(
     assert "acme/ann is forgotten: 77 pages freed" in capsys.readouterr().out
     assert main(["cache", "forget", "acme/ann", "--session", "monday", "--scheduler", scheduler[1]]) == 0
     assert scheduler[0].asked == [
-        scheduler_pb2.ForgetPrincipalRequest(principal=OWNER),
-        scheduler_pb2.ForgetPrincipalRequest(principal=OWNER, session="monday"),
+        scheduler_pb2.ForgetRequest(subject=OWNER.subject),
+        scheduler_pb2.ForgetRequest(subject=OWNER.subject, session="monday"),
     ]
     assert scheduler[0].credentials == ["Bearer s3cret", ""]
 

@@ -17,7 +17,7 @@ COMMIT = {
     "number": 1,
     "operation": "commit",
     "given": {
-        "principal": ["tenant", "ann"],
+        "view": ["tenant", "user/ann", ""],
         "token_ids": [1, 2, 3],
         "repeated": False,
         "may_promote": True,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from common.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
-from common.types import CacheMode, Principal
-from gateway.identity.caller import Caller, Subject, identify, owns
-from gateway.identity.identity import Identity
+from common.types import CacheMode, Subject, View
+from gateway.identity.caller import Caller, identify, key, owns, person
+from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import ApiKey, KeyRing, hash_of
 from gateway.identity.proxies import TrustedProxy, parse_networks
 from tests.gateway.support import gateway_saying
@@ -21,16 +21,21 @@ from tests.gateway.support import gateway_saying
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from gateway.identity.identity import Anonymous
+
 NO_PROXY = TrustedProxy((), "x-pando-tenant", "x-pando-user")
 PROXY = TrustedProxy(parse_networks(["10.0.0.0/8", "fd00::/8"]), "x-pando-tenant", "x-pando-user")
 SECRET = "pando-k1-0123456789abcdef"
 KEY = ApiKey("k1", hash_of(SECRET), "acme")
-APPLICATION = Caller("acme", key_id="k1")
+APPLICATION = Caller("acme", "key/k1")
+BACK_END = Caller("acme", "key/k3", vouches=True)
+ANN = Caller("acme", "user/ann")
+ANYONE = Keyless("home")
 STRANGER = "1.2.3.4"
 
 
 def identity_of(*keys: ApiKey, proxy: TrustedProxy = NO_PROXY) -> Identity:
-    return Identity(KeyRing(keys), proxy, "default")
+    return Identity(KeyRing(keys), proxy, ANYONE)
 
 
 def bearer(secret: str = SECRET) -> dict[str, str]:
@@ -38,13 +43,13 @@ def bearer(secret: str = SECRET) -> dict[str, str]:
 
 
 async def test_key_names_tenant_user_and_rights() -> None:
-    key = dataclasses.replace(KEY, user="ann", act_for_users=True, admin=True, cache=CacheMode.NONE)
+    key = dataclasses.replace(KEY, user="ann", vouches_for_users=True, admin=True, cache=CacheMode.NONE)
     caller = await identity_of(key).caller(Headers(bearer()), STRANGER)
-    assert caller == Caller("acme", "ann", "k1", may_act_for=True, is_admin=True, cache=CacheMode.NONE)
+    assert caller == Caller("acme", "user/ann", vouches=True, is_admin=True, cache=CacheMode.NONE)
 
 
 async def test_key_may_come_as_anthropics_clients_send_it() -> None:
-    assert (await identity_of(KEY).caller(Headers({"x-api-key": SECRET}), STRANGER)).key_id == "k1"
+    assert (await identity_of(KEY).caller(Headers({"x-api-key": SECRET}), STRANGER)) == APPLICATION
 
 
 @pytest.mark.parametrize(
@@ -68,18 +73,36 @@ async def test_without_a_known_key_nobody_comes_in(headers: dict[str, str]) -> N
         await identity_of(KEY).caller(Headers(headers), STRANGER)
 
 
-async def test_without_keys_everybody_belongs_to_the_default_tenant_and_only_this_machine_administrates() -> None:
-    identity = Identity(None, NO_PROXY, "home")
-    headers = Headers(bearer("anything"))
-    assert await identity.caller(headers, STRANGER) == Caller("home", may_act_for=True)
-    assert await identity.caller(headers, "::1") == Caller("home", may_act_for=True, is_admin=True)
+@pytest.mark.parametrize(
+    ("anonymous", "here", "elsewhere"),
+    [
+        ("auto", Caller("home", "local", is_admin=True), Caller("home", "anonymous")),
+        ("local", Caller("home", "local", is_admin=True), Caller("home", "local")),
+        ("isolated", Caller("home", "anonymous", is_admin=True), Caller("home", "anonymous")),
+        ("vouched", Caller("home", "local", vouches=True, is_admin=True), Caller("home", "anonymous", vouches=True)),
+    ],
+)
+async def test_without_keys_the_setting_says_whose_requests_are(
+    anonymous: Anonymous, here: Caller, elsewhere: Caller
+) -> None:
+    identity = Identity(None, NO_PROXY, Keyless("home", anonymous))
+    headers = Headers({**bearer("anything"), "host": "localhost"})
+    assert await identity.caller(headers, "::1") == here
+    assert await identity.caller(headers, STRANGER) == elsewhere
+
+
+@pytest.mark.parametrize("peer", ["::1", STRANGER])
+async def test_requests_without_credential_can_be_refused(peer: str) -> None:
+    with pytest.raises(UnauthenticatedError):
+        await Identity(None, NO_PROXY, Keyless("home", "refuse")).caller(Headers({"host": "localhost"}), peer)
 
 
 @pytest.mark.parametrize("peer", ["11.0.0.1", "::1", None, "", "unix", "10.0.0.1.evil"])
 async def test_header_trusted_from_any_peer(peer: str | None) -> None:
     headers = Headers({"x-pando-tenant": "victim", "x-pando-user": "victim", "x-forwarded-for": "10.0.0.1"})
-    caller = await Identity(None, PROXY, "default").caller(headers, peer)
-    assert (caller.tenant, caller.user) == ("default", None)
+    caller = await Identity(None, PROXY, ANYONE).caller(headers, peer)
+    assert caller.tenant == "home"
+    assert caller.subject in ("local", "anonymous")
     with pytest.raises(UnauthenticatedError):
         await identity_of(KEY, proxy=PROXY).caller(headers, peer)
 
@@ -93,78 +116,121 @@ async def test_any_key_may_set_the_customer_header() -> None:
 async def test_trusted_proxy_names_tenant_and_user(peer: str) -> None:
     headers = Headers({"x-pando-tenant": "acme", "x-pando-user": "ada"})
     caller = await identity_of(KEY, proxy=PROXY).caller(headers, peer)
-    assert identify(caller, []).principal == Principal("acme", "ada")
-    assert identify(caller, [("user", "mallory")]).principal == Principal("acme", "ada/mallory")
+    assert identify(caller).view == View(Subject("acme", "user/ada"))
+    # The body was written by the proxy's client: it names nobody, and narrows.
+    assert identify(caller, [("user", "mallory")]).view == View(Subject("acme", "user/ada"), "user=mallory")
+
+
+async def test_trusted_proxy_that_names_a_tenant_only_vouches_for_no_user_of_the_body() -> None:
+    caller = await identity_of(KEY, proxy=PROXY).caller(Headers({"x-pando-tenant": "acme"}), "10.1.2.3")
+    subjects = {identify(caller, [("user", name)]).subject for name in ("", "ann", "bob")}
+    assert subjects == {Subject("acme", "proxy")}
 
 
 async def test_trusted_proxy_that_names_no_tenant_needs_a_key_and_lends_its_users_no_rights() -> None:
-    key = dataclasses.replace(KEY, admin=True, act_for_users=True)
+    key = dataclasses.replace(KEY, admin=True, vouches_for_users=True)
     identity = identity_of(key, proxy=PROXY)
     with pytest.raises(UnauthenticatedError):
         await identity.caller(Headers({"x-pando-user": "ada"}), "10.0.0.1")
     caller = await identity.caller(Headers({"x-pando-user": "ada", **bearer()}), "10.0.0.1")
-    assert caller == Caller("acme", "ada", "k1")
+    assert caller == Caller("acme", "user/ada")
 
 
 async def test_a_header_smuggled_past_the_proxy_is_refused() -> None:
     headers = Headers(raw=[(b"x-pando-user", b"victim"), (b"x-pando-user", b"ada")])
     with pytest.raises(InvalidRequestError):
-        await Identity(None, PROXY, "default").caller(headers, "10.0.0.1")
+        await Identity(None, PROXY, ANYONE).caller(headers, "10.0.0.1")
 
 
 def test_fields_count_in_their_order_and_empty_ones_not_at_all() -> None:
     named = [("user_id", ""), ("user", "b"), ("safety_identifier", "c")]
-    assert identify(Caller("t", may_act_for=True), named).principal == Principal("t", "b")
+    assert identify(BACK_END, named).view == View(Subject("acme", "user/b"))
 
 
-def test_nobody_named_is_nobody_else() -> None:
-    principals = {identify(APPLICATION, [("user", None)]).principal for _ in range(100)}
-    assert len(principals) == 100
-    assert {principal.tenant for principal in principals} == {"acme"}
+@pytest.mark.parametrize("caller", [APPLICATION, ANN, Caller("home", "local")])
+def test_unnamed_requests_are_their_credential_s(caller: Caller) -> None:
+    views = {identify(caller, [("user", None)]).view for _ in range(3)}
+    assert views == {View(Subject(caller.tenant, caller.subject))}
 
 
-def test_a_personal_key_stands_for_its_person_though_nobody_is_named() -> None:
-    assert identify(Caller("acme", "ann", "k2"), []).principal == Principal("acme", "ann")
+def test_anonymous_requests_are_one_subject_that_shares_and_proves_nothing() -> None:
+    caller = Caller("home", "anonymous")
+    requests = [identify(caller, [("user", "ann")], salt="same") for _ in range(100)]
+    assert {request.subject for request in requests} == {Subject("home", "anonymous")}
+    assert len({request.view for request in requests}) == 100
+    assert requests[0].cache_mode(CacheMode.DEFAULT) is CacheMode.PRIVATE
+    assert requests[0].cache_mode(CacheMode.NONE) is CacheMode.NONE
 
 
-def test_who_may_act_for_users_names_them_as_they_are() -> None:
-    caller = Caller("acme", "ann", "k2", may_act_for=True)
-    assert identify(caller, [("user", "bob")]).principal == Principal("acme", "bob")
-    assert identify(caller, []).principal == Principal("acme", "ann")
+def test_a_credential_that_vouches_names_its_users() -> None:
+    assert identify(BACK_END, [("user", "bob")]).view == View(Subject("acme", "user/bob"))
+    assert identify(BACK_END).view == View(Subject("acme", "key/k3"))
+    # The same person as a personal key's.
+    assert identify(BACK_END, [("user", "ann")]).view == identify(ANN).view
 
 
-NAMES = st.text(st.sampled_from("ab/%2F\u00e9"), min_size=1, max_size=8)
+@pytest.mark.parametrize("caller", [APPLICATION, ANN, Caller("home", "local"), Caller("acme", "proxy")])
+def test_names_and_salts_narrow_the_view_and_make_no_subject(caller: Caller) -> None:
+    requests = [
+        identify(caller),
+        identify(caller, [("user", "one")]),
+        identify(caller, [("user", "two")]),
+        identify(caller, salt="one"),
+        identify(caller, [("user", "one")], salt="one"),
+    ]
+    assert len({request.view for request in requests}) == 5
+    assert {request.subject for request in requests} == {Subject(caller.tenant, caller.subject)}
+
+
+NAMES = st.text(st.sampled_from("ab/%2F=&\u00e9"), min_size=1, max_size=8)
 CALLERS = st.one_of(
-    st.builds(Caller, st.just("t"), NAMES),
-    st.builds(Caller, st.just("t"), st.none(), NAMES),
+    st.builds(Caller, st.just("t"), NAMES.map(person)),
+    st.builds(Caller, st.just("t"), NAMES.map(key)),
+    st.builds(Caller, st.just("t"), NAMES.map(key), vouches=st.just(True)),
+    st.just(Caller("t", "local")),
+    st.just(Caller("t", "proxy")),
 )
 
 
-@given(CALLERS, CALLERS, NAMES, NAMES)
-def test_no_name_reaches_anybody_elses_principal(first: Caller, second: Caller, a: str, b: str) -> None:
-    mine, theirs = identify(first, [("user", a)]).principal, identify(second, [("user", b)]).principal
-    assert (mine == theirs) == ((first, a) == (second, b))
-    assert mine != identify(second, []).principal
+@given(CALLERS, CALLERS, st.none() | NAMES, st.none() | NAMES, st.none() | NAMES, st.none() | NAMES)
+def test_views_are_equal_only_for_the_same_subject_and_the_same_narrowing(
+    first: Caller, second: Caller, a: str | None, b: str | None, salt_a: str | None, salt_b: str | None
+) -> None:
+    def meaning(caller: Caller, name: str | None, salt: str | None) -> tuple[object, ...]:
+        if caller.vouches and name:
+            return ("user", name, None, salt)
+        kind, _, own = caller.subject.partition("/")
+        return (kind, own, name, salt)
+
+    mine, theirs = identify(first, [("user", a)], salt_a).view, identify(second, [("user", b)], salt_b).view
+    assert (mine == theirs) == (meaning(first, a, salt_a) == meaning(second, b, salt_b))
+
+
+@pytest.mark.parametrize("name", ["/k1", "key/k1", "../key/k1", "local", "anonymous", "session:x", "proxy"])
+def test_no_user_s_name_is_a_key_or_another_kind_of_subject(name: str) -> None:
+    assert identify(BACK_END, [("user", name)]).subject == Subject("acme", f"user/{name}")
+    others = {"key/k1", "key/k3", "local", "anonymous", "proxy"}
+    assert identify(BACK_END, [("user", name)]).subject.name not in others
 
 
 def test_long_names_still_fit_and_differ() -> None:
-    caller = Caller("t", "/" * 256)
-    first, second = (identify(caller, [("user", name * 256)]).principal for name in "ab")
-    assert first != second
-    assert len(first.user) <= 256
+    for caller in (APPLICATION, BACK_END):
+        first, second = (identify(caller, [("user", name * 256)], salt="x" * 256).view for name in "ab")
+        assert first != second
+        assert max(len(first.subject.name), len(first.salt)) <= 256
 
 
-def test_same_user_of_two_tenants_is_two_principals() -> None:
+def test_same_user_of_two_tenants_is_two_subjects() -> None:
     named = [("user", "x")]
-    assert identify(Caller("a", key_id="k"), named).principal != identify(Caller("b", key_id="k"), named).principal
+    rival = dataclasses.replace(BACK_END, tenant="rival")
+    assert identify(BACK_END, named).subject != identify(rival, named).subject
 
 
-def test_names_do_not_multiply_the_limits_of_who_may_not_act_for_others() -> None:
-    subjects = {identify(APPLICATION, [("user", str(number))]).subject for number in range(10)}
-    assert subjects == {Subject("acme", "/k1")}
-    acting = Caller("acme", key_id="k1", may_act_for=True)
-    assert identify(acting, [("user", "ann")]).subject == Subject("acme", "ann")
-    assert identify(acting, []).subject == identify(acting, []).subject
+def test_requests_are_owned_by_their_subject_and_by_who_vouches_for_it() -> None:
+    assert owns(ANN, identify(ANN, [("user", "x")], salt="y").view)
+    assert owns(BACK_END, identify(BACK_END, [("user", "ann")]).view)
+    assert not owns(APPLICATION, identify(ANN).view)
+    assert not owns(dataclasses.replace(BACK_END, tenant="rival"), identify(ANN).view)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +243,7 @@ def test_names_do_not_multiply_the_limits_of_who_may_not_act_for_others() -> Non
     ],
 )
 def test_the_stricter_cache_mode_counts(key: CacheMode, wanted: CacheMode | None, got: CacheMode) -> None:
-    assert identify(Caller("t", key_id="k", cache=key), []).cache_mode(wanted) is got
+    assert identify(Caller("t", "key/k", cache=key), []).cache_mode(wanted) is got
 
 
 @pytest.mark.parametrize("name", ["a\x00", "a\x1f", "a\x7f", "a\x85", "a\u2028b", "\ud800", "é" * 129])
@@ -188,7 +254,7 @@ def test_names_that_could_harm_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a", "ada@example.com", "用户", "a b", "é" * 120, "👩‍🔬"])
 def test_ordinary_names_are_accepted(name: str) -> None:
-    assert identify(APPLICATION, [("user", name)]).principal.user == f"/k1/{name}"
+    assert identify(BACK_END, [("user", name)]).view.subject.name == f"user/{name}"
 
 
 async def test_requests_with_and_without_key_over_http(tmp_path: Path) -> None:
@@ -202,7 +268,7 @@ async def test_requests_with_and_without_key_over_http(tmp_path: Path) -> None:
     assert refused.json()["error"]["code"] == "invalid_api_key"
     accepted = await gateway.post("/v1/completions", body, {"authorization": f"Bearer {SECRET}"})
     assert accepted.status_code == 200
-    assert gateway.ring.submitted[0].principal == Principal("acme", "/k1/ada")
+    assert gateway.ring.submitted[0].view == View(Subject("acme", "key/k1"), "user=ada")
     for path in ("/v1/models", "/v1/models/tiny"):
         assert (await gateway.get(path)).status_code == 401
     for path in ("/tokenize", "/detokenize"):
@@ -217,46 +283,31 @@ async def test_proxy_headers_count_by_the_direct_peer_over_http() -> None:
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers)
     gateway.peer = "10.0.0.1"
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers)
-    stranger, trusted = (request.principal for request in gateway.ring.submitted)
+    stranger, trusted = (request.view for request in gateway.ring.submitted)
     assert stranger.tenant == "default"
-    assert trusted == Principal("acme", "ada")
+    assert trusted == View(Subject("acme", "user/ada"))
 
 
 @pytest.mark.parametrize(
     ("caller", "wanted", "got"),
     [
-        (Caller("t", key_id="k"), None, 0),
-        (Caller("t", key_id="k"), -3, -3),
-        (Caller("t", key_id="k"), 1, None),
-        (Caller("t", key_id="k", max_priority=5), 5, 5),
-        (Caller("t", key_id="k", max_priority=5), 6, None),
-        (Caller("t", key_id="batch", max_priority=-10), None, -10),
-        (Caller("t", key_id="batch", max_priority=-10), 0, None),
-        (Caller("t", key_id="k", is_admin=True), 1_000, 1_000),
+        (Caller("t", "key/k"), None, 0),
+        (Caller("t", "key/k"), -3, -3),
+        (Caller("t", "key/k"), 1, None),
+        (Caller("t", "key/k", max_priority=5), 5, 5),
+        (Caller("t", "key/k", max_priority=5), 6, None),
+        (Caller("t", "key/batch", max_priority=-10), None, -10),
+        (Caller("t", "key/batch", max_priority=-10), 0, None),
+        (Caller("t", "key/k", is_admin=True), 1_000, 1_000),
     ],
 )
 def test_a_credential_bounds_the_priorities_of_its_requests(
     caller: Caller, wanted: int | None, got: int | None
 ) -> None:
-    asker = identify(caller, [])
+    requester = identify(caller, [])
     if got is None:
         with pytest.raises(PermissionDeniedError, match=f"not for {wanted}") as refused:
-            asker.priority(wanted, 0)
+            requester.priority(wanted, 0)
         assert refused.value.param == "priority"
     else:
-        assert asker.priority(wanted, 0) == got
-
-
-def test_a_conversation_of_nobody_is_a_user_of_its_own() -> None:
-    caller = Caller("acme", key_id="k")
-    first, second = identify(caller, [], "one"), identify(caller, [], "two")
-    assert first.principal == identify(caller, [], "one").principal
-    assert first.principal != second.principal
-    assert first.subject == second.subject == identify(caller, []).subject
-    assert owns(caller, first.principal)
-    # Whoever is named, or whom the credential stands for, has the session.
-    assert identify(caller, [("user", "ann")], "one").principal == identify(caller, [("user", "ann")]).principal
-    assert identify(Caller("acme", "ann", "k2"), [], "one").principal == Principal("acme", "ann")
-    acting = Caller("acme", key_id="k3", may_act_for=True)
-    assert identify(acting, [], "one").principal == Principal("acme", "session:one")
-    assert identify(acting, [], "one").subject == identify(acting, []).subject
+        assert requester.priority(wanted, 0) == got

@@ -132,7 +132,7 @@ async def test_keys_of_a_url_are_cached_and_rotation_is_noticed() -> None:
     assert provider.asked == 1
     provider.keys = [public_jwk(OTHER, "two")]
     provider.now = 11.0
-    assert (await tokens.caller(token(OTHER, key_id="two"))).user == "ann"
+    assert (await tokens.caller(token(OTHER, key_id="two"))).subject == "user/ann"
     assert provider.asked == 2
 
 

@@ -41,7 +41,7 @@ async def test_the_limit_is_told_before_it_is_reached_and_then_429_with_retry_af
 
 
 async def test_quota_checked_before_the_user_was_known(tmp_path: Path) -> None:
-    key = ApiKey("k1", hash_of("one"), "acme", act_for_users=True)
+    key = ApiKey("k1", hash_of("one"), "acme", vouches_for_users=True)
     gateway = gateway_with(tmp_path, "[default.each_user]\nrequests_per_minute = 1\n", key)
     assert (await ask(gateway, user="ann")).status_code == 200
     assert (await ask(gateway, user="bob")).status_code == 200

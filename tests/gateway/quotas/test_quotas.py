@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
-from gateway.identity.caller import Subject
+from common.types import Subject
 from gateway.quotas.bucket import Bucket
 from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
 from gateway.quotas.rules import Quota, Rules, TenantQuota, load_rules

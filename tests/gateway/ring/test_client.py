@@ -16,13 +16,14 @@ from common.rpc.sessions import SessionsClient
 from common.types import (
     Admission,
     ErrorCode,
-    Principal,
     RequestFailure,
     RequestId,
     SamplingParams,
     SessionGrant,
     SessionWish,
     StopConditions,
+    Subject,
+    View,
 )
 from gateway.metrics import GatewayMetrics
 from gateway.ring.client import GrpcRing
@@ -87,7 +88,7 @@ async def connected(services: FakeServices) -> AsyncIterator[Connected]:
 
 def request(name: str = "r1", n: int = 1) -> GenerateRequest:
     return GenerateRequest(
-        RequestId(name), Principal("t", "u"), "tiny", "Hello", SamplingParams(), StopConditions(), n=n
+        RequestId(name), View(Subject("t", "u")), "tiny", "Hello", SamplingParams(), StopConditions(), n=n
     )
 
 
@@ -273,8 +274,8 @@ async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
 async def test_sessions_are_opened_and_closed_and_refusals_come_back(tmp_path: Path) -> None:
     async with ring_servers(tmp_path) as services, connected(services) as client:
         await up(client)
-        ann, bob = Principal("acme", "ann"), Principal("acme", "bob")
-        wish = SessionWish(ann, "chat", "/key", capacity_tokens=64, timeout_ms=500)
+        ann, bob = View(Subject("acme", "ann")), View(Subject("acme", "bob"))
+        wish = SessionWish(ann, "chat", capacity_tokens=64, timeout_ms=500)
         assert await client.model.open_session(wish) == SessionGrant(64, 1000)
         assert services.sessions == {"ann/chat": wish}
         with pytest.raises(PandoError, match="one session of this user is open") as refused:

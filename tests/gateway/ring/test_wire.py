@@ -12,15 +12,16 @@ from common.types import (
     Finish,
     FinishReason,
     Pooling,
-    Principal,
     ReplyTo,
     RequestFailure,
     RequestId,
     Resume,
     SamplingParams,
     StopConditions,
+    Subject,
     SubscriberId,
     TraceContext,
+    View,
 )
 from common.wire import finish_to_wire, sampling_from_wire, stop_from_wire
 from gateway.ring.wire import delta_from_wire, generate_to_wire, model_from_wire
@@ -29,7 +30,7 @@ from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 REPLY_TO = ReplyTo(SubscriberId("gateway-1"))
 REQUEST = GenerateRequest(
     RequestId("cmpl-1"),
-    Principal("acme", "ada"),
+    View(Subject("acme", "ada")),
     "tiny",
     "Hello",
     SamplingParams(temperature=0.5, top_k=4, seed=2**64 - 1, logit_bias={3: -1.0}, top_logprobs=0),
@@ -50,7 +51,7 @@ def sent(request: GenerateRequest) -> tokenizer_pb2.GenerateRequest:
 def test_request_arrives_with_all_its_fields() -> None:
     message = sent(REQUEST)
     assert message.request_id == "cmpl-1"
-    assert (message.principal.tenant, message.principal.user) == ("acme", "ada")
+    assert (message.view.subject.tenant, message.view.subject.name) == ("acme", "ada")
     assert message.reply_to.subscriber_id == "gateway-1"
     assert message.model == "tiny"
     assert message.WhichOneof("prompt") == "text"

@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
-from common.types import Principal
-from common.wire import principal_to_wire
+from common.types import Subject, View
+from common.wire import subject_to_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler import service as service_module
 from services.scheduler.credentials import Credentials, read_token
@@ -69,25 +69,25 @@ async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring
     for metadata in ((), WRONG):
         nodes = await nodes_of(ring, metadata, include_token_ids=True)
         assert len(nodes) >= 2
-        assert not any(node.HasField("owner") or node.token_ids for node in nodes)
+        assert not any(node.HasField("owner_view") or node.token_ids for node in nodes)
         assert len({node.owner_fingerprint for node in nodes}) == 2
         assert not any("alice" in str(node) or "tenant" in str(node) for node in nodes)
     nodes = await nodes_of(ring, ADMIN, include_token_ids=True)
-    assert {node.owner.user for node in nodes} == {"alice", "bob"}
+    assert {node.owner_view.subject.name for node in nodes} == {"alice", "bob"}
     assert list(nodes[0].token_ids[:4]) == PROMPT[:4]
 
 
 async def test_a_view_is_named_by_its_fingerprint_or_with_the_token(ring: Ring) -> None:
     await serve_all(ring, "alice", "bob")
-    alice = principal_to_wire(Principal("tenant", "alice"))
-    own = await nodes_of(ring, ADMIN, principal=alice)
-    assert {node.owner.user for node in own} == {"alice"}
+    alice = view_to_wire(View(Subject("tenant", "alice")))
+    own = await nodes_of(ring, ADMIN, view=alice)
+    assert {node.owner_view.subject.name for node in own} == {"alice"}
     fingerprint = own[0].owner_fingerprint
     assert [node.node_id for node in await nodes_of(ring, fingerprint=fingerprint)] == [node.node_id for node in own]
     # Otherwise a guessed name could be matched with its fingerprint.
     for metadata in ((), WRONG):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await nodes_of(ring, metadata, principal=alice)
+            await nodes_of(ring, metadata, view=alice)
         assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await nodes_of(ring, fingerprint="0" * 16)
@@ -111,7 +111,7 @@ async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware
     promoted = seen[-1].node
     assert promoted.promoted_by == 3
     assert promoted.promoted_epoch == (await aware.state()).cache_accounting.epoch or promoted.promoted_epoch > 0
-    assert not any(entry.node.HasField("owner") for entry in seen)
+    assert not any(entry.node.HasField("owner_view") for entry in seen)
 
 
 async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_anew(
@@ -157,7 +157,7 @@ async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Rin
     assert accounting.operations["commit"].calls == 4
     assert accounting.operations["commit"].cpu_seconds > 0
     assert {"peek", "insert", "release", "advance"} <= set(accounting.operations)
-    owners = {owner.principal.user or "public": owner for owner in state.owners}
+    owners = {owner.view.subject.name or "public": owner for owner in state.owners}
     assert set(owners) == {"public", "alice", "bob", "cid", "dan"}
     assert owners["public"].device_pages == accounting.public_pages == 7
     assert owners["public"].fingerprint == ""
@@ -168,7 +168,7 @@ async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Rin
         assert parts == tier.capacity_pages
     state = await aware.stub.GetState(scheduler_pb2.GetStateRequest(max_owners=2), timeout=30)
     assert len(state.owners) == 2
-    assert not any(owner.HasField("principal") for owner in state.owners)
+    assert not any(owner.HasField("view") for owner in state.owners)
 
 
 async def test_every_count_is_a_metric(aware: Ring) -> None:
@@ -196,22 +196,22 @@ async def test_every_count_is_a_metric(aware: Ring) -> None:
 
 async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(ring: Ring) -> None:
     await serve_all(ring, "alice", "bob")
-    request = scheduler_pb2.ForgetPrincipalRequest(principal=principal_to_wire(Principal("tenant", "alice")))
+    request = scheduler_pb2.ForgetRequest(subject=subject_to_wire(Subject("tenant", "alice")))
     for metadata in ((), WRONG):
-        call = ring.stub.ForgetPrincipal(request, timeout=30, metadata=metadata)
+        call = ring.stub.Forget(request, timeout=30, metadata=metadata)
         assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
-    freed = (await ring.stub.ForgetPrincipal(request, timeout=30, metadata=ADMIN)).freed_pages
+    freed = (await ring.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages
     assert freed > 0
-    assert {node.owner.user for node in await nodes_of(ring, ADMIN)} == {"bob"}
-    assert (await ring.stub.ForgetPrincipal(request, timeout=30, metadata=ADMIN)).freed_pages == 0
-    nobody = ring.stub.ForgetPrincipal(scheduler_pb2.ForgetPrincipalRequest(), timeout=30, metadata=ADMIN)
+    assert {node.owner_view.subject.name for node in await nodes_of(ring, ADMIN)} == {"bob"}
+    assert (await ring.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages == 0
+    nobody = ring.stub.Forget(scheduler_pb2.ForgetRequest(), timeout=30, metadata=ADMIN)
     assert await status_of(nobody) is grpc.StatusCode.INVALID_ARGUMENT
     await until_state(ring, lambda state: state.tiers[0].protected_pages == 0)
 
 
 async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_forgotten(ring: Ring) -> None:
-    principal = principal_to_wire(Principal("tenant", "alice"))
-    wish = sessions_pb2.OpenSessionRequest(principal=principal, session="chat", quota_user="alice", timeout_ms=60_000)
+    view = view_to_wire(View(Subject("tenant", "alice")))
+    wish = sessions_pb2.OpenSessionRequest(view=view, session="chat", timeout_ms=60_000)
     granted = await ring.sessions.OpenSession(wish, timeout=30)
     assert (granted.capacity_tokens, granted.timeout_ms) == (32, 60_000)
     assert await status_of(ring.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.INVALID_ARGUMENT
@@ -222,14 +222,14 @@ async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_fo
     assert await status_of(ring.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     state = await ring.state()
     assert len(state.sessions) == 8
-    assert not any(session.HasField("principal") or session.HasField("session") for session in state.sessions)
+    assert not any(session.HasField("view") or session.HasField("session") for session in state.sessions)
     assert all(session.fingerprint and session.capacity_tokens == 32 for session in state.sessions)
     shown = await ring.stub.GetState(scheduler_pb2.GetStateRequest(), timeout=30, metadata=ADMIN)
     assert shown.sessions[0].session == "chat"
-    close = sessions_pb2.CloseSessionRequest(principal=principal_to_wire(Principal("tenant", "bob")), session="chat")
+    close = sessions_pb2.CloseSessionRequest(view=view_to_wire(View(Subject("tenant", "bob"))), session="chat")
     assert not (await ring.sessions.CloseSession(close, timeout=30)).was_open
-    forget = scheduler_pb2.ForgetPrincipalRequest(principal=principal)
-    await ring.stub.ForgetPrincipal(forget, timeout=30, metadata=ADMIN)
+    forget = scheduler_pb2.ForgetRequest(subject=view.subject)
+    await ring.stub.Forget(forget, timeout=30, metadata=ADMIN)
     assert not (await ring.state()).sessions
 
 
@@ -280,11 +280,11 @@ async def test_without_a_token_the_port_is_enough_to_flush_and_never_to_pin_or_f
 
 
 def test_fingerprints_are_stable_opaque_and_different_for_neighbours() -> None:
-    ann, nna = Principal("acme", "ann"), Principal("acmea", "nn")
+    ann, nna = View(Subject("acme", "ann")), View(Subject("acmea", "nn"))
     one, again, other, unset = Credentials("a"), Credentials("a"), Credentials("b"), Credentials(None)
     assert one.fingerprint(ann) == again.fingerprint(ann)
     assert len({c.fingerprint(p) for c in (one, other, unset) for p in (ann, nna)}) == 6
-    assert one.fingerprint(Principal("acme", "\ud800")) != one.fingerprint(ann)
+    assert one.fingerprint(View(Subject("acme", "\ud800"))) != one.fingerprint(ann)
 
 
 def test_the_token_comes_from_a_file_or_from_the_setting_but_not_from_both(tmp_path: Path) -> None:

@@ -3,19 +3,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.types import CacheMode, Principal
+from common.types import CacheMode, Subject, View
 from common.wire import cache_mode_from_wire, cache_mode_to_wire
 from protos.gen.pando.v1 import scheduler_pb2
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeState, NodeView, Visibility
+from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeSnapshot, NodeState, Visibility
 from services.scheduler.convert_cache import Disclosure, event_to_wire, node_to_wire
 
-NODE = NodeView(
+NODE = NodeSnapshot(
     node_id=NodeId(7),
     parent_id=NodeId(3),
     edge_tokens=2,
     depth_tokens=4,
     visibility=Visibility.PUBLIC,
-    owner=Principal("acme", "ann"),
+    owner=View(Subject("acme", "ann")),
     lock_ref=1,
     last_access=9,
     pages=np.array([5], np.int32),
@@ -53,7 +53,7 @@ def test_every_field_of_a_node_is_told() -> None:
 
 def test_neither_owner_nor_tokens_without_credential() -> None:
     message = node_to_wire(NODE, STRANGER)
-    assert not message.HasField("owner")
+    assert not message.HasField("owner_view")
     assert not message.token_ids
     assert message.owner_fingerprint == "f" * 16
 

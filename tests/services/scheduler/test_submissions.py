@@ -12,13 +12,14 @@ from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind
 from common.types import (
     Admission,
-    Principal,
     ReplyTo,
     RequestId,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from common.wire import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
@@ -56,7 +57,7 @@ def request(name: str, grammar: Grammar | None = None) -> scheduler_pb2.Schedule
     return schedule_request_to_wire(
         ScheduleRequest(
             RequestId(name),
-            Principal("t", "u"),
+            View(Subject("t", "u")),
             ReplyTo(SubscriberId("s")),
             np.array([1, 2], np.int32),
             SamplingParams(grammar=grammar),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.requests import GenerateRequest, Prompt
-from common.types import Principal, ReplyTo, RequestId, SamplingParams, StopConditions, SubscriberId
+from common.types import ReplyTo, RequestId, SamplingParams, StopConditions, Subject, SubscriberId, View
 from services.tokenizer.limits import Limits
 from services.tokenizer.requests import Submission
 
@@ -20,7 +20,7 @@ def request(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> G
     rest = {key: value for key, value in changes.items() if key not in sampling and key not in stop}
     base = GenerateRequest(
         request_id=RequestId(name),
-        principal=Principal("acme", "ada"),
+        view=View(Subject("acme", "ada")),
         model="tiny",
         prompt="hello" if prompt is None else prompt,
         sampling=replace(SamplingParams(), **sampling),

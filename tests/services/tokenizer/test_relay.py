@@ -125,7 +125,7 @@ async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) ->
     await settle()
     (sent,) = bench.scheduler.batches[0]
     assert sent.reply_to == asked.reply_to
-    names = ("principal", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms")
+    names = ("view", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms")
     for field in (*names, "cache_mode", "session", "prompt_logprobs"):
         assert getattr(sent, field) == getattr(asked.request, field)
 

@@ -137,7 +137,7 @@ def generate(name: str, **changes: object) -> tokenizer_pb2.GenerateRequest:
     """Return a valid request with a text prompt, unless changed."""
     fields: dict[str, object] = {
         "request_id": name,
-        "principal": common_pb2.Principal(tenant="acme", user="ada"),
+        "view": common_pb2.View(subject=common_pb2.Subject(tenant="acme", name="ada")),
         "reply_to": common_pb2.ReplyTo(subscriber_id="gateway"),
         "model": MODEL,
         "sampling": common_pb2.SamplingParams(temperature=0.5, top_p=1, repetition_penalty=1, seed=9),
@@ -181,7 +181,7 @@ async def test_a_request_keeps_all_it_came_with(ring: Ring) -> None:
     await gateway.admissions()
     (sent,) = ring.scheduler.requests
     for field in (
-        "request_id", "principal", "reply_to", "sampling", "stop", "n", "priority", "cache_mode", "skip_special_tokens",
+        "request_id", "view", "reply_to", "sampling", "stop", "n", "priority", "cache_mode", "skip_special_tokens",
         "timeout_ms", "resume", "trace",
     ):  # fmt: skip
         assert getattr(sent, field) == getattr(asked, field), field
@@ -190,7 +190,11 @@ async def test_a_request_keeps_all_it_came_with(ring: Ring) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "param"),
     [
-        ({"principal": common_pb2.Principal(tenant="acme")}, common_pb2.ERROR_CODE_INVALID_REQUEST, "principal"),
+        (
+            {"view": common_pb2.View(subject=common_pb2.Subject(tenant="acme"))},
+            common_pb2.ERROR_CODE_INVALID_REQUEST,
+            "subject",
+        ),
         ({"reply_to": common_pb2.ReplyTo()}, common_pb2.ERROR_CODE_INVALID_REQUEST, "reply_to"),
         ({"model": "other"}, common_pb2.ERROR_CODE_MODEL_NOT_FOUND, "model"),
         ({"text": ""}, common_pb2.ERROR_CODE_INVALID_REQUEST, "prompt"),

@@ -187,32 +187,60 @@ ERROR_CODE_OUT_OF_MEMORY: ErrorCode.ValueType  # 10
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
-class Principal(_message.Message):
-    """Who is asking. Decided by the gateway and by nobody else; both parts are always set.
-    Two requests share private cache content only if both parts are equal.
+class Subject(_message.Message):
+    """Who is accountable for a request: evidence, quotas, fair shares, budgets and limits count subjects. Decided by the
+    gateway from the credential; both parts are always set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: _builtins.int
-    USER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """The organisation an API key belongs to."""
-    user: _builtins.str
-    """A user inside that tenant. A request without identity carries a fresh random value here."""
+    """The organisation that the credential belongs to."""
+    name: _builtins.str
+    """Within the tenant, its kind first: user/NAME, key/ID, proxy, local or anonymous."""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
-        user: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Principal: _TypeAlias = Principal  # noqa: Y015
+Global___Subject: _TypeAlias = Subject  # noqa: Y015
+
+@_typing.final
+class View(_message.Message):
+    """What a request may find in the cache: its subject's own entries, its tenant's, and the public ones. Decided by the
+    gateway. Two requests share private cache content only if all parts are equal.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    salt: _builtins.str
+    """Narrows the subject's own part, so that requests with other salts do not find it; empty: the whole of it."""
+    @_builtins.property
+    def subject(self) -> Global___Subject: ...
+    def __init__(
+        self,
+        *,
+        subject: Global___Subject | None = ...,
+        salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["salt", b"salt", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___View: _TypeAlias = View  # noqa: Y015
 
 @_typing.final
 class TraceContext(_message.Message):

@@ -169,7 +169,7 @@ class ScheduleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     REPLY_TO_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
@@ -194,13 +194,15 @@ class ScheduleRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     timeout_ms: _builtins.int
     session: _builtins.str
-    """The conversation it belongs to, within its principal; so that one can be forgotten alone."""
+    """The conversation it belongs to, within its view; so that one can be forgotten alone."""
     pooling: _common_pb2.Pooling.ValueType
     """Set: the prompt is embedded, and nothing is generated."""
     max_context_tokens: _builtins.int
     """What the requester may use of the model's context, the session's earlier tokens included; absent: all of it."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal: ...
+    def view(self) -> _common_pb2.View:
+        """Who is accountable, and what may be found."""
+
     @_builtins.property
     def reply_to(self) -> _common_pb2.ReplyTo: ...
     @_builtins.property
@@ -227,7 +229,7 @@ class ScheduleRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         reply_to: _common_pb2.ReplyTo | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
@@ -245,9 +247,9 @@ class ScheduleRequest(_message.Message):
         turn: _sessions_pb2.SessionTurn | None = ...,
         max_context_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "principal", b"principal", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "principal", b"principal", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
@@ -648,7 +650,7 @@ class CacheAccounting(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
-    PRINCIPALS_FIELD_NUMBER: _builtins.int
+    VIEWS_FIELD_NUMBER: _builtins.int
     PUBLIC_PAGES_FIELD_NUMBER: _builtins.int
     PRIVATE_PAGES_FIELD_NUMBER: _builtins.int
     MERGED_PAGES_FIELD_NUMBER: _builtins.int
@@ -660,8 +662,8 @@ class CacheAccounting(_message.Message):
     """The current epoch, and the number of the latest event."""
     sequence: _builtins.int
     nodes: _builtins.int
-    """Nodes of the tree, and principals that own nodes or have open requests."""
-    principals: _builtins.int
+    """Nodes of the tree, and views that own nodes or have open requests."""
+    views: _builtins.int
     public_pages: _builtins.int
     """Pages that nodes name, by visibility; a page that several nodes name counts for each of them."""
     private_pages: _builtins.int
@@ -689,7 +691,7 @@ class CacheAccounting(_message.Message):
         epoch: _builtins.int = ...,
         sequence: _builtins.int = ...,
         nodes: _builtins.int = ...,
-        principals: _builtins.int = ...,
+        views: _builtins.int = ...,
         public_pages: _builtins.int = ...,
         private_pages: _builtins.int = ...,
         merged_pages: _builtins.int = ...,
@@ -700,7 +702,7 @@ class CacheAccounting(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "merged_pages", b"merged_pages", "nodes", b"nodes", "operations", b"operations", "principals", b"principals", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "merged_pages", b"merged_pages", "nodes", b"nodes", "operations", b"operations", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,11 +732,11 @@ Global___OperationCost: _TypeAlias = OperationCost  # noqa: Y015
 
 @_typing.final
 class OwnerAccounting(_message.Message):
-    """What one principal, or the public, has in the cache. Pages are counted as if nobody else held them."""
+    """What one view, or the public, has in the cache. Pages are counted as if no other owner held them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
@@ -743,7 +745,7 @@ class OwnerAccounting(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Stands for the principal while this scheduler process lives; empty for the public."""
+    """Stands for the view while this scheduler process lives; empty for the public."""
     device_pages: _builtins.int
     host_pages: _builtins.int
     nodes: _builtins.int
@@ -753,13 +755,13 @@ class OwnerAccounting(_message.Message):
     """Epoch of the last request, and whether that is lately enough for its floor to protect it."""
     active: _builtins.bool
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
+    def view(self) -> _common_pb2.View:
         """Left out for the public, and without an admin credential."""
 
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         fingerprint: _builtins.str = ...,
         device_pages: _builtins.int = ...,
         host_pages: _builtins.int = ...,
@@ -768,13 +770,13 @@ class OwnerAccounting(_message.Message):
         last_epoch: _builtins.int = ...,
         active: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "active", b"active", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "last_epoch", b"last_epoch", "leases", b"leases", "nodes", b"nodes", "principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "active", b"active", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "last_epoch", b"last_epoch", "leases", b"leases", "nodes", b"nodes", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___OwnerAccounting: _TypeAlias = OwnerAccounting  # noqa: Y015
 
@@ -828,7 +830,7 @@ class RequestState(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -842,9 +844,9 @@ class RequestState(_message.Message):
     pages: _builtins.int
     age_ms: _builtins.int
     fingerprint: _builtins.str
-    """Stands for the principal, as in TreeNode."""
+    """Stands for the view, as in TreeNode."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
+    def view(self) -> _common_pb2.View:
         """Shown only to an admin credential."""
 
     def __init__(
@@ -858,17 +860,17 @@ class RequestState(_message.Message):
         computed_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
         pages: _builtins.int = ...,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         age_ms: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "choice_index", b"choice_index", "computed_tokens", b"computed_tokens", "fingerprint", b"fingerprint", "generated_tokens", b"generated_tokens", "pages", b"pages", "phase", b"phase", "principal", b"principal", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "age_ms", b"age_ms", "cached_tokens", b"cached_tokens", "choice_index", b"choice_index", "computed_tokens", b"computed_tokens", "fingerprint", b"fingerprint", "generated_tokens", b"generated_tokens", "pages", b"pages", "phase", b"phase", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
@@ -876,7 +878,7 @@ Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 class DumpTreeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
@@ -885,31 +887,31 @@ class DumpTreeRequest(_message.Message):
     max_nodes: _builtins.int
     """Stop after this many nodes; 0: all."""
     fingerprint: _builtins.str
-    """Only the view of the principal with this fingerprint; needs no credential."""
+    """Only the view with this fingerprint; needs no credential."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
-        """Only this principal's view; absent: all nodes. Needs the admin credential, as it tells whose fingerprint is whose."""
+    def view(self) -> _common_pb2.View:
+        """Only this view; absent: all nodes. Needs the admin credential, as it shows which fingerprint is whose."""
 
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         include_token_ids: _builtins.bool = ...,
         max_nodes: _builtins.int = ...,
         fingerprint: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "include_token_ids", b"include_token_ids", "max_nodes", b"max_nodes", "principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "include_token_ids", b"include_token_ids", "max_nodes", b"max_nodes", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fingerprint: _TypeAlias = _typing.Literal["fingerprint"]  # noqa: Y015
     _WhichOneofArgType__fingerprint: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint"]  # noqa: Y015
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fingerprint) -> _WhichOneofReturnType__fingerprint | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___DumpTreeRequest: _TypeAlias = DumpTreeRequest  # noqa: Y015
 
@@ -942,7 +944,7 @@ class TreeNode(_message.Message):
     EDGE_TOKENS_FIELD_NUMBER: _builtins.int
     DEPTH_TOKENS_FIELD_NUMBER: _builtins.int
     VISIBILITY_FIELD_NUMBER: _builtins.int
-    OWNER_FIELD_NUMBER: _builtins.int
+    OWNER_VIEW_FIELD_NUMBER: _builtins.int
     LOCK_REF_FIELD_NUMBER: _builtins.int
     LAST_ACCESS_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
@@ -1002,7 +1004,7 @@ class TreeNode(_message.Message):
     """Why it is PUBLIC: so many principals had computed it when it was promoted, in this epoch. Absent: it was pinned."""
     promoted_epoch: _builtins.int
     @_builtins.property
-    def owner(self) -> _common_pb2.Principal:
+    def owner_view(self) -> _common_pb2.View:
         """Owner of a PRIVATE node; left out without an admin credential."""
 
     @_builtins.property
@@ -1021,7 +1023,7 @@ class TreeNode(_message.Message):
         edge_tokens: _builtins.int = ...,
         depth_tokens: _builtins.int = ...,
         visibility: Global___Visibility.ValueType = ...,
-        owner: _common_pb2.Principal | None = ...,
+        owner_view: _common_pb2.View | None = ...,
         lock_ref: _builtins.int = ...,
         last_access: _builtins.int = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
@@ -1044,12 +1046,12 @@ class TreeNode(_message.Message):
         promoted_by: _builtins.int | None = ...,
         promoted_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner", b"owner", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner_view", b"owner_view", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner", b"_owner", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner", b"owner", "owner_fingerprint", b"owner_fingerprint", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner_fingerprint", b"owner_fingerprint", "owner_view", b"owner_view", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__owner: _TypeAlias = _typing.Literal["owner"]  # noqa: Y015
-    _WhichOneofArgType__owner: _TypeAlias = _typing.Literal["_owner", b"_owner"]  # noqa: Y015
+    _WhichOneofReturnType__owner_view: _TypeAlias = _typing.Literal["owner_view"]  # noqa: Y015
+    _WhichOneofArgType__owner_view: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view"]  # noqa: Y015
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
     _WhichOneofReturnType__promoted_by: _TypeAlias = _typing.Literal["promoted_by"]  # noqa: Y015
@@ -1057,7 +1059,7 @@ class TreeNode(_message.Message):
     _WhichOneofReturnType__promoted_epoch: _TypeAlias = _typing.Literal["promoted_epoch"]  # noqa: Y015
     _WhichOneofArgType__promoted_epoch: _TypeAlias = _typing.Literal["_promoted_epoch", b"_promoted_epoch"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner) -> _WhichOneofReturnType__owner | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_view) -> _WhichOneofReturnType__owner_view | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
     @_typing.overload
@@ -1165,32 +1167,32 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 class WatchCacheEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """The same by fingerprint; needs no credential."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
-        """Only events of this principal's view; absent: all. Needs the admin credential."""
+    def view(self) -> _common_pb2.View:
+        """Only events of this view; absent: all. Needs the admin credential."""
 
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         fingerprint: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_principal", b"_principal", "fingerprint", b"fingerprint", "principal", b"principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fingerprint: _TypeAlias = _typing.Literal["fingerprint"]  # noqa: Y015
     _WhichOneofArgType__fingerprint: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint"]  # noqa: Y015
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fingerprint) -> _WhichOneofReturnType__fingerprint | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___WatchCacheEventsRequest: _TypeAlias = WatchCacheEventsRequest  # noqa: Y015
 
@@ -1230,33 +1232,35 @@ class WatchCacheEventsResponse(_message.Message):
 Global___WatchCacheEventsResponse: _TypeAlias = WatchCacheEventsResponse  # noqa: Y015
 
 @_typing.final
-class ForgetPrincipalRequest(_message.Message):
+class ForgetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """Only what belongs to this conversation and to no other of the principal's."""
+    """Only what belongs to this conversation and to no other of the subject's."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal: ...
+    def subject(self) -> _common_pb2.Subject:
+        """All of its views."""
+
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        subject: _common_pb2.Subject | None = ...,
         session: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "session", b"session", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "session", b"session", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
 
-Global___ForgetPrincipalRequest: _TypeAlias = ForgetPrincipalRequest  # noqa: Y015
+Global___ForgetRequest: _TypeAlias = ForgetRequest  # noqa: Y015
 
 @_typing.final
-class ForgetPrincipalResponse(_message.Message):
+class ForgetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FREED_PAGES_FIELD_NUMBER: _builtins.int
@@ -1273,7 +1277,7 @@ class ForgetPrincipalResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ForgetPrincipalResponse: _TypeAlias = ForgetPrincipalResponse  # noqa: Y015
+Global___ForgetResponse: _TypeAlias = ForgetResponse  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):

@@ -69,10 +69,10 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsResponse.FromString,
                 _registered_method=True)
-        self.ForgetPrincipal = channel.unary_unary(
-                '/pando.v1.Scheduler/ForgetPrincipal',
-                request_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.FromString,
+        self.Forget = channel.unary_unary(
+                '/pando.v1.Scheduler/Forget',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetResponse.FromString,
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/pando.v1.Scheduler/Pin',
@@ -139,8 +139,8 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ForgetPrincipal(self, request, context):
-        """Drops everything that is private to one principal, also while its requests run. Needs the admin credential.
+    def Forget(self, request, context):
+        """Drops everything that is private to one subject, also while its requests run. Needs the admin credential.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,10 +198,10 @@ def add_SchedulerServicer_to_server(servicer, server):
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.WatchCacheEventsResponse.SerializeToString,
             ),
-            'ForgetPrincipal': grpc.unary_unary_rpc_method_handler(
-                    servicer.ForgetPrincipal,
-                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.SerializeToString,
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.ForgetRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.ForgetResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -414,7 +414,7 @@ class Scheduler(object):
             _registered_method=True)
 
     @staticmethod
-    def ForgetPrincipal(request,
+    def Forget(request,
             target,
             options=(),
             channel_credentials=None,
@@ -427,9 +427,9 @@ class Scheduler(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pando.v1.Scheduler/ForgetPrincipal',
-            pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalRequest.SerializeToString,
-            pando_dot_v1_dot_scheduler__pb2.ForgetPrincipalResponse.FromString,
+            '/pando.v1.Scheduler/Forget',
+            pando_dot_v1_dot_scheduler__pb2.ForgetRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.ForgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

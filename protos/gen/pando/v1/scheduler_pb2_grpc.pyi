@@ -47,8 +47,8 @@ class SchedulerStub:
     """Undoes Pause."""
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]
     """A snapshot of the tree as INSERTED events, then every change, in order."""
-    ForgetPrincipal: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetPrincipalRequest, _scheduler_pb2.ForgetPrincipalResponse]
-    """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]
+    """Drops everything that is private to one subject, also while its requests run. Needs the admin credential."""
     Pin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]
     """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]
@@ -73,8 +73,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """Undoes Pause."""
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
     """A snapshot of the tree as INSERTED events, then every change, in order."""
-    ForgetPrincipal: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetPrincipalRequest, _scheduler_pb2.ForgetPrincipalResponse]  # type: ignore[assignment]
-    """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+    Forget: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]  # type: ignore[assignment]
+    """Drops everything that is private to one subject, also while its requests run. Needs the admin credential."""
     Pin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]  # type: ignore[assignment]
     """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential."""
     Unpin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]  # type: ignore[assignment]
@@ -140,12 +140,12 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         """A snapshot of the tree as INSERTED events, then every change, in order."""
 
     @_abc_1.abstractmethod
-    def ForgetPrincipal(
+    def Forget(
         self,
-        request: _scheduler_pb2.ForgetPrincipalRequest,
+        request: _scheduler_pb2.ForgetRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.ForgetPrincipalResponse, _abc.Awaitable[_scheduler_pb2.ForgetPrincipalResponse]]:
-        """Drops everything that is private to one principal, also while its requests run. Needs the admin credential."""
+    ) -> _typing.Union[_scheduler_pb2.ForgetResponse, _abc.Awaitable[_scheduler_pb2.ForgetResponse]]:
+        """Drops everything that is private to one subject, also while its requests run. Needs the admin credential."""
 
     @_abc_1.abstractmethod
     def Pin(

@@ -23,33 +23,31 @@ class OpenSessionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    QUOTA_USER_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """The name that requests give in `session`; unique among the principal's open sessions."""
+    """The name that requests give in `session`; unique among the view's open sessions."""
     capacity_tokens: _builtins.int
     """Most tokens that its context may have, which is how many stay; 0: as many as a session may have here."""
     timeout_ms: _builtins.int
     """It ends by itself when it has had no turn for so long; 0: the scheduler's default."""
-    quota_user: _builtins.str
-    """Whose quota it counts against, within the tenant: a principal can be a user that a client has made up."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal: ...
+    def view(self) -> _common_pb2.View:
+        """Whose it is; it counts against the quota of the view's subject."""
+
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         session: _builtins.str = ...,
         capacity_tokens: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
-        quota_user: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "principal", b"principal", "quota_user", b"quota_user", "session", b"session", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_tokens", b"capacity_tokens", "session", b"session", "timeout_ms", b"timeout_ms", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,20 +80,20 @@ Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
 class CloseSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal: ...
+    def view(self) -> _common_pb2.View: ...
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         session: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -107,7 +105,7 @@ class CloseSessionResponse(_message.Message):
 
     WAS_OPEN_FIELD_NUMBER: _builtins.int
     was_open: _builtins.bool
-    """Whether there was such a session of this principal."""
+    """Whether there was such a session of this view."""
     def __init__(
         self,
         *,
@@ -172,7 +170,7 @@ class SessionState(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
@@ -181,7 +179,7 @@ class SessionState(_message.Message):
     OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_MS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Stands for the principal, as in TreeNode."""
+    """Stands for the view, as in TreeNode."""
     session: _builtins.str
     """Shown only to an admin credential: names of sessions are private."""
     capacity_tokens: _builtins.int
@@ -193,13 +191,13 @@ class SessionState(_message.Message):
     expires_in_ms: _builtins.int
     """Until it ends by itself, if nothing of it runs."""
     @_builtins.property
-    def principal(self) -> _common_pb2.Principal:
+    def view(self) -> _common_pb2.View:
         """Shown only to an admin credential."""
 
     def __init__(
         self,
         *,
-        principal: _common_pb2.Principal | None = ...,
+        view: _common_pb2.View | None = ...,
         fingerprint: _builtins.str = ...,
         session: _builtins.str | None = ...,
         capacity_tokens: _builtins.int = ...,
@@ -208,17 +206,17 @@ class SessionState(_message.Message):
         open_requests: _builtins.int = ...,
         expires_in_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "principal", b"principal", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "_view", b"_view", "session", b"session", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_principal", b"_principal", "_session", b"_session", "capacity_tokens", b"capacity_tokens", "expires_in_ms", b"expires_in_ms", "fingerprint", b"fingerprint", "open_requests", b"open_requests", "pinned_tokens", b"pinned_tokens", "principal", b"principal", "session", b"session", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_session", b"_session", "_view", b"_view", "capacity_tokens", b"capacity_tokens", "expires_in_ms", b"expires_in_ms", "fingerprint", b"fingerprint", "open_requests", b"open_requests", "pinned_tokens", b"pinned_tokens", "session", b"session", "turns", b"turns", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__principal: _TypeAlias = _typing.Literal["principal"]  # noqa: Y015
-    _WhichOneofArgType__principal: _TypeAlias = _typing.Literal["_principal", b"_principal"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__principal) -> _WhichOneofReturnType__principal | None: ...
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015

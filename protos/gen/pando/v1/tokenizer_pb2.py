@@ -26,43 +26,43 @@ from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import sessions_pb2 as pando_dot_v1_dot_sessions__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pando/v1/tokenizer.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\x1a\x17pando/v1/sessions.proto\"g\n\x16TokenizerSubmitRequest\x12,\n\tgenerates\x18\x01 \x03(\x0b\x32\x19.pando.v1.GenerateRequest\x12\x1f\n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x0f.pando.v1.Abort\"B\n\x17TokenizerSubmitResponse\x12\'\n\nadmissions\x18\x01 \x03(\x0b\x32\x13.pando.v1.Admission\"\xe3\x07\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\tprincipal\x18\x02 \x01(\x0b\x32\x13.pando.v1.Principal\x12#\n\x08reply_to\x18\x03 \x01(\x0b\x32\x11.pando.v1.ReplyTo\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x14.pando.v1.ChatPromptH\x00\x12\'\n\ttoken_ids\x18\x07 \x01(\x0b\x32\x12.pando.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x08 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12&\n\x04stop\x18\t \x01(\x0b\x32\x18.pando.v1.StopConditions\x12\t\n\x01n\x18\n \x01(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\'\n\ncache_mode\x18\x0c \x01(\x0e\x32\x13.pando.v1.CacheMode\x12\x1b\n\x13skip_special_tokens\x18\r \x01(\x08\x12%\n\x06resume\x18\x0e \x01(\x0b\x32\x10.pando.v1.ResumeH\x01\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x0f \x01(\rH\x02\x88\x01\x01\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x16.pando.v1.TraceContextH\x03\x88\x01\x01\x12\x14\n\x07session\x18\x11 \x01(\tH\x04\x88\x01\x01\x12\x1f\n\x12max_context_tokens\x18\x12 \x01(\rH\x05\x88\x01\x01\x12\"\n\x07pooling\x18\x13 \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x18\n\x0bprompt_name\x18\x14 \x01(\tH\x06\x88\x01\x01\x12\x36\n\x0fprompt_logprobs\x18\x15 \x01(\x0b\x32\x18.pando.v1.PromptLogprobsH\x07\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x16 \x01(\x08H\x08\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\t\x88\x01\x01\x12\x11\n\tbad_words\x18\x19 \x03(\t\x12(\n\x04turn\x18\x17 \x01(\x0b\x32\x15.pando.v1.SessionTurnH\n\x88\x01\x01\x42\x08\n\x06promptB\t\n\x07_resumeB\r\n\x0b_timeout_msB\x08\n\x06_traceB\n\n\x08_sessionB\x15\n\x13_max_context_tokensB\x0e\n\x0c_prompt_nameB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x07\n\x05_turn\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x07\"\xfe\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.pando.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x03(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12$\n\x17template_variables_json\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1d\n\x10\x61ssistant_prefix\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x1a\n\x18_template_variables_jsonB\x13\n\x11_assistant_prefix\"\xed\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x1c\n\x0ftool_calls_json\x18\x05 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x04\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x12\n\x10_tool_calls_jsonB\x14\n\x12_reasoning_content\";\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\"K\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x07\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\"=\n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\x07\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"7\n\x11RenderChatRequest\x12\"\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x14.pando.v1.ChatPrompt\"/\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x07\"\x11\n\x0fGetModelRequest\"\xbe\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\x16\n\x0e\x63reated_unix_s\x18\x05 \x01(\x03\x12\'\n\ntool_style\x18\x06 \x01(\x0e\x32\x13.pando.v1.ToolStyle\x12\x15\n\rhas_reasoning\x18\x07 \x01(\x08\x12\x1d\n\x15\x62\x65gins_with_reasoning\x18\x08 \x01(\x08\x12\x12\n\nis_encoder\x18\t \x01(\x08\x12\"\n\x07pooling\x18\n \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x1c\n\x14\x65mbedding_dimensions\x18\x0b \x01(\r*\x86\x01\n\tToolStyle\x12\x1a\n\x16TOOL_STYLE_UNSPECIFIED\x10\x00\x12\x15\n\x11TOOL_STYLE_HERMES\x10\x01\x12\x15\n\x11TOOL_STYLE_LLAMA3\x10\x02\x12\x16\n\x12TOOL_STYLE_MISTRAL\x10\x03\x12\x17\n\x13TOOL_STYLE_PYTHONIC\x10\x04\x32\xf6\x02\n\tTokenizer\x12Q\n\x06Submit\x12 .pando.v1.TokenizerSubmitRequest\x1a!.pando.v1.TokenizerSubmitResponse(\x01\x30\x01\x12\x41\n\x08Tokenize\x12\x19.pando.v1.TokenizeRequest\x1a\x1a.pando.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.pando.v1.DetokenizeRequest\x1a\x1c.pando.v1.DetokenizeResponse\x12G\n\nRenderChat\x12\x1b.pando.v1.RenderChatRequest\x1a\x1c.pando.v1.RenderChatResponse\x12\x41\n\x08GetModel\x12\x19.pando.v1.GetModelRequest\x1a\x1a.pando.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pando/v1/tokenizer.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\x1a\x17pando/v1/sessions.proto\"g\n\x16TokenizerSubmitRequest\x12,\n\tgenerates\x18\x01 \x03(\x0b\x32\x19.pando.v1.GenerateRequest\x12\x1f\n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x0f.pando.v1.Abort\"B\n\x17TokenizerSubmitResponse\x12\'\n\nadmissions\x18\x01 \x03(\x0b\x32\x13.pando.v1.Admission\"\x94\x08\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x08reply_to\x18\x03 \x01(\x0b\x32\x11.pando.v1.ReplyTo\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x14.pando.v1.ChatPromptH\x00\x12\'\n\ttoken_ids\x18\x07 \x01(\x0b\x32\x12.pando.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x08 \x01(\x0b\x32\x18.pando.v1.SamplingParams\x12&\n\x04stop\x18\t \x01(\x0b\x32\x18.pando.v1.StopConditions\x12\t\n\x01n\x18\n \x01(\r\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\'\n\ncache_mode\x18\x0c \x01(\x0e\x32\x13.pando.v1.CacheMode\x12\x1b\n\x13skip_special_tokens\x18\r \x01(\x08\x12%\n\x06resume\x18\x0e \x01(\x0b\x32\x10.pando.v1.ResumeH\x01\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x0f \x01(\rH\x02\x88\x01\x01\x12*\n\x05trace\x18\x10 \x01(\x0b\x32\x16.pando.v1.TraceContextH\x03\x88\x01\x01\x12\x14\n\x07session\x18\x11 \x01(\tH\x04\x88\x01\x01\x12\x1f\n\x12max_context_tokens\x18\x12 \x01(\rH\x05\x88\x01\x01\x12\"\n\x07pooling\x18\x13 \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x18\n\x0bprompt_name\x18\x14 \x01(\tH\x06\x88\x01\x01\x12\x36\n\x0fprompt_logprobs\x18\x15 \x01(\x0b\x32\x18.pando.v1.PromptLogprobsH\x07\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x16 \x01(\x08H\x08\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x18 \x01(\rH\t\x88\x01\x01\x12\x11\n\tbad_words\x18\x19 \x03(\t\x12(\n\x04turn\x18\x17 \x01(\x0b\x32\x15.pando.v1.SessionTurnH\n\x88\x01\x01\x12\x1c\n\x04view\x18\x1a \x01(\x0b\x32\x0e.pando.v1.View\x12\x18\n\x0brouting_key\x18\x1b \x01(\tH\x0b\x88\x01\x01\x42\x08\n\x06promptB\t\n\x07_resumeB\r\n\x0b_timeout_msB\x08\n\x06_traceB\n\n\x08_sessionB\x15\n\x13_max_context_tokensB\x0e\n\x0c_prompt_nameB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x07\n\x05_turnB\x0e\n\x0c_routing_keyJ\x04\x08\x02\x10\x03R\tprincipal\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x07\"\xfe\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.pando.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x03(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12$\n\x17template_variables_json\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1d\n\x10\x61ssistant_prefix\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x1a\n\x18_template_variables_jsonB\x13\n\x11_assistant_prefix\"\xed\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x02\x88\x01\x01\x12\x1c\n\x0ftool_calls_json\x18\x05 \x01(\tH\x03\x88\x01\x01\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x04\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_nameB\x0f\n\r_tool_call_idB\x12\n\x10_tool_calls_jsonB\x14\n\x12_reasoning_content\";\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\"K\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x07\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\"=\n\x11\x44\x65tokenizeRequest\x12\x0b\n\x03ids\x18\x01 \x03(\x07\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"7\n\x11RenderChatRequest\x12\"\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x14.pando.v1.ChatPrompt\"/\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\x07\"\x11\n\x0fGetModelRequest\"\xbe\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\x16\n\x0e\x63reated_unix_s\x18\x05 \x01(\x03\x12\'\n\ntool_style\x18\x06 \x01(\x0e\x32\x13.pando.v1.ToolStyle\x12\x15\n\rhas_reasoning\x18\x07 \x01(\x08\x12\x1d\n\x15\x62\x65gins_with_reasoning\x18\x08 \x01(\x08\x12\x12\n\nis_encoder\x18\t \x01(\x08\x12\"\n\x07pooling\x18\n \x01(\x0e\x32\x11.pando.v1.Pooling\x12\x1c\n\x14\x65mbedding_dimensions\x18\x0b \x01(\r*\x86\x01\n\tToolStyle\x12\x1a\n\x16TOOL_STYLE_UNSPECIFIED\x10\x00\x12\x15\n\x11TOOL_STYLE_HERMES\x10\x01\x12\x15\n\x11TOOL_STYLE_LLAMA3\x10\x02\x12\x16\n\x12TOOL_STYLE_MISTRAL\x10\x03\x12\x17\n\x13TOOL_STYLE_PYTHONIC\x10\x04\x32\xf6\x02\n\tTokenizer\x12Q\n\x06Submit\x12 .pando.v1.TokenizerSubmitRequest\x1a!.pando.v1.TokenizerSubmitResponse(\x01\x30\x01\x12\x41\n\x08Tokenize\x12\x19.pando.v1.TokenizeRequest\x1a\x1a.pando.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.pando.v1.DetokenizeRequest\x1a\x1c.pando.v1.DetokenizeResponse\x12G\n\nRenderChat\x12\x1b.pando.v1.RenderChatRequest\x1a\x1c.pando.v1.RenderChatResponse\x12\x41\n\x08GetModel\x12\x19.pando.v1.GetModelRequest\x1a\x1a.pando.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.gen.pando.v1.tokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLSTYLE']._serialized_start=2463
-  _globals['_TOOLSTYLE']._serialized_end=2597
+  _globals['_TOOLSTYLE']._serialized_start=2512
+  _globals['_TOOLSTYLE']._serialized_end=2646
   _globals['_TOKENIZERSUBMITREQUEST']._serialized_start=86
   _globals['_TOKENIZERSUBMITREQUEST']._serialized_end=189
   _globals['_TOKENIZERSUBMITRESPONSE']._serialized_start=191
   _globals['_TOKENIZERSUBMITRESPONSE']._serialized_end=257
   _globals['_GENERATEREQUEST']._serialized_start=260
-  _globals['_GENERATEREQUEST']._serialized_end=1255
-  _globals['_TOKENIDS']._serialized_start=1257
-  _globals['_TOKENIDS']._serialized_end=1280
-  _globals['_CHATPROMPT']._serialized_start=1283
-  _globals['_CHATPROMPT']._serialized_end=1537
-  _globals['_CHATMESSAGE']._serialized_start=1540
-  _globals['_CHATMESSAGE']._serialized_end=1777
-  _globals['_TOKENIZEREQUEST']._serialized_start=1779
-  _globals['_TOKENIZEREQUEST']._serialized_end=1838
-  _globals['_TOKENIZERESPONSE']._serialized_start=1840
-  _globals['_TOKENIZERESPONSE']._serialized_end=1915
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1917
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1978
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1980
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2014
-  _globals['_RENDERCHATREQUEST']._serialized_start=2016
-  _globals['_RENDERCHATREQUEST']._serialized_end=2071
-  _globals['_RENDERCHATRESPONSE']._serialized_start=2073
-  _globals['_RENDERCHATRESPONSE']._serialized_end=2120
-  _globals['_GETMODELREQUEST']._serialized_start=2122
-  _globals['_GETMODELREQUEST']._serialized_end=2139
-  _globals['_GETMODELRESPONSE']._serialized_start=2142
-  _globals['_GETMODELRESPONSE']._serialized_end=2460
-  _globals['_TOKENIZER']._serialized_start=2600
-  _globals['_TOKENIZER']._serialized_end=2974
+  _globals['_GENERATEREQUEST']._serialized_end=1304
+  _globals['_TOKENIDS']._serialized_start=1306
+  _globals['_TOKENIDS']._serialized_end=1329
+  _globals['_CHATPROMPT']._serialized_start=1332
+  _globals['_CHATPROMPT']._serialized_end=1586
+  _globals['_CHATMESSAGE']._serialized_start=1589
+  _globals['_CHATMESSAGE']._serialized_end=1826
+  _globals['_TOKENIZEREQUEST']._serialized_start=1828
+  _globals['_TOKENIZEREQUEST']._serialized_end=1887
+  _globals['_TOKENIZERESPONSE']._serialized_start=1889
+  _globals['_TOKENIZERESPONSE']._serialized_end=1964
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1966
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2027
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2029
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2063
+  _globals['_RENDERCHATREQUEST']._serialized_start=2065
+  _globals['_RENDERCHATREQUEST']._serialized_end=2120
+  _globals['_RENDERCHATRESPONSE']._serialized_start=2122
+  _globals['_RENDERCHATRESPONSE']._serialized_end=2169
+  _globals['_GETMODELREQUEST']._serialized_start=2171
+  _globals['_GETMODELREQUEST']._serialized_end=2188
+  _globals['_GETMODELRESPONSE']._serialized_start=2191
+  _globals['_GETMODELRESPONSE']._serialized_end=2509
+  _globals['_TOKENIZER']._serialized_start=2649
+  _globals['_TOKENIZER']._serialized_end=3023
 # @@protoc_insertion_point(module_scope)

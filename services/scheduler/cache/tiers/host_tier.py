@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
 from services.scheduler.cache.accounting import Accounting
+from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.tiers.backups import Backups
 from services.scheduler.cache.tiers.host_pages import HostPages
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
-    from common.types import Principal, TokenIds
+    from common.types import TokenIds, View
     from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.decisions import Facts, Recorder
     from services.scheduler.cache.keys import PagedKey
@@ -42,7 +43,7 @@ class HostTier:
     that backup is done on all ranks. So what somebody else left in it is overwritten before anybody can read it.
     """
 
-    def __init__(self, store: NodeStore, config: HostConfig, view_of: Callable[[Principal], Account]) -> None:
+    def __init__(self, store: NodeStore, config: HostConfig, view_of: Callable[[View], Account]) -> None:
         """Start empty, for the nodes of `store`; `view_of` returns whose view a principal has."""
         self.config = config
         self.pages = HostPages(store, config.pages)
@@ -71,13 +72,13 @@ class HostTier:
         """Have copies stored, and look for what is missing in storage."""
         self.storage = StorageTier(self._store, self.pages, self.ledger, config, names)
 
-    def prefetch(self, principal: Principal, token_ids: TokenIds) -> Fetch | None:
+    def prefetch(self, view: View, token_ids: TokenIds) -> Fetch | None:
         """Begin to look for what a principal's view lacks of a request's tokens in storage, if there is one."""
         if self.storage is None:
             return None
-        given: Facts = {"principal": [principal.tenant, principal.user], "token_ids": token_ids.copy()}
+        given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy()}
         with self._operation("prefetch", given) as outcome:
-            fetch = self.storage.prefetch(self._view_of(principal), token_ids)
+            fetch = self.storage.prefetch(self._view_of(view), token_ids)
             outcome["fetch"] = fetch and fetch.number
         return fetch
 
@@ -98,20 +99,18 @@ class HostTier:
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
 
-    def find(self, principal: Principal, token_ids: TokenIds) -> HostMatch:
+    def find(self, view: View, token_ids: TokenIds) -> HostMatch:
         """Return how much of a request its view has on the device and further on the host; pure."""
-        return self._loads.find(self._view_of(principal), token_ids)
+        return self._loads.find(self._view_of(view), token_ids)
 
-    def load(
-        self, principal: Principal, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]
-    ) -> Transfer | None:
+    def load(self, view: View, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]) -> Transfer | None:
         """Begin to load what `find` found on the host alone; nothing happens if `allocate` returns None.
 
         `allocate` takes a number of device pages and passes on one reference on each.
         """
-        given: Facts = {"principal": [principal.tenant, principal.user], "token_ids": token_ids.copy()}
+        given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy()}
         with self._operation("load", given) as outcome:
-            transfer = self._loads.begin(self._view_of(principal), token_ids, allocate)
+            transfer = self._loads.begin(self._view_of(view), token_ids, allocate)
             outcome["transfer"] = transfer and _facts(transfer)
         return transfer
 

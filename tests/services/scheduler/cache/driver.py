@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import CacheName, make_cache
@@ -19,11 +19,11 @@ from services.scheduler.cache.radix import RadixCache
 if TYPE_CHECKING:
     from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
 
-ANN = Principal("tenant", "ann")
-BOB = Principal("tenant", "bob")
-CID = Principal("tenant", "cid")
-DAN = Principal("tenant", "dan")
-EVE = Principal("tenant", "eve")
+ANN = View(Subject("tenant", "ann"))
+BOB = View(Subject("tenant", "bob"))
+CID = View(Subject("tenant", "cid"))
+DAN = View(Subject("tenant", "dan"))
+EVE = View(Subject("tenant", "eve"))
 
 # One user may fill a small tier, and nothing is freed ahead of need.
 PLAIN = CacheConfig(quota_share=1.0, floor_share=0.0, headroom_share=0.0)
@@ -54,12 +54,12 @@ class Driver:
         self.allocator = PageAllocator(capacity)
         self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config)
 
-    def admit(self, principal: Principal, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
+    def admit(self, view: View, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)
         if may_use_cache:
-            lease = self.cache.commit(principal, array, **options)
+            lease = self.cache.commit(view, array, **options)
         else:
-            lease = self.cache.commit_nothing(principal)
+            lease = self.cache.commit_nothing(view)
         missing = -(-len(ids) // self.cache.page_size) - len(lease.pages)
         if missing > self.allocator.free_pages:
             self.cache.evict(missing - self.allocator.free_pages)
@@ -77,9 +77,9 @@ class Driver:
         self.cache.release(row.lease)
         self.allocator.release(row.table)
 
-    def serve(self, principal: Principal, ids: list[int], *, prompt_tokens: int | None = None, **options: Any) -> int:
+    def serve(self, view: View, ids: list[int], *, prompt_tokens: int | None = None, **options: Any) -> int:
         """Run a row from admission to its end; return how many of its tokens were cached."""
-        row = self.admit(principal, ids, **options)
+        row = self.admit(view, ids, **options)
         cached = row.lease.matched_tokens
         self.insert(row, prompt_tokens=prompt_tokens)
         self.end(row)
@@ -88,11 +88,11 @@ class Driver:
     def next_epoch(self, epochs: int = 1) -> None:
         self.cache.advance(self.cache.epoch + epochs)
 
-    def peek(self, principal: Principal, ids: list[int]) -> int:
-        return self.cache.peek(principal, int32(ids))
+    def peek(self, view: View, ids: list[int]) -> int:
+        return self.cache.peek(view, int32(ids))
 
-    def edges(self, principal: Principal | None = None) -> list[list[int]]:
-        return [node.token_ids.tolist() for node in self.cache.dump(principal)]
+    def edges(self, view: View | None = None) -> list[list[int]]:
+        return [node.token_ids.tolist() for node in self.cache.dump(view)]
 
     def nodes(self, visibility: Visibility) -> list[list[int]]:
         return [node.token_ids.tolist() for node in self.cache.dump() if node.visibility is visibility]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import EXACT_PRINCIPALS
 from services.scheduler.cache.counters import DistinctCount, distinct, roll_over
@@ -77,8 +77,13 @@ def test_estimate_never_exceeds_the_hits() -> None:
 
 
 def test_fingerprints_tell_principals_apart_by_both_parts() -> None:
-    principals = [Principal("a/b", "c"), Principal("a", "b/c"), Principal("ab", "c"), Principal("a", "bc")]
-    assert len({Account((p.tenant, p.user)).fingerprint for p in principals}) == 4
+    principals = [
+        View(Subject("a/b", "c")),
+        View(Subject("a", "b/c")),
+        View(Subject("ab", "c")),
+        View(Subject("a", "bc")),
+    ]
+    assert len({Account((p.tenant, p.subject.name)).fingerprint for p in principals}) == 4
     # The same in every process: otherwise a replayed log gives another tree.
     assert Account(("tenant", "ann")).fingerprint == Account(("tenant", "ann")).fingerprint == 16100946685364336821
     assert Account(("\ud800", "\x00")).fingerprint != Account(("", "")).fingerprint

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeView
+from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeSnapshot
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver
 
 
@@ -72,7 +72,7 @@ def test_flush_tells_what_went_and_then_that_it_is_over() -> None:
 def test_snapshot_and_events_together_give_the_tree() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4])
-    mirror: dict[NodeId, NodeView] = {node.node_id: node for node in driver.cache.dump()}
+    mirror: dict[NodeId, NodeSnapshot] = {node.node_id: node for node in driver.cache.dump()}
 
     def apply(event: CacheEvent) -> None:
         if event.node is None:
@@ -88,7 +88,7 @@ def test_snapshot_and_events_together_give_the_tree() -> None:
     driver.serve(ANN, [1, 2, 9, 9])
     driver.cache.evict(3)
 
-    def shape(nodes: list[NodeView]) -> list[tuple[object, ...]]:
+    def shape(nodes: list[NodeSnapshot]) -> list[tuple[object, ...]]:
         return sorted(
             (node.node_id, node.parent_id, node.token_ids.tolist(), node.pages.tolist(), node.depth_tokens)
             for node in nodes

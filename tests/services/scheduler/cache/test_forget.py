@@ -11,7 +11,7 @@ def test_all_that_is_private_to_a_principal_goes_at_once() -> None:
     driver.serve(ANN, [*SYSTEM, 7, 7])
     driver.serve(ANN, [9, 9])
     driver.serve(BOB, SYSTEM)
-    assert driver.cache.forget(ANN) == 5
+    assert driver.cache.forget(ANN.subject) == 5
     assert driver.edges() == [SYSTEM]
     assert driver.cache.events.sequence == 5
     assert driver.radix.events.count(CacheEventKind.EVICTED) == 2
@@ -23,7 +23,7 @@ def test_running_rows_go_on_and_leave_nothing() -> None:
     driver.serve(ANN, SYSTEM)
     rows = [driver.admit(ANN, [*SYSTEM, 7, 7]), driver.admit(ANN, [8, 8, 8, 8]), driver.admit(BOB, SYSTEM)]
     driver.insert(rows[1], 2)
-    driver.cache.forget(ANN)
+    driver.cache.forget(ANN.subject)
     driver.check(*rows)
     for row in rows:
         assert (driver.allocator.counts[row.table] > 0).all()
@@ -39,7 +39,7 @@ def test_public_part_stays_and_the_name_goes() -> None:
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SYSTEM, 7, 7] if user is ANN else SYSTEM)
     driver.next_epoch()
-    driver.cache.forget(ANN)
+    driver.cache.forget(ANN.subject)
     (node,) = driver.cache.dump()
     assert (node.token_ids.tolist(), node.creators) == (SYSTEM, 2)
     driver.check()
@@ -49,7 +49,7 @@ def test_evidence_of_the_forgotten_does_not_count() -> None:
     driver = Driver("user_aware", config=PLAIN)
     for user in (ANN, BOB, CID):
         driver.serve(user, SYSTEM)
-    driver.cache.forget(CID)
+    driver.cache.forget(CID.subject)
     driver.next_epoch()
     assert driver.public == []
 
@@ -60,11 +60,11 @@ def test_session_alone_can_be_forgotten() -> None:
     driver.serve(ANN, [*SYSTEM, 7, 7, 8, 8], session="monday")
     driver.serve(ANN, [*SYSTEM, 9, 9], session="tuesday")
     driver.serve(BOB, SYSTEM, session="monday")
-    assert driver.cache.forget(ANN, "monday") == 2
+    assert driver.cache.forget(ANN.subject, "monday") == 2
     assert [driver.peek(ANN, [*SYSTEM, *end, 0]) for end in ([7, 7], [9, 9])] == [6, 8]
     assert driver.peek(BOB, [*SYSTEM, 0]) == 6
     driver.check()
-    assert driver.cache.forget(ANN, "tuesday") == 4
+    assert driver.cache.forget(ANN.subject, "tuesday") == 4
     assert driver.edges(ANN) == []
 
 
@@ -72,9 +72,9 @@ def test_what_requests_without_session_have_used_goes_with_the_principal_alone()
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, [*SYSTEM, 7, 7], session="monday")
     driver.serve(ANN, [*SYSTEM, 8])
-    assert driver.cache.forget(ANN, "monday") == 1
+    assert driver.cache.forget(ANN.subject, "monday") == 1
     assert driver.edges(ANN) == [SYSTEM]
-    assert driver.cache.forget(ANN) == 3
+    assert driver.cache.forget(ANN.subject) == 3
     driver.check()
 
 
@@ -86,7 +86,7 @@ def test_running_rows_of_a_forgotten_session_leave_nothing_and_others_go_on() ->
         if insertion.first_duplicate is not None:
             row.table[insertion.first_duplicate : len(insertion.pages)] = insertion.pages[insertion.first_duplicate :]
             driver.allocator.exchange(insertion.duplicates, insertion.canonical)
-    driver.cache.forget(ANN, "one")
+    driver.cache.forget(ANN.subject, "one")
     driver.check(*rows)
     for row in rows:
         driver.insert(row)
@@ -99,9 +99,9 @@ def test_rows_of_two_sessions_forgotten_in_turn_keep_nothing_of_what_they_shared
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, SYSTEM, session="one")
     rows = [driver.admit(ANN, [*SYSTEM, number, 0], session=name) for number, name in enumerate(("one", "other"))]
-    driver.cache.forget(ANN, "other")
+    driver.cache.forget(ANN.subject, "other")
     assert driver.edges(ANN) == [SYSTEM]
-    driver.cache.forget(ANN, "one")
+    driver.cache.forget(ANN.subject, "one")
     assert driver.edges(ANN) == []
     driver.check(*rows)
     for row in rows:
@@ -112,7 +112,7 @@ def test_rows_of_two_sessions_forgotten_in_turn_keep_nothing_of_what_they_shared
 def test_name_of_a_session_means_nothing_to_other_users() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, SYSTEM, session="monday")
-    assert driver.cache.forget(BOB, "monday") == driver.cache.forget(ANN, "unknown") == 0
+    assert driver.cache.forget(BOB.subject, "monday") == driver.cache.forget(ANN.subject, "unknown") == 0
     assert driver.edges(ANN) == [SYSTEM]
 
 
@@ -120,11 +120,11 @@ def test_prompt_of_very_many_sessions_belongs_to_none() -> None:
     driver = Driver("user_aware", config=PLAIN, capacity=200)
     for number in range(100):
         driver.serve(ANN, [*SYSTEM, number, 0], session=f"{number}")
-    assert all(driver.cache.forget(ANN, f"{number}") == 1 for number in range(63))
+    assert all(driver.cache.forget(ANN.subject, f"{number}") == 1 for number in range(63))
     assert driver.peek(ANN, [*SYSTEM, 0]) == 6
 
 
 def test_unknown_principal_is_forgotten_easily() -> None:
     driver = Driver("user_aware", config=PLAIN)
-    assert driver.cache.forget(ANN) == 0
+    assert driver.cache.forget(ANN.subject) == 0
     assert driver.radix.store.accounts.all() == []

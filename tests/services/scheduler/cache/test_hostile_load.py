@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.factory import CacheName
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CAPACITY = 1_000
 NAMES: list[CacheName] = list(get_args(CacheName))
-MODEST = [Principal("tenant", f"modest {number}") for number in range(8)]
+MODEST = [View(Subject("tenant", f"modest {number}")) for number in range(8)]
 PAGES_EACH = 20
 
 
@@ -89,7 +89,7 @@ def test_floor_of_each_user_survives_many_users_within_their_quotas() -> None:
     for number, user in enumerate(MODEST):
         driver.serve(user, [number, *range(1, 20)])
     for number in range(400):
-        crowd = Principal("crowd", f"{number % 4}")
+        crowd = View(Subject("crowd", f"{number % 4}"))
         driver.serve(crowd, [1_000 + number, *range(1, 20)])
     assert [driver.peek(user, [number, *range(1, 20), 0]) for number, user in enumerate(MODEST)] == [20] * len(MODEST)
     assert_exact(driver)
@@ -101,7 +101,7 @@ def test_invented_users_who_try_continuations_of_a_public_prompt_fill_no_memory(
         driver.serve(user, [1, 2])
     driver.next_epoch()
     for number in range(2_000):
-        driver.end(driver.admit(Principal("crowd", f"{number}"), [1, 2, number, number, 0]))
+        driver.end(driver.admit(View(Subject("crowd", f"{number}")), [1, 2, number, number, 0]))
     assert len(driver.radix._vigilance._tries) == 100
     assert remembered(driver.radix) < 1_000
     driver.next_epoch()

@@ -24,9 +24,9 @@ def make_cache() -> RadixCache:
     """Ann: a parent, a locked child and two unlocked ones; Bob: one node."""
     allocator = PageAllocator(32)
     cache = RadixCache(allocator, 2, CacheConfig(mode=Mode.ISOLATED))
-    for principal, ids in [(ANN, [1, 2, 3, 4]), (ANN, [1, 2, 5, 6]), (ANN, [1, 2, 7, 8]), (BOB, [1, 2])]:
+    for view, ids in [(ANN, [1, 2, 3, 4]), (ANN, [1, 2, 5, 6]), (ANN, [1, 2, 7, 8]), (BOB, [1, 2])]:
         array = int32(ids)
-        lease = cache.commit(principal, array)
+        lease = cache.commit(view, array)
         fresh = allocator.try_allocate(len(ids) // 2 - len(lease.pages))
         assert fresh is not None
         cache.release(cache.insert(lease, array, int32([*lease.pages, *fresh]), len(ids)).lease)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import services.scheduler.cache as package
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.counters import distinct
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 PRIVATE_MODES: list[CacheName] = ["user_aware", "isolated", "isolated_pinned"]
-NOBODY = Principal("tenant", "")
+NOBODY = View(Subject("tenant", ""))
 
 
 def published(capacity: int = 400) -> Driver:
@@ -59,8 +59,8 @@ def test_owners_are_compared_in_both_parts_and_not_as_one_text(name: CacheName) 
     ]
     for owner in alike:
         driver = Driver(name, config=PLAIN)
-        driver.serve(Principal(*owner), TEXT)
-        found = [driver.peek(Principal(*other), [*TEXT, 0]) for other in alike]
+        driver.serve(View(Subject(*owner)), TEXT)
+        found = [driver.peek(View(Subject(*other)), [*TEXT, 0]) for other in alike]
         assert found == [8 if other == owner else 0 for other in alike]
 
 
@@ -68,10 +68,10 @@ def test_quarantine_of_one_is_not_anothers_whose_name_looks_like_it() -> None:
     driver = published()
     driver.next_epoch()
     for _ in range(20):
-        driver.end(driver.admit(Principal("te", "nantdan"), [*TEXT, 0]))
+        driver.end(driver.admit(View(Subject("te", "nantdan")), [*TEXT, 0]))
     driver.next_epoch()
-    assert driver.peek(Principal("te", "nantdan"), [*TEXT, 0]) == 0
-    assert driver.peek(DAN, [*TEXT, 0]) == driver.peek(Principal("tenant", "dan "), [*TEXT, 0]) == 8
+    assert driver.peek(View(Subject("te", "nantdan")), [*TEXT, 0]) == 0
+    assert driver.peek(DAN, [*TEXT, 0]) == driver.peek(View(Subject("tenant", "dan ")), [*TEXT, 0]) == 8
 
 
 @pytest.mark.parametrize("place", range(8))
@@ -94,7 +94,7 @@ def test_child_of_one_user_never_takes_the_place_of_anothers(name: CacheName) ->
         assert [driver.peek(user, [*TEXT, other, 0, 5]) for other in range(3)] == [
             8 + 2 * (other == number) for other in range(3)
         ]
-    driver.cache.forget(BOB)
+    driver.cache.forget(BOB.subject)
     assert [driver.peek(user, [*TEXT, 0]) for user in (ANN, BOB, CID)] == [8, 0, 8]
     driver.check()
 
@@ -157,7 +157,7 @@ def test_subtree_with_a_running_row_inside_keeps_its_pages(cause: str) -> None:
             driver.next_epoch()
             assert driver.public == []
         case "forgetting":
-            driver.cache.forget(ANN)
+            driver.cache.forget(ANN.subject)
         case "flush":
             driver.cache.flush()
         case _:

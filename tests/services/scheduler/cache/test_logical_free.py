@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.config import EvictionPolicy
 from services.scheduler.cache.interface import CacheEventKind, NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
@@ -99,7 +99,7 @@ class TestSoftFree:
 class TestShares:
     def test_flood_of_one_principal_pushes_nobody_else_out(self) -> None:
         driver = driver_with(capacity=100, quota_share=0.3)
-        modest = [Principal("tenant", f"modest {number}") for number in range(8)]
+        modest = [View(Subject("tenant", f"modest {number}")) for number in range(8)]
         for number, user in enumerate(modest):
             driver.serve(user, [number, 1, number, 2, number, 3])
         for number in range(500):
@@ -173,7 +173,7 @@ class TestOrder:
             driver.serve(user, [1, 2, 3, 4])
         driver.next_epoch()
         for number in range(8):
-            driver.serve(Principal("tenant", f"{number}"), [1, 2, 3, 4, 5])
+            driver.serve(View(Subject("tenant", f"{number}")), [1, 2, 3, 4, 5])
         driver.next_epoch()
         driver.serve(DAN, [1, 2, 3, 4, 5])
         driver.next_epoch()
@@ -217,8 +217,8 @@ class TestOrder:
 def test_invented_principals_leave_nothing_behind() -> None:
     driver = driver_with(capacity=16)
     for number in range(1000):
-        driver.serve(Principal("tenant", f"{number}"), [number, 0, 1, 2])
-        driver.peek(Principal("tenant", f"peek {number}"), [number, 0, 1, 2])
+        driver.serve(View(Subject("tenant", f"{number}")), [number, 0, 1, 2])
+        driver.peek(View(Subject("tenant", f"peek {number}")), [number, 0, 1, 2])
     assert len(driver.radix.store.accounts) <= 8
     driver.cache.flush()
     assert len(driver.radix.store.accounts) == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from common.types import Subject, View
 from services.scheduler.cache.interface import CacheEventKind
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 
@@ -56,9 +57,9 @@ class TestPages:
         driver.serve(ANN, DOCUMENT)
         driver.serve(BOB, DOCUMENT)
         driver.next_epoch()
-        assert driver.cache.forget(ANN) == 0
+        assert driver.cache.forget(ANN.subject) == 0
         assert driver.peek(BOB, [*DOCUMENT, 0]) == 20
-        assert driver.cache.forget(BOB) == 10
+        assert driver.cache.forget(BOB.subject) == 10
         driver.check()
 
     def test_strict_numerics_never_merges(self) -> None:
@@ -160,7 +161,7 @@ class TestChains:
             driver.serve(user, [1, 2, 3, 4, 5, 6, number // 3 % 7, 0, number % 5, 0])
             for prober in ("x", "y"):
                 for _ in range(20):
-                    driver.end(driver.admit(replace(ANN, user=prober), [1, 2, 3, 4, 0]))
+                    driver.end(driver.admit(View(Subject(ANN.tenant, prober)), [1, 2, 3, 4, 0]))
             if number % 6 == 5:
                 driver.next_epoch()
             if number % 10 == 9:

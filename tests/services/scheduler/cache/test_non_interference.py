@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.types import Principal
+from common.types import Subject, View
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 from tests.services.scheduler.cache.two_worlds import Ask, Deed, Pass, World
 
 if TYPE_CHECKING:
     from services.scheduler.cache.factory import CacheName
 
-VICTIM = Principal("tenant", "victim")
+VICTIM = View(Subject("tenant", "victim"))
 OTHERS = (ANN, BOB)
 # Everybody who must not notice the victim, and one who only looks on.
 WATCHERS = (ANN, BOB, CID, DAN)
@@ -30,7 +30,7 @@ parts_of_the_secret = st.integers(0, len(SECRET)).map(lambda length: SECRET[:len
 passing = st.builds(Pass, st.sampled_from([1, 1, 1, 2, 40]))
 
 
-def asks(users: st.SearchStrategy[Principal], ids: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[Deed]:
+def asks(users: st.SearchStrategy[View], ids: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[Deed]:
     return st.builds(
         Ask,
         users,
@@ -60,7 +60,7 @@ places = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
 
 def both_worlds(one: list[Deed], other: list[Deed], k: int, name: CacheName = "user_aware") -> tuple[World, World]:
     config = replace(PLAIN, promotion_principals=k, hit_min=2, jump_factor=2, continuation_limit=4)
-    before: list[Deed] = [*(Ask(Principal("tenant", f"early {n}"), APP) for n in range(k)), Pass()]
+    before: list[Deed] = [*(Ask(View(Subject("tenant", f"early {n}")), APP) for n in range(k)), Pass()]
     return World(name, config).do([*before, *one]), World(name, config).do([*before, *other])
 
 
@@ -147,8 +147,8 @@ class TestThreshold:
     def found(self, a: int, computing: int, n: int, k: int) -> list[int]:
         driver = Driver("user_aware", config=replace(PLAIN, promotion_principals=k), capacity=400)
         for number in range(n):
-            driver.serve(Principal("victims", f"{number}"), list(SECRET))
-        attackers = [Principal("attackers", f"{number}") for number in range(a)]
+            driver.serve(View(Subject("victims", f"{number}")), list(SECRET))
+        attackers = [View(Subject("attackers", f"{number}")) for number in range(a)]
         for attacker in attackers[:computing]:
             driver.serve(attacker, list(SECRET))
         driver.next_epoch()
@@ -173,11 +173,11 @@ class TestThreshold:
 
     def test_invented_users_of_one_tenant_do_not_help_where_tenants_count(self) -> None:
         driver = Driver("user_aware", config=replace(PLAIN, tenant_counts_as_one=True), capacity=400)
-        driver.serve(Principal("victims", "one"), list(SECRET))
+        driver.serve(View(Subject("victims", "one")), list(SECRET))
         for number in range(20):
-            driver.serve(Principal("attackers", f"{number}"), list(SECRET))
+            driver.serve(View(Subject("attackers", f"{number}")), list(SECRET))
         driver.next_epoch()
-        assert driver.peek(Principal("attackers", "the last"), [*SECRET, 0]) == 0
+        assert driver.peek(View(Subject("attackers", "the last")), [*SECRET, 0]) == 0
 
 
 class TestRevocation:
@@ -191,7 +191,7 @@ class TestRevocation:
         jump_factor=st.sampled_from([10, 1_000_000]),
     )
     def test_prober_sees_nothing_after_two_closed_windows(
-        self, hits: list[int], probers: tuple[Principal, ...], quiet_epochs: int, jump_factor: int
+        self, hits: list[int], probers: tuple[View, ...], quiet_epochs: int, jump_factor: int
     ) -> None:
         driver = Driver("user_aware", config=replace(PLAIN, jump_factor=jump_factor), capacity=4_000)
         for user in (ANN, BOB, CID):
@@ -207,7 +207,7 @@ class TestRevocation:
             driver.next_epoch()
         assert all(driver.peek(user, [*SECRET, 0]) == len(SECRET) for user in (ANN, BOB, CID))
 
-    def probe(self, driver: Driver, prober: Principal) -> int:
+    def probe(self, driver: Driver, prober: View) -> int:
         row = driver.admit(prober, [*SECRET, 0])
         driver.end(row)
         return row.lease.matched_tokens

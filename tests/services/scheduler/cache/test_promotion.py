@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.config import CacheConfig
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
@@ -51,7 +51,7 @@ def test_only_the_common_part_is_promoted_and_the_rest_stays_with_its_owners() -
 def test_branches_with_enough_principals_are_promoted_each() -> None:
     driver = Driver("user_aware", config=PLAIN, capacity=400)
     for number in range(6):
-        driver.serve(Principal("tenant", f"{number}"), [*SYSTEM, number % 2, 8, 30 + number, 0])
+        driver.serve(View(Subject("tenant", f"{number}")), [*SYSTEM, number % 2, 8, 30 + number, 0])
     driver.next_epoch()
     assert sorted(driver.public) == [[0, 8], SYSTEM, [1, 8]]
     driver.check()
@@ -168,7 +168,7 @@ def test_principals_of_one_tenant_can_count_as_one() -> None:
     driver.next_epoch()
     assert driver.public == []
     for tenant in ("second", "third"):
-        driver.serve(Principal(tenant, "ann"), SYSTEM)
+        driver.serve(View(Subject(tenant, "ann")), SYSTEM)
     driver.next_epoch()
     assert driver.public == [SYSTEM]
 
@@ -203,7 +203,7 @@ def test_users_that_come_later_use_the_public_copy_and_take_no_memory() -> None:
     driver.next_epoch()
     free = driver.allocator.free_pages
     for number in range(20):
-        assert driver.serve(Principal("tenant", f"later {number}"), [*SYSTEM, 9]) == 6
+        assert driver.serve(View(Subject("tenant", f"later {number}")), [*SYSTEM, 9]) == 6
     assert driver.allocator.free_pages == free
 
 

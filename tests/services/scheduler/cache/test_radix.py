@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.interface import Visibility
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
@@ -42,7 +42,7 @@ class TestMatching:
         second = driver.admit(ANN, [1, 2, 3, 4, 6])
         assert second.lease.pages.tolist() == first.table[:2].tolist()
         assert second.lease.matched_tokens == 4
-        assert second.lease.principal == ANN
+        assert second.lease.view == ANN
 
     def test_lease_pages_cannot_be_written_to(self) -> None:
         driver = Driver()
@@ -70,15 +70,15 @@ class TestIsolation:
     @pytest.mark.parametrize(
         ("one", "other"),
         [
-            (Principal("tenant", "ann"), Principal("tenant2", "ann")),
-            (Principal("a/b", "c"), Principal("a", "b/c")),
-            (Principal("ab", "c"), Principal("a", "bc")),
-            (Principal("", "ann"), Principal("ann", "")),
-            (Principal("", ""), Principal("", "ann")),
-            (Principal("1", "1"), Principal("1", "01")),
+            (View(Subject("tenant", "ann")), View(Subject("tenant2", "ann"))),
+            (View(Subject("a/b", "c")), View(Subject("a", "b/c"))),
+            (View(Subject("ab", "c")), View(Subject("a", "bc"))),
+            (View(Subject("", "ann")), View(Subject("ann", ""))),
+            (View(Subject("", "")), View(Subject("", "ann"))),
+            (View(Subject("1", "1")), View(Subject("1", "01"))),
         ],
     )
-    def test_principals_that_differ_in_any_part_are_different(self, one: Principal, other: Principal) -> None:
+    def test_principals_that_differ_in_any_part_are_different(self, one: View, other: View) -> None:
         driver = Driver()
         driver.serve(one, [1, 2, 3])
         assert driver.peek(one, [1, 2, 3]) == 2
@@ -86,7 +86,7 @@ class TestIsolation:
 
     def test_empty_principal_is_private_and_not_everybody(self) -> None:
         driver = Driver()
-        nobody = Principal("", "")
+        nobody = View(Subject("", ""))
         driver.serve(nobody, [1, 2, 3])
         driver.serve(ANN, [5, 6, 7])
         assert driver.peek(ANN, [1, 2, 3]) == 0
@@ -100,7 +100,7 @@ class TestIsolation:
         driver.serve(BOB, [3, 4])
         assert driver.edges(ANN) == [[1, 2]]
         assert driver.edges(BOB) == [[3, 4]]
-        assert driver.edges(Principal("tenant", "cid")) == []
+        assert driver.edges(View(Subject("tenant", "cid"))) == []
         assert driver.edges() == [[1, 2], [3, 4]]
 
     def test_shared_mode_is_one_public_view(self) -> None:

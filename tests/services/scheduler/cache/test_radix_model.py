@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.invariants import violations
@@ -61,15 +61,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(user=users, ids=prompts, may_use_cache=st.sampled_from([True, True, True, False]))
     def admit(self, user: str, ids: list[int], may_use_cache: bool) -> None:
-        principal = Principal("tenant", user)
+        view = View(Subject("tenant", user))
         if may_use_cache:
             locked = self.oracle.matched(user, ids)
-            lease = self.cache.commit(principal, int32(ids))
+            lease = self.cache.commit(view, int32(ids))
             assert lease.pages.tolist() == self.oracle.pages(locked)
             self.oracle.lock(locked)
         else:
             locked = None
-            lease = self.cache.commit_nothing(principal)
+            lease = self.cache.commit_nothing(view)
             assert lease.matched_tokens == 0
         row = Row(user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), locked)
         self.rows.append(row)
@@ -179,7 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
             tokens_above[node.node_id] = tokens
             assert len(tokens) == node.depth_tokens
             assert node.edge_tokens == len(node.token_ids) == len(node.pages) * PAGE_SIZE
-            scope = () if node.owner is None else (node.owner.tenant, node.owner.user)
+            scope = () if node.owner is None else (node.owner.tenant, node.owner.subject.name)
             for number, page in enumerate(node.pages.tolist(), 1):
                 held[scope, tokens[: len(above) + number * PAGE_SIZE]] = page
         assert held == {path: entry.page for path, entry in self.oracle.entries.items()}
@@ -190,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
             for ids in [*(list(tokens) for _, tokens in self.oracle.entries), [0] * 5, [1]]:
                 for probe in (ids, [*ids, 0], ids[:-1]):
                     expected = len(self.oracle.matched(user, probe)) * PAGE_SIZE
-                    assert self.cache.peek(Principal("tenant", user), int32(probe)) == expected
+                    assert self.cache.peek(View(Subject("tenant", user)), int32(probe)) == expected
 
     @invariant()
     def every_page_holds_what_its_holders_believe(self) -> None:

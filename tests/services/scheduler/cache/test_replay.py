@@ -49,7 +49,7 @@ def a_day(driver: Driver) -> None:
             driver.allocator.exchange(insertion.duplicates, insertion.canonical)
     none = driver.admit(ANN, [5, 5, 5], may_use_cache=False)
     driver.insert(none)
-    driver.cache.forget(DAN)
+    driver.cache.forget(DAN.subject)
     for row in (*rows, none):
         driver.end(row)
     for number in range(30):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.sampling import InvariantSampler
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 from tests.services.scheduler.cache.test_replay import RecordedDriver
@@ -24,7 +24,7 @@ def grove() -> Driver:
         driver.serve(user, SYSTEM)
     driver.next_epoch()
     for number in range(40):
-        driver.serve(Principal("tenant", f"{number % 20}"), [*SYSTEM, 10 + number, 0])
+        driver.serve(View(Subject("tenant", f"{number % 20}")), [*SYSTEM, 10 + number, 0])
     driver.insert(driver.admit(ANN, [*SYSTEM, 7, 7, 7]))
     for _ in range(5):
         node = driver.radix.store.queue.first()

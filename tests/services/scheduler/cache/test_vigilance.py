@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject, View
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 SECRET = [1, 2, 3, 4, 5, 6]
-FAY = Principal("tenant", "fay")
+FAY = View(Subject("tenant", "fay"))
 
 
 def published(**changes: Any) -> Driver:
@@ -22,7 +22,7 @@ def published(**changes: Any) -> Driver:
     return driver
 
 
-def probe(driver: Driver, user: Principal, times: int = 20) -> int:
+def probe(driver: Driver, user: View, times: int = 20) -> int:
     """Ask for the secret, compute nothing of it; return the hits."""
     hits = 0
     for _ in range(times):
@@ -163,10 +163,10 @@ def test_what_was_demoted_needs_twice_the_principals() -> None:
     driver.next_epoch()
     assert driver.public == []
     for number in range(2):
-        driver.serve(Principal("tenant", f"{number}"), SECRET)
+        driver.serve(View(Subject("tenant", f"{number}")), SECRET)
     driver.next_epoch()
     assert driver.public == []
-    driver.serve(Principal("tenant", "sixth"), SECRET)
+    driver.serve(View(Subject("tenant", "sixth")), SECRET)
     driver.next_epoch()
     assert driver.public == [SECRET]
     assert [node.generation for node in driver.cache.dump() if node.owner is None] == [1]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
@@ -15,10 +16,10 @@ from tests.services.scheduler.cache.driver import Driver, int32
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.types import Principal
+    from common.types import View
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import NodeView
+    from services.scheduler.cache.interface import NodeSnapshot
     from tests.services.scheduler.cache.driver import Row
 
 PAGE_SIZE = 2
@@ -33,7 +34,7 @@ class Ask:
     With `stays`, the row runs until the next request of the same user.
     """
 
-    user: Principal
+    user: View
     ids: tuple[int, ...]
     generated: tuple[int, ...] = ()
     chunk: int = 1_000
@@ -60,8 +61,8 @@ class World(Driver):
         self.decisions: list[Decision] = []
         cache = make_cache(name, self.allocator, PAGE_SIZE, config)
         self.cache = RecordedCache(cache, self.allocator, self.decisions.append)
-        self.running: dict[Principal, Row] = {}
-        self.observed: list[tuple[Principal, Any]] = []
+        self.running: dict[View, Row] = {}
+        self.observed: list[tuple[View, Any]] = []
 
     def do(self, deeds: Iterable[Deed]) -> World:
         for deed in deeds:
@@ -100,17 +101,17 @@ class World(Driver):
 
     # --- what others than one principal observe ---
 
-    def observations_but(self, victim: Principal) -> list[tuple[Principal, Any]]:
+    def observations_but(self, victim: View) -> list[tuple[View, Any]]:
         return [seen for seen in self.observed if seen[0] != victim]
 
-    def log_but(self, victim: Principal) -> list[Any]:
+    def log_but(self, victim: View) -> list[Any]:
         """Return the decision log of everybody else: who asked what, and what came of it, but no physical numbers."""
         owners: dict[int, Any] = {}
         lines: list[Any] = []
         for decision in self.decisions:
             given, outcome = decision.given, decision.outcome
-            if "principal" in given:
-                owner = owners[outcome["lease"]] = tuple(given["principal"])
+            if "view" in given:
+                owner = owners[outcome["lease"]] = tuple(given["view"])
             elif decision.operation == "insert":
                 owner = owners[outcome["lease"]] = owners.pop(given["lease"])
             elif decision.operation == "release":
@@ -120,11 +121,11 @@ class World(Driver):
                 continue
             else:
                 continue
-            if owner != (victim.tenant, victim.user):
+            if owner != scope_of(victim):
                 lines.append((decision.operation, owner, *_logical(given, outcome)))
         return lines
 
-    def views_of(self, users: Sequence[Principal]) -> list[dict[tuple[int, ...], Any]]:
+    def views_of(self, users: Sequence[View]) -> list[dict[tuple[int, ...], Any]]:
         """Return what is in each user's view, page by page."""
         return [pages_of(self.cache.dump(user)) for user in users]
 
@@ -146,7 +147,7 @@ def public_changes(events: Sequence[Facts]) -> list[Any]:
     )
 
 
-def pages_of(nodes: Iterable[NodeView]) -> dict[tuple[int, ...], Any]:
+def pages_of(nodes: Iterable[NodeSnapshot]) -> dict[tuple[int, ...], Any]:
     """Return each page's standing by the tokens from the first to its last."""
     above: dict[int, tuple[int, ...]] = {}
     found: dict[tuple[int, ...], Any] = {}

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.interface import NodeState, Visibility
@@ -91,16 +91,14 @@ class UserAwareMachine(RuleBasedStateMachine):
     def admit(
         self, user: str, ids: list[int], cache_mode: str, session: str | None = None, *, repeated: bool = False
     ) -> None:
-        principal = Principal("tenant", user)
+        view = View(Subject("tenant", user))
         held = None
         if cache_mode == "none":
-            lease = self.cache.commit_nothing(principal)
+            lease = self.cache.commit_nothing(view)
         else:
             held = self.oracle.commit(user, ids, repeated=repeated, session=session)
             may_promote = cache_mode == "use"
-            lease = self.cache.commit(
-                principal, int32(ids), repeated=repeated, may_promote=may_promote, session=session
-            )
+            lease = self.cache.commit(view, int32(ids), repeated=repeated, may_promote=may_promote, session=session)
         assert lease.matched_tokens == (held.length if held else 0)
         row = Row(
             user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), held, cache_mode == "use", session
@@ -194,7 +192,7 @@ class UserAwareMachine(RuleBasedStateMachine):
     @rule(user=users, session=st.sampled_from(SESSIONS))
     def forget(self, user: str, session: str | None) -> None:
         self.oracle.forget(user, session)
-        self.cache.forget(Principal("tenant", user), session)
+        self.cache.forget((Subject("tenant", user)), session)
 
     @rule(ids=prompts)
     def pin(self, ids: list[int]) -> None:
@@ -272,7 +270,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             tokens_above[node.node_id] = tokens
             assert len(tokens) == node.depth_tokens
             assert (node.owner is None) == (node.visibility is Visibility.PUBLIC)
-            owner = None if node.owner is None else node.owner.user
+            owner = None if node.owner is None else node.owner.subject.name
             for number, page in enumerate(node.pages.tolist(), 1):
                 path = tokens[: len(above) + number * PAGE_SIZE]
                 held[owner, path] = node.state is NodeState.SOFT_FREE
@@ -312,7 +310,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             for path in {path for _, path in self.oracle.entries()} | {(0,) * 5}:
                 for probe in ([*path, 0], [*path, 1]):
                     length = self.oracle.match(user, probe)
-                    assert self.cache.peek(Principal("tenant", user), int32(probe)) == length
+                    assert self.cache.peek(View(Subject("tenant", user)), int32(probe)) == length
 
     @invariant()
     def rows_read_their_own_tokens(self) -> None:

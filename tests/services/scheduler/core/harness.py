@@ -13,14 +13,15 @@ from common.types import (
     CacheMode,
     Finish,
     Pooling,
-    Principal,
     ReplyTo,
     RequestId,
     Resume,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.factory import CacheName, make_cache
@@ -71,7 +72,7 @@ def make_request(
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
-        principal=Principal("tenant", user),
+        view=View(Subject("tenant", user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(prompt, np.int32),
         sampling=SamplingParams(temperature=0.0, grammar=grammar),

@@ -17,7 +17,7 @@ def make(**options: Any) -> Harness:
     harness = Harness(policy="fair", **options)
     # Somebody who waits all the time keeps the floor at 0, so that counters are absolute.
     assert harness.counters is not None
-    harness.counters.enter(make_request("floor", PROMPT, user="floor").principal)
+    harness.counters.enter(make_request("floor", PROMPT, user="floor").view.subject)
     return harness
 
 

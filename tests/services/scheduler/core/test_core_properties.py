@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import PandoError
-from common.types import CacheMode, FinishReason, Pooling, Principal, RequestId, SessionWish
+from common.types import CacheMode, FinishReason, Pooling, RequestId, SessionWish, Subject, View
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
@@ -115,15 +115,15 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(user=USERS, name=SESSIONS, capacity=st.sampled_from([None, 12]))
     def open_session(self, user: str, name: str, capacity: int | None) -> None:
         with contextlib.suppress(PandoError):
-            self.harness.core.sessions.open(SessionWish(Principal("tenant", user), name, user, capacity))
+            self.harness.core.sessions.open(SessionWish(View(Subject("tenant", user)), name, capacity))
 
     @rule(user=USERS, name=SESSIONS)
     def close_session(self, user: str, name: str) -> None:
-        self.harness.core.sessions.close(Principal("tenant", user), name)
+        self.harness.core.sessions.close(View(Subject("tenant", user)), name)
 
     @rule(user=USERS, name=st.none() | SESSIONS)
     def forget(self, user: str, name: str | None) -> None:
-        self.harness.core.forget(Principal("tenant", user), name)
+        self.harness.core.forget(Subject("tenant", user), name)
 
     @rule(seconds=st.sampled_from([6.0, 20.0]))
     def pass_time(self, seconds: float) -> None:
@@ -167,7 +167,7 @@ class CoreMachine(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             sessions = list(self.harness.core.sessions)
             for user in ("alice", "bob"):
-                mine = [session for session in sessions if session.holder == ("tenant", user)]
+                mine = [session for session in sessions if session.view.subject == Subject("tenant", user)]
                 assert len(mine) <= 2
                 assert sum(session.pinned_tokens for session in mine) <= 32
             assert sum(session.pinned_tokens for session in sessions) <= 40

@@ -37,7 +37,7 @@ def test_a_prefix_that_left_the_device_comes_back_from_the_host() -> None:
     harness = make_harness()
     assert serve(harness, "cold", PROMPT) == 0
     serve(harness, "flood", OTHER)
-    assert harness.cache.peek(make_request("x", PROMPT).principal, make_request("x", PROMPT).token_ids) < 20
+    assert harness.cache.peek(make_request("x", PROMPT).view, make_request("x", PROMPT).token_ids) < 20
     assert serve(harness, "warm", PROMPT) == 20
     assert TransferDirection.HOST_TO_DEVICE in directions(harness)
     assert harness.cache.host is not None
@@ -74,7 +74,7 @@ def test_loading_is_skipped_where_computing_is_faster() -> None:
     harness = make_harness(prefill_tokens_per_s=1e6, load_bytes_per_s=1e3)
     serve(harness, "cold", PROMPT)
     serve(harness, "flood", OTHER)
-    kept = harness.cache.peek(make_request("x", PROMPT).principal, make_request("x", PROMPT).token_ids)
+    kept = harness.cache.peek(make_request("x", PROMPT).view, make_request("x", PROMPT).token_ids)
     assert serve(harness, "again", PROMPT) == kept
     assert TransferDirection.HOST_TO_DEVICE not in directions(harness)
     assert harness.core.memory.loads is not None

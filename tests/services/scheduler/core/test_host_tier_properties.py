@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from common.types import CacheMode, FinishReason, Principal, RequestId
+from common.types import CacheMode, FinishReason, RequestId, Subject
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.radix import RadixCache
@@ -129,7 +129,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(user=st.sampled_from(USERS))
     def forget(self, user: str) -> None:
-        self.harness.cache.forget(Principal("tenant", user))
+        self.harness.cache.forget((Subject("tenant", user)))
 
     @rule(epochs=st.integers(1, 2))
     def next_epoch(self, epochs: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.types import FinishReason, Principal, RequestId, SessionTurn, SessionWish
+from common.types import FinishReason, RequestId, SessionTurn, SessionWish, Subject, View
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output, is_forced, next_token
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
@@ -161,8 +161,8 @@ def test_only_rows_whose_grammar_alone_decides_may_jump() -> None:
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_a_session_goes_on_behind_what_was_forced_at_the_end(max_tokens: int) -> None:
     harness = harness_of(16, sessions=SessionRules(per_user=1, total=1, user_tokens=96, total_tokens=96))
-    alice = Principal("tenant", "alice")
-    harness.core.sessions.open(SessionWish(alice, "chat", "alice", None))
+    alice = View(Subject("tenant", "alice"))
+    harness.core.sessions.open(SessionWish(alice, "chat"))
     ended: list[list[int]] = []
     for name, after, prompt in (("one", None, PROMPT), ("two", "one", [5, 6])):
         request = make_request(name, prompt, max_tokens=max_tokens, grammar=BOUND)

@@ -51,5 +51,5 @@ def test_session_of_a_request_reaches_the_cache() -> None:
     harness = Harness(cache="user_aware", rules=PLAIN)
     request = make_request("one", [*SYSTEM, 9, 9], user="dan", max_tokens=1)
     run(harness, replace(request, session="monday"))
-    assert harness.cache.forget(request.principal, "tuesday") == 0
-    assert harness.cache.forget(request.principal, "monday") == 2
+    assert harness.cache.forget(request.view.subject, "tuesday") == 0
+    assert harness.cache.forget(request.view.subject, "monday") == 2

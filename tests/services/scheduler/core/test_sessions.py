@@ -9,18 +9,19 @@ from common.types import (
     CacheMode,
     ErrorCode,
     FinishReason,
-    Principal,
     RequestFailure,
     RequestId,
     SessionTurn,
     SessionWish,
+    Subject,
+    View,
 )
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
-ALICE = Principal("tenant", "alice")
-BOB = Principal("tenant", "bob")
+ALICE = View(Subject("tenant", "alice"))
+BOB = View(Subject("tenant", "bob"))
 RULES = SessionRules(per_user=2, total=3, user_tokens=96, total_tokens=128, timeout_s=10.0, max_timeout_s=60.0)
 FIRST = list(range(100, 122))
 
@@ -29,10 +30,8 @@ def harness_with(rules: SessionRules = RULES, **options: object) -> Harness:
     return Harness(sessions=rules, **options)  # type: ignore[arg-type]  # the harness's own
 
 
-def open_session(
-    harness: Harness, name: str = "chat", principal: Principal = ALICE, capacity: int | None = None
-) -> None:
-    harness.core.sessions.open(SessionWish(principal, name, principal.user, capacity))
+def open_session(harness: Harness, name: str = "chat", view: View = ALICE, capacity: int | None = None) -> None:
+    harness.core.sessions.open(SessionWish(view, name, capacity))
 
 
 def ask(
@@ -130,14 +129,14 @@ def test_closing_and_time_let_go_what_was_held() -> None:
 def test_a_session_is_its_opener_s_alone() -> None:
     """Somebody else's session of the same name is another session."""
     harness = harness_with()
-    open_session(harness, principal=ALICE)
+    open_session(harness, view=ALICE)
     ask(harness, "one", FIRST)
     harness.run()
     turn = SessionTurn("mine", after="one")
     failure = ask(harness, "two", FIRST, user="bob", turn=turn)
     assert failure is not None
     assert "is not open" in failure.message
-    open_session(harness, principal=BOB)
+    open_session(harness, view=BOB)
     ask(harness, "three", FIRST, user="bob")
     harness.run()
     assert harness.cached["three", 0] == 0
@@ -151,19 +150,19 @@ def test_quotas_refuse_and_say_what_would_be_right() -> None:
         open_session(harness, capacity=97)
     assert refused.value.param == "capacity_of_str_len"
     with pytest.raises(InvalidRequestError, match="60 s"):
-        sessions.open(SessionWish(ALICE, "chat", "alice", timeout_ms=61_000))
-    assert sessions.open(SessionWish(ALICE, "chat", "alice")).capacity_tokens == 96
+        sessions.open(SessionWish(ALICE, "chat", timeout_ms=61_000))
+    assert sessions.open(SessionWish(ALICE, "chat")).capacity_tokens == 96
     with pytest.raises(InvalidRequestError, match="open already"):
         open_session(harness)
-    # Users that one credential makes up count as one.
-    sessions.open(SessionWish(Principal("tenant", "invented"), "chat", "alice"))
+    # Views that one subject makes up count as one.
+    sessions.open(SessionWish(View(ALICE.subject, "invented"), "chat"))
     with pytest.raises(QueueFullError, match="2 sessions of this user are open, of which 2 may be"):
-        sessions.open(SessionWish(Principal("tenant", "made up"), "chat", "alice"))
-    open_session(harness, principal=BOB)
+        sessions.open(SessionWish(View(ALICE.subject, "made up"), "chat"))
+    open_session(harness, view=BOB)
     with pytest.raises(QueueFullError, match="3 sessions are open"):
-        open_session(harness, principal=Principal("tenant", "carol"))
+        open_session(harness, view=View(Subject("tenant", "carol")))
     with pytest.raises(InvalidRequestError, match="keeps no sessions"):
-        Harness(sessions=SessionRules()).core.sessions.open(SessionWish(ALICE, "chat", "alice"))
+        Harness(sessions=SessionRules()).core.sessions.open(SessionWish(ALICE, "chat"))
 
 
 def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
@@ -247,9 +246,9 @@ def test_forgetting_ends_the_session() -> None:
     for name in ("a", "b"):
         ask(harness, name, [ord(name)] * 20, session=name)
         harness.run()
-    assert harness.core.forget(ALICE, "a") == 6
+    assert harness.core.forget(ALICE.subject, "a") == 6
     assert [session.name for session in harness.core.sessions] == ["b"]
-    assert harness.core.forget(ALICE) == 6
+    assert harness.core.forget(ALICE.subject) == 6
     assert len(harness.core.sessions) == 0
     assert harness.core.memory.allocator.free_pages == harness.config.device_pages
     harness.audit()

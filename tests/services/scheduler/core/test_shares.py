@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 
 
-def user(name: str, tenant: str = "tenant") -> Principal:
-    return Principal(tenant, name)
+def user(name: str, tenant: str = "tenant") -> View:
+    return View(Subject(tenant, name))
 
 
-def counter(counters: VirtualCounters, principal: Principal) -> float:
-    return counters.counter(counters.key(principal))
+def counter(counters: VirtualCounters, view: View) -> float:
+    return counters.counter(counters.key(view.subject))
 
 
 def make(**config: object) -> VirtualCounters:
@@ -23,11 +23,11 @@ def make(**config: object) -> VirtualCounters:
 def test_output_weighs_more_than_prompt_and_a_tenant_s_weight_divides_both() -> None:
     counters = make(output_weight=2.0, weights={"gold": 4.0})
     principals = (user("ann"), user("ann", "gold"))
-    for principal in principals:
-        counters.enter(principal)
-    for principal in principals:
-        counters.charge(principal, prompt_tokens=100)
-        counters.charge(principal, output_tokens=50)
+    for view in principals:
+        counters.enter(view.subject)
+    for view in principals:
+        counters.charge(view.subject, prompt_tokens=100)
+        counters.charge(view.subject, output_tokens=50)
     assert counter(counters, user("ann")) == 200
     assert counter(counters, user("ann", "gold")) == 50
 
@@ -35,71 +35,71 @@ def test_output_weighs_more_than_prompt_and_a_tenant_s_weight_divides_both() -> 
 def test_who_returns_is_lifted_to_the_lowest_of_those_that_wait() -> None:
     counters = make()
     for name in ("ann", "bob"):
-        counters.enter(user(name))
-    counters.charge(user("ann"), prompt_tokens=500)
-    counters.charge(user("bob"), prompt_tokens=300)
-    counters.enter(user("late"))
+        counters.enter(user(name).subject)
+    counters.charge(user("ann").subject, prompt_tokens=500)
+    counters.charge(user("bob").subject, prompt_tokens=300)
+    counters.enter(user("late").subject)
     assert counter(counters, user("late")) == 300
 
 
 def test_a_second_request_that_waits_lifts_nobody() -> None:
     counters = make()
-    counters.enter(user("ann"))
-    counters.enter(user("bob"))
-    counters.charge(user("bob"), prompt_tokens=900)
-    counters.enter(user("ann"))
+    counters.enter(user("ann").subject)
+    counters.enter(user("bob").subject)
+    counters.charge(user("bob").subject, prompt_tokens=900)
+    counters.enter(user("ann").subject)
     assert counter(counters, user("ann")) == 0
 
 
 def test_what_somebody_had_beyond_the_others_is_not_forgotten_by_a_pause() -> None:
     counters = make()
     for name in ("ann", "greedy"):
-        counters.enter(user(name))
-    counters.charge(user("greedy"), prompt_tokens=1000)
-    counters.exit(user("greedy"))
-    counters.enter(user("greedy"))
+        counters.enter(user(name).subject)
+    counters.charge(user("greedy").subject, prompt_tokens=1000)
+    counters.exit(user("greedy").subject)
+    counters.enter(user("greedy").subject)
     assert counter(counters, user("greedy")) == 1000
 
 
 def test_where_nobody_waits_nobody_owes() -> None:
     counters = make()
-    counters.enter(user("ann"))
-    counters.charge(user("ann"), prompt_tokens=1000)
-    counters.exit(user("ann"))
-    counters.enter(user("bob"))
+    counters.enter(user("ann").subject)
+    counters.charge(user("ann").subject, prompt_tokens=1000)
+    counters.exit(user("ann").subject)
+    counters.enter(user("bob").subject)
     assert counter(counters, user("bob")) == counter(counters, user("ann")) == 1000
 
 
 def test_a_tenant_s_users_can_share_one_counter() -> None:
     counters = make(tenant_counts_as_one=True)
-    counters.enter(user("ann"))
-    counters.charge(user("ann"), prompt_tokens=10)
+    counters.enter(user("ann").subject)
+    counters.charge(user("ann").subject, prompt_tokens=10)
     assert counter(counters, user("an invented one")) == 10
     assert counter(counters, user("ann", "other")) == 0
 
 
 def test_counters_of_idle_principals_go_when_the_others_have_caught_up() -> None:
     counters = make()
-    counters.enter(user("steady"))
+    counters.enter(user("steady").subject)
     for number in range(50):
-        counters.enter(user(f"guest {number}"))
-        counters.charge(user(f"guest {number}"), prompt_tokens=10)
-        counters.exit(user(f"guest {number}"))
+        counters.enter(user(f"guest {number}").subject)
+        counters.charge(user(f"guest {number}").subject, prompt_tokens=10)
+        counters.exit(user(f"guest {number}").subject)
     assert len(counters) == 51
-    counters.charge(user("steady"), prompt_tokens=600)
-    counters.enter(user("another"))
-    counters.exit(user("another"))
+    counters.charge(user("steady").subject, prompt_tokens=600)
+    counters.enter(user("another").subject)
+    counters.exit(user("another").subject)
     assert len(counters) == 1
 
 
 def test_a_hundred_thousand_principals_are_counted_and_memory_is_bounded() -> None:
     counters = make(remembered=1000)
-    counters.enter(user("steady"))
+    counters.enter(user("steady").subject)
     for number in range(100_000):
         guest = user(f"guest {number}")
-        counters.enter(guest)
-        counters.charge(guest, prompt_tokens=number % 977 + 1)
-        counters.exit(guest)
+        counters.enter(guest.subject)
+        counters.charge(guest.subject, prompt_tokens=number % 977 + 1)
+        counters.exit(guest.subject)
     assert len(counters) <= 1001
     assert max(len(counters._idle), len(counters._waiting)) <= 2 * 1002 + 32
 
@@ -107,12 +107,12 @@ def test_a_hundred_thousand_principals_are_counted_and_memory_is_bounded() -> No
 def test_what_was_not_computed_is_given_back() -> None:
     counters = make()
     for name in ("ann", "bob"):
-        counters.enter(user(name))
-    counters.charge(user("bob"), prompt_tokens=400)
-    counters.charge(user("ann"), prompt_tokens=900)
-    counters.charge(user("ann"), prompt_tokens=-700)
-    counters.exit(user("bob"))
-    counters.enter(user("late"))
+        counters.enter(user(name).subject)
+    counters.charge(user("bob").subject, prompt_tokens=400)
+    counters.charge(user("ann").subject, prompt_tokens=900)
+    counters.charge(user("ann").subject, prompt_tokens=-700)
+    counters.exit(user("bob").subject)
+    counters.enter(user("late").subject)
     assert counter(counters, user("late")) == 200
 
 
@@ -121,34 +121,34 @@ class Naive:
 
     def __init__(self) -> None:
         self.floor = 0.0
-        self.counters: dict[Principal, float] = {}
-        self.waiting: dict[Principal, int] = {}
+        self.counters: dict[View, float] = {}
+        self.waiting: dict[View, int] = {}
 
     def lift(self) -> None:
-        lowest = [self.counters[principal] for principal in self.waiting]
+        lowest = [self.counters[view] for view in self.waiting]
         self.floor = max([self.floor, *([min(lowest)] if lowest else [])])
 
-    def enter(self, principal: Principal) -> None:
-        if principal not in self.waiting:
+    def enter(self, view: View) -> None:
+        if view not in self.waiting:
             self.lift()
-            self.counters[principal] = max(self.value(principal), self.floor)
-        self.waiting[principal] = self.waiting.get(principal, 0) + 1
+            self.counters[view] = max(self.value(view), self.floor)
+        self.waiting[view] = self.waiting.get(view, 0) + 1
 
-    def exit(self, principal: Principal) -> None:
-        self.waiting[principal] -= 1
-        if not self.waiting[principal]:
-            del self.waiting[principal]
+    def exit(self, view: View) -> None:
+        self.waiting[view] -= 1
+        if not self.waiting[view]:
+            del self.waiting[view]
             if not self.waiting:
-                self.floor = max(self.floor, self.counters[principal])
+                self.floor = max(self.floor, self.counters[view])
             self.lift()
 
-    def charge(self, principal: Principal, tokens: int) -> None:
+    def charge(self, view: View, tokens: int) -> None:
         # What is below the floor and does not wait may be lifted at any time without a difference to anybody.
-        base = self.counters.get(principal, self.floor) if principal in self.waiting else self.value(principal)
-        self.counters[principal] = base + tokens
+        base = self.counters.get(view, self.floor) if view in self.waiting else self.value(view)
+        self.counters[view] = base + tokens
 
-    def value(self, principal: Principal) -> float:
-        return max(self.counters.get(principal, self.floor), self.floor)
+    def value(self, view: View) -> float:
+        return max(self.counters.get(view, self.floor), self.floor)
 
 
 operations = st.lists(
@@ -160,16 +160,16 @@ operations = st.lists(
 def test_heaps_and_forgetting_change_nothing_against_plain_scans(steps: list[tuple[str, int, int]]) -> None:
     counters, naive = make(), Naive()
     for what, number, tokens in steps:
-        principal = user(str(number))
+        view = user(str(number))
         if what == "enter":
-            counters.enter(principal)
-            naive.enter(principal)
-        elif what == "exit" and principal in naive.waiting:
-            counters.exit(principal)
-            naive.exit(principal)
-        elif what == "charge" and principal in naive.waiting:
-            counters.charge(principal, prompt_tokens=tokens)
-            naive.charge(principal, tokens)
+            counters.enter(view.subject)
+            naive.enter(view)
+        elif what == "exit" and view in naive.waiting:
+            counters.exit(view.subject)
+            naive.exit(view)
+        elif what == "charge" and view in naive.waiting:
+            counters.charge(view.subject, prompt_tokens=tokens)
+            naive.charge(view, tokens)
         for waiting in naive.waiting:
             assert counter(counters, waiting) == pytest.approx(naive.counters[waiting])
         for known in naive.counters.keys() - naive.waiting.keys():

@@ -209,7 +209,7 @@ def test_forgotten_is_forgotten_in_storage_too(keyring: Path) -> None:
     server = Server(keyring, objects)
     server.serve("alice")
     server.serve("bob", user="bob")
-    server.cache.forget(make_request("x", PROMPT).principal)
+    server.cache.forget(make_request("x", PROMPT).view.subject)
     server.serve("other", [1, 2, 3], user="bob")
     server.finish()
     assert DROP in server.directions()
@@ -222,7 +222,7 @@ def test_what_a_forgotten_session_leaves_is_stored_under_its_new_name(keyring: P
     objects: Objects = {}
     server = Server(keyring, objects)
     server.serve("kept")
-    server.cache.forget(make_request("x", PROMPT).principal, "some other session")
+    server.cache.forget(make_request("x", PROMPT).view.subject, "some other session")
     server.serve("other", [1, 2, 3], user="bob")
     server.finish()
     assert len(objects) == 12 + 1
@@ -233,7 +233,7 @@ def test_forgetting_reaches_what_is_not_in_memory_any_more(keyring: Path) -> Non
     objects: Objects = {}
     Server(keyring, objects).serve("alice")
     server = Server(keyring, objects)
-    server.cache.forget(make_request("x", PROMPT).principal)
+    server.cache.forget(make_request("x", PROMPT).view.subject)
     assert Server(keyring, objects).serve("alice") == 0
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.types import Principal
+from common.types import Subject
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.fair_share import FairShare
 from tests.services.scheduler.policy.waiting import handles, waiting_sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def counters_of(**tokens: int) -> VirtualCounters:
     counters = VirtualCounters(ShareConfig())
     for user in tokens:
-        counters.enter(Principal("tenant", user))
+        counters.enter((Subject("tenant", user)))
     for user, charged in tokens.items():
-        counters.charge(Principal("tenant", user), prompt_tokens=charged)
+        counters.charge((Subject("tenant", user)), prompt_tokens=charged)
     return counters
 
 
@@ -35,7 +35,7 @@ def test_a_charge_between_two_choices_counts_for_the_second() -> None:
     waiting = [waiting_sequence(1, user="ann"), waiting_sequence(2, user="ann"), waiting_sequence(3, user="bob")]
     order = FairShare(counters, slack_tokens=0).order(waiting, lambda _: 0)
     assert next(order).handle == 1
-    counters.charge(Principal("tenant", "ann"), prompt_tokens=20)
+    counters.charge((Subject("tenant", "ann")), prompt_tokens=20)
     assert handles(order) == [3, 2]
 
 
@@ -83,22 +83,22 @@ def test_counters_of_those_that_wait_never_lie_further_apart_than_the_bound(slac
         handle = next(numbers)
         waiting.append(waiting_sequence(handle, user=user))
         prompts[handle] = chance.randint(1, longest)
-        counters.enter(Principal("tenant", user))
+        counters.enter((Subject("tenant", user)))
 
     for user in users:
         arrive(user)
     spread = 0.0
     for _ in range(3000):
         chosen = next(policy.order(waiting, lambda sequence: sequence.handle * 31 % 17))
-        principal = chosen.request.principal
-        counters.charge(principal, prompt_tokens=prompts[chosen.handle])
+        view = chosen.request.view
+        counters.charge(view.subject, prompt_tokens=prompts[chosen.handle])
         # It goes on waiting with another request, as all do here.
-        arrive(principal.user)
+        arrive(view.subject.name)
         waiting.remove(chosen)
-        counters.exit(principal)
+        counters.exit(view.subject)
         # One of the rows that run generates; what all of them can add before they end is within the bound.
         if chance.random() < 0.3:
-            counters.charge(principal, output_tokens=chance.randint(1, running_tokens))
+            counters.charge(view.subject, output_tokens=chance.randint(1, running_tokens))
         values = [counters.counter(("tenant", user)) for user in users]
         spread = max(spread, max(values) - min(values))
     assert spread <= slack + longest + weight * running_tokens

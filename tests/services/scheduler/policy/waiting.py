@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import (
-    Principal,
     ReplyTo,
     RequestId,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 from services.scheduler.core.sequence import Sequence
 
@@ -25,7 +26,7 @@ def waiting_sequence(handle: int, *, arrived_at: float = 0.0, priority: int = 0,
     ids = np.array([1, 2, 3], np.int32)
     request = ScheduleRequest(
         request_id=RequestId(f"request-{handle}"),
-        principal=Principal("tenant", user),
+        view=View(Subject("tenant", user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=ids,
         sampling=SamplingParams(),

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import (
-    Principal,
     ReplyTo,
     RequestId,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
+    Subject,
     SubscriberId,
+    View,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def schedule(name: str, tenant: str = "acme", user: str = "ann", ids: Sequence[i
     """Return an encoded request."""
     return ScheduleRequest(
         request_id=RequestId(name),
-        principal=Principal(tenant, user),
+        view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(ids, dtype=np.int32),
         sampling=SamplingParams(),

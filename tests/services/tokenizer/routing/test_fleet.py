@@ -15,7 +15,7 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import Principal, SessionWish
+from common.types import SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
@@ -215,16 +215,16 @@ async def test_aborts_reach_whoever_has_the_request(tmp_path: Path) -> None:
 async def test_a_session_s_requests_go_where_it_is_open_however_much_that_group_has_to_do(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 3)
     async with tier.run(RoundRobin()) as fleet:
-        users = [Principal("acme", f"user-{number}") for number in range(12)]
+        users = [View(Subject("acme", f"user-{number}")) for number in range(12)]
         for user in users:
-            assert (await fleet.open_session(SessionWish(user, "chat", user.user))).capacity_tokens == 96
+            assert (await fleet.open_session(SessionWish(user, "chat"))).capacity_tokens == 96
         assert all(group.scheduler.sessions for group in tier.groups), "sessions are spread"
         for number in range(3):
-            requests = [schedule(f"{user.user}-{number}", user=user.user) for user in users]
+            requests = [schedule(f"{user.subject.name}-{number}", user=user.subject.name) for user in users]
             fleet.submit([replace(request, session="chat") for request in requests])
         await until(lambda: len(tier.listener.admitted) == 36)
         for group in tier.groups:
-            assert {request.principal.user for request in group.scheduler.requests} == {
+            assert {request.view.subject.name for request in group.scheduler.requests} == {
                 user for user, _ in group.scheduler.sessions
             }
         assert await fleet.close_session(users[0], "chat")
@@ -237,4 +237,4 @@ async def test_without_groups_no_session_opens(tmp_path: Path) -> None:
         await tier.groups[0].drain()
         await until(lambda: tier.serving(fleet) == 0)
         with pytest.raises(UnavailableError):
-            await fleet.open_session(SessionWish(Principal("acme", "ann"), "chat", "ann"))
+            await fleet.open_session(SessionWish(View(Subject("acme", "ann")), "chat"))

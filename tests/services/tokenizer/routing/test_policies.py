@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import Principal
+from common.types import Subject, View
 from services.tokenizer.routing.policies import (
     FREE_LOAD,
     Candidate,
@@ -110,8 +110,8 @@ def test_every_policy_of_the_settings_is_there() -> None:
 
 def test_sessions_of_one_name_are_apart_for_different_users_and_move_only_with_their_group() -> None:
     names = ["a", "b", "c"]
-    keys = {session_key(Principal("acme", user), session) for user in ("ann", "bob") for session in ("s", "t")}
+    keys = {session_key(View(Subject("acme", user)), session) for user in ("ann", "bob") for session in ("s", "t")}
     assert len(keys) == 4
-    many = [session_key(Principal("acme", f"user-{number}"), "chat") for number in range(200)]
+    many = [session_key(View(Subject("acme", f"user-{number}")), "chat") for number in range(200)]
     homes = {key: favourite(key, names) for key in many}
     assert all(homes[key] == favourite(key, ["a", "b"]) for key in many if homes[key] != "c")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from common.transfers import Transfer, TransferAck, TransferDirection
-from common.types import Principal
+from common.types import Subject, View
 from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.demotion import Demoter
 from services.scheduler.cache.interface import Lease, NodeState
@@ -76,7 +76,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(user=USERS, ids=PROMPTS, private=st.booleans(), stays=st.sampled_from([False, False, True]))
     def serve(self, user: str, ids: list[int], private: bool, stays: bool) -> None:
         array = np.array(ids, np.int32)
-        lease = self.cache.commit(Principal("tenant", user), array, may_promote=not private)
+        lease = self.cache.commit(View(Subject("tenant", user)), array, may_promote=not private)
         for index, page in enumerate(lease.pages.tolist()):
             assert self.device[page] == tuple(ids[: (index + 1) * PAGE_SIZE])
         fresh = self.allocate(-(-len(ids) // PAGE_SIZE) - len(lease.pages))
@@ -110,10 +110,10 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(user=USERS, ids=PROMPTS, at_once=OFTEN)
     def load(self, user: str, ids: list[int], at_once: bool) -> None:
         array = np.array([*ids, 99], np.int32)
-        match = self.tier.find(Principal("tenant", user), array)
-        assert match.device_tokens == self.cache.peek(Principal("tenant", user), array)
+        match = self.tier.find(View(Subject("tenant", user)), array)
+        assert match.device_tokens == self.cache.peek(View(Subject("tenant", user)), array)
         if match.host_tokens and match.loading is None:
-            transfer = self.tier.load(Principal("tenant", user), array, self.allocate)
+            transfer = self.tier.load(View(Subject("tenant", user)), array, self.allocate)
             if transfer is not None:
                 assert transfer.pages * PAGE_SIZE == match.host_tokens
                 for index, page in enumerate(transfer.host_pages.tolist(), match.device_tokens // PAGE_SIZE):
@@ -155,7 +155,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(user=USERS, really=RARELY)
     def forget(self, user: str, really: bool) -> None:
         if really:
-            self.cache.forget(Principal("tenant", user))
+            self.cache.forget((Subject("tenant", user)))
 
     @rule(really=RARELY)
     def flush(self, really: bool) -> None:

@@ -16,7 +16,7 @@ from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver, 
 
 if TYPE_CHECKING:
     from common.transfers import Transfer
-    from services.scheduler.cache.interface import NodeView
+    from services.scheduler.cache.interface import NodeSnapshot
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 A, B, C = list(range(10, 22)), list(range(30, 42)), list(range(50, 62))  # six pages each
@@ -60,7 +60,7 @@ class TieredDriver(Driver):
         assert audit(self.allocator, self.cache, tables).is_clean
         assert account(self.allocator, self.cache, sum(map(len, tables.values()))).is_exact
 
-    def views(self) -> list[NodeView]:
+    def views(self) -> list[NodeSnapshot]:
         return list(self.cache.dump())
 
 
@@ -167,7 +167,7 @@ def test_whoever_is_forgotten_while_its_pages_move_leaves_nothing_behind() -> No
     driver.serve(ANN, B)
     transfers = [driver.load(A), *driver.tier.plan_backups()]
     assert len(transfers) == 2
-    driver.cache.forget(ANN)
+    driver.cache.forget(ANN.subject)
     driver.check()
     driver.done(*transfers)
     driver.check()

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import Principal
+from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.counters import distinct
-from services.scheduler.cache.interface import NodeView, OwnerView
+from services.scheduler.cache.interface import NodeSnapshot, OwnerSnapshot
 
 if TYPE_CHECKING:
     from services.scheduler.cache.accounts import Account
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tree import PageTree
 
 
-def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
+def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
     """Describe a node whose end is `depth_pages` pages below the root. Copies nothing: nodes replace their arrays."""
     assert node.parent is not None, "the root has no view"
-    return NodeView(
+    return NodeSnapshot(
         node_id=node.node_id,
         parent_id=None if node.parent is tree.root else node.parent.node_id,
         edge_tokens=node.size * tree.page_size,
         depth_tokens=depth_pages * tree.page_size,
         visibility=node.visibility,
-        owner=None if node.is_public else Principal(*node.owner_id),
+        owner=None if node.is_public else view_of(node.owner_id),
         lock_ref=node.lock_ref,
         last_access=node.last_access,
         pages=node.pages,
@@ -49,10 +49,10 @@ def view(tree: PageTree, node: Node, depth_pages: int) -> NodeView:
     )
 
 
-def owner_view(account: Account, host_pages: int) -> OwnerView:
+def owner_snapshot(account: Account, host_pages: int) -> OwnerSnapshot:
     """Describe what a principal, or the public, has; of what is on the host the caller knows."""
-    return OwnerView(
-        principal=None if account.is_public else Principal(*account.scope),
+    return OwnerSnapshot(
+        view=None if account.is_public else view_of(account.scope),
         device_pages=account.live_pages,
         host_pages=host_pages,
         nodes=account.nodes,
