@@ -65,7 +65,9 @@ class LaunchedDeployment:
             SystemExit: a setting is wrong; the message is on standard error.
         """
         port = free_port("127.0.0.1")
-        self._argv = [f"--{setting}" for setting in (f"gateway.port={port}", *defaults, *overrides)]
+        # Benchmarks name their users, and each is a subject of its own.
+        own = (f"gateway.port={port}", "gateway.anonymous=vouched")
+        self._argv = [f"--{setting}" for setting in (*own, *defaults, *overrides)]
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._ranks = ranks

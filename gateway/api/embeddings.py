@@ -126,6 +126,7 @@ class _Embedding:
             max_context_tokens=context.quotas.max_context(self._requester.subject),
             pooling=body.pooling or self._card.pooling,
             prompt_name=name,
+            routing_key=body.routing_key,
         )
 
 

@@ -65,6 +65,15 @@ class EmbeddingFields(Schema):
         return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
 
     @property
+    def routing_key(self) -> str | None:
+        """Requests of one view with equal keys are served by the same scheduler group.
+
+        Raises:
+            InvalidRequestError: it cannot be a name.
+        """
+        return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
+
+    @property
     def session(self) -> str | None:
         """The conversation that the request belongs to, if it names one.
 

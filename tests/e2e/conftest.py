@@ -33,7 +33,7 @@ def run_root() -> Iterator[Path]:
 def served(run_root: Path) -> Iterator[Served]:
     """A deployment with the real model."""
     require_model()
-    yield from serve(Settings(gateway=GatewaySettings(port=0)), run_root)
+    yield from serve(Settings(gateway=GatewaySettings(port=0, anonymous="vouched")), run_root)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def served_fake(run_root: Path) -> Iterator[Served]:
     """A deployment whose worker makes tokens up: same protocol, no model."""
     settings = Settings(
         model=ModelSettings(load_format="fake"),
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings(max_rows=32),
     )
     yield from serve(settings, run_root)

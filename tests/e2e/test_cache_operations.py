@@ -37,7 +37,7 @@ KEY = f"sk-proj-{drawn(48)}"
 def aware(run_root: Path) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(load_format="fake"),
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
         worker=WorkerSettings(fake_step_ms=1.0),
         scheduler=SchedulerSettings.model_validate(
             {
@@ -206,19 +206,21 @@ BAD_USERS: dict[str, tuple[bytes, int]] = {
 @pytest.mark.parametrize(("user", "status"), BAD_USERS.values(), ids=BAD_USERS.keys())
 def test_a_user_id_that_cannot_be_one_is_refused_at_the_gateway(aware: Served, user: bytes, status: int) -> None:
     body = b'{"model": "%s", "prompt": "Hi", "max_tokens": 2, "user": %s}' % (aware.model.encode(), user)
-    principals = aware.state().cache_accounting.views
+    views = aware.state().cache_accounting.views
     with aware.leaving_nothing_behind(), aware.http() as http:
         answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert len(answer.text) < 1000
-    assert aware.state().cache_accounting.views <= principals
+    assert aware.state().cache_accounting.views <= views
 
 
 @pytest.mark.parametrize("user", [None, ""], ids=["absent", "empty"])
-def test_without_a_user_id_nothing_private_is_shared_with_anybody(aware: Served, user: str | None) -> None:
+def test_unnamed_requests_share_with_each_other_and_with_no_named_user(aware: Served, user: str | None) -> None:
     prompt = f"A question of mine, asked with {user!r}. " * 12
     with aware.leaving_nothing_behind():
-        assert [chat(aware, prompt, user) for _ in range(2)] == [0, 0]
+        first, second, named = chat(aware, prompt, user), chat(aware, prompt, user), chat(aware, prompt, "a stranger")
+    assert (first, named) == (0, 0)
+    assert second > 0
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ TOOL: Any = {
 def served(run_root: Path) -> Iterator[Served]:
     """A deployment that takes the bundled model for one that calls tools: grammars make its calls right."""
     require_model()
-    yield from serve(Settings(model=ModelSettings(tool_style="hermes"), gateway=GatewaySettings(port=0)), run_root)
+    yield from serve(
+        Settings(model=ModelSettings(tool_style="hermes"), gateway=GatewaySettings(port=0, anonymous="vouched")),
+        run_root,
+    )
 
 
 @pytest.fixture

@@ -39,7 +39,9 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def encoder(run_root: Path) -> Iterator[Served]:
-    yield from serve(Settings(model=ModelSettings(reference=ENCODER), gateway=GatewaySettings(port=0)), run_root)
+    yield from serve(
+        Settings(model=ModelSettings(reference=ENCODER), gateway=GatewaySettings(port=0, anonymous="vouched")), run_root
+    )
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ SCHEMAS = list(CORPUS.values())[::4]
 @pytest.fixture(scope="module")
 def served_without(run_root: Path) -> Iterator[Served]:
     require_model()
-    settings = Settings(gateway=GatewaySettings(port=0), scheduler=SchedulerSettings(jump_tokens=0))
+    settings = Settings(
+        gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=SchedulerSettings(jump_tokens=0)
+    )
     yield from serve(settings, run_root)
 
 
@@ -34,7 +36,7 @@ def served_without(run_root: Path) -> Iterator[Served]:
 def served_tight(run_root: Path) -> Iterator[Served]:
     require_model()
     scheduler = SchedulerSettings(device_pages=20, lease_ms=100, max_lease_steps=8)
-    yield from serve(Settings(gateway=GatewaySettings(port=0), scheduler=scheduler), run_root)
+    yield from serve(Settings(gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler), run_root)
 
 
 def streamed(served: Served, index: int) -> list[str]:

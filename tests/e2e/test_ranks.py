@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def served_by_two(run_root: Path) -> Iterator[Served]:
     require_model()
-    yield from serve(Settings(gateway=GatewaySettings(port=0)), run_root, ranks=2)
+    yield from serve(Settings(gateway=GatewaySettings(port=0, anonymous="vouched")), run_root, ranks=2)
 
 
 def test_two_ranks_answer_as_one_does(served: Served, served_by_two: Served) -> None:

@@ -98,7 +98,7 @@ def as_installed(command: str) -> list[str]:
 def ring(run_root: Path) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(load_format="fake"),
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
         detokenizer=DetokenizerSettings(metrics_port=free_port("127.0.0.1")),
         scheduler=SchedulerSettings.model_validate({"cache": "user_aware", "admin_token": "open-sesame-please"}),
         worker=WorkerSettings(profile_directory=run_root / "profiles"),

@@ -52,7 +52,7 @@ def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
     log.touch()
     settings = Settings(
         model=ModelSettings(load_format="fake"),
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings(
             max_rows=8,
             device_pages=200,

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.requests import ChatMessage, ChatPrompt
 from common.types import CacheMode, SamplingParams, StopConditions, Subject, View
+from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.fakes.ring import LENGTH, PROMPT, logprob, says
-from tests.gateway.support import HELLO, faked, gateway_saying
+from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 async def test_whole_chat_completion_has_openai_shape() -> None:
@@ -70,6 +74,8 @@ async def test_every_field_reaches_the_ring() -> None:
         priority=-4,
         cache_mode="none",
         user="ada",
+        cache_salt="red",
+        prompt_cache_key="thread-7",
     )
     assert response.status_code == 200
     (request,) = gateway.ring.submitted
@@ -77,7 +83,8 @@ async def test_every_field_reaches_the_ring() -> None:
     assert request.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
     assert (request.n, request.priority, request.cache_mode) == (2, -4, CacheMode.NONE)
     assert request.skip_special_tokens is False
-    assert request.view == View(Subject("default", "ada"))
+    assert request.view == View(Subject("default", "local"), "salt=red&user=ada")
+    assert request.routing_key == "thread-7"
     assert request.model == "tiny"
     assert request.trace is not None
 
@@ -225,11 +232,41 @@ async def test_journal_is_empty_when_all_is_done() -> None:
     assert gateway.ring.aborted == []
 
 
-async def test_same_user_has_one_principal_and_strangers_have_their_own() -> None:
-    gateway = gateway_saying("x")
-    named = ("user", "user_id", "safety_identifier", "prompt_cache_key", "cache_salt")
-    for fields in (*({field: "ada"} for field in named), {}, {}):
+async def views_of(gateway: FakedGateway, *bodies: dict[str, str]) -> list[View]:
+    for fields in bodies:
         await gateway.chat(messages=HELLO, **fields)
-    principals = [request.view for request in gateway.ring.submitted]
-    assert len(set(principals[: len(named)])) == 1
-    assert len(set(principals)) == 3
+    return [request.view for request in gateway.ring.submitted]
+
+
+async def test_the_three_fields_for_a_user_narrow_alike_and_make_no_subject() -> None:
+    views = await views_of(gateway_saying("x"), *({field: "ada"} for field in ("user", "user_id", "safety_identifier")))
+    assert set(views) == {View(Subject("default", "local"), "user=ada")}
+
+
+async def test_three_turns_without_a_name_have_one_view_and_one_subject() -> None:
+    turns: tuple[dict[str, str], ...] = ({}, {"session_id": "one"}, {"prompt_cache_key": "thread"})
+    assert set(await views_of(gateway_saying("x"), *turns)) == {View(Subject("default", "local"))}
+
+
+@pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "cache_salt", "user"])
+async def test_conversation_keys_are_no_people(field: str) -> None:
+    views = await views_of(gateway_saying("x"), *({field: f"{number}"} for number in range(3)))
+    assert {view.subject for view in views} == {Subject("default", "local")}
+
+
+async def test_users_are_people_where_the_credential_vouches_for_them(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    save_keys(
+        keys, [ApiKey("app", hash_of("s"), "acme", vouches_for_users=True), ApiKey("plain", hash_of("p"), "acme")]
+    )
+    gateway = gateway_saying("x", keys_file=keys)
+    for secret in ("s", "p"):
+        for user in ("ann", "bob"):
+            body = {"model": "tiny", "messages": HELLO, "user": user}
+            await gateway.post("/v1/chat/completions", body, {"authorization": f"Bearer {secret}"})
+    assert [request.view for request in gateway.ring.submitted] == [
+        View(Subject("acme", "user/ann")),
+        View(Subject("acme", "user/bob")),
+        View(Subject("acme", "key/plain"), "user=ann"),
+        View(Subject("acme", "key/plain"), "user=bob"),
+    ]

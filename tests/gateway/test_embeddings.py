@@ -129,7 +129,7 @@ async def test_pooling_cache_mode_and_names_reach_the_ring() -> None:
     _, (request,) = await ask("/v1/embeddings", body)
     assert request.pooling is Pooling.FIRST
     assert request.cache_mode is CacheMode.NONE
-    assert request.view.subject.name.endswith("ann")
+    assert request.view.salt == "user=ann"
     assert (request.session, request.priority) == ("s", 3)
 
 

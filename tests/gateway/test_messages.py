@@ -9,11 +9,14 @@ import orjson
 import pytest
 
 from common.requests import ChatPrompt
-from common.types import Finish, FinishReason, ToolStyle
+from common.types import Finish, FinishReason, Subject, ToolStyle, View
+from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.fakes.ring import CARD, LENGTH, FakeModel, FakeRing, says
-from tests.gateway.support import FakedGateway, error_of, faked
+from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import httpx
 
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
@@ -65,7 +68,6 @@ async def test_conversations_with_tools_reach_the_template() -> None:
     [request] = gateway.ring.submitted
     assert isinstance(request.prompt, ChatPrompt)
     assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant", "tool"]
-    assert request.view.subject.name == "ann"
     assert request.stop.max_tokens == 9
 
 
@@ -107,3 +109,23 @@ async def test_an_error_says_so_where_clients_of_this_api_look() -> None:
     assert error_of(response, 400)["param"] == "max_tokens"
     assert int(response.headers["content-length"]) == len(response.content)
     assert "type" not in (await thinking("x").post("/v1/completions", {"model": "tiny"})).json()
+
+
+@pytest.mark.parametrize(
+    ("vouches", "view"), [(True, View(Subject("acme", "user/ann"))), (False, View(Subject("acme", "key/k")))]
+)
+async def test_metadata_names_a_person_only_where_the_credential_vouches(
+    tmp_path: Path, vouches: bool, view: View
+) -> None:
+    keys = tmp_path / "keys.toml"
+    save_keys(keys, [ApiKey("k", hash_of("secret"), "acme", vouches_for_users=vouches)])
+    gateway = gateway_saying("x", keys_file=keys)
+    body = {
+        "model": "tiny",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "metadata": {"user_id": "ann"},
+    }
+    response = await gateway.post("/v1/messages", body, {"x-api-key": "secret"})
+    assert response.status_code == 200, response.text
+    assert [request.view for request in gateway.ring.submitted] == [view]

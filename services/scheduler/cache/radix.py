@@ -215,21 +215,24 @@ class RadixCache:
         """
         if self._is_shared:
             return 0
-        return sum(self._forget(account, session) for account in self.store.accounts.of_subject(subject))
+        accounts = self.store.accounts.of_subject(subject)
+        storage = None if self.host is None else self.host.storage
+        if storage is not None:
+            storage.forget(subject, accounts)
+        freed = sum(self._forget(account, session) for account in accounts)
+        if storage is not None and session is not None:
+            for account in accounts:
+                storage.renew(account)
+        return freed
 
     def _forget(self, account: Account, session: str | None) -> int:
-        if self.host is not None and self.host.storage is not None:
-            self.host.storage.forget(account)
         for hold in self.leases.all():
             is_meant = session is None or (hold.sessions is not None and session in hold.sessions)
             # A row of a session that was forgotten before may still be on what this one had in common with it.
             if hold.account is account and hold.node is not None and (is_meant or hold.is_closed):
                 self._close(hold, hold.node, session)
         if session is not None:
-            freed = forget_session(self.store, account, session)
-            if self.host is not None and self.host.storage is not None:
-                self.host.storage.renew(account)
-            return freed
+            return forget_session(self.store, account, session)
         freed = sum(self.store.remove_below(top) for top in list(account.tops))
         for node, _ in self.store.tree.walk_public():
             if node.creators is not None:

@@ -25,7 +25,8 @@ RETRY_AFTER_MS = 1000
 class Sessions:
     """Owns the open sessions of one scheduler.
 
-    A session belongs to its opener's view: no other view can name it. It counts against the quota of the view's subject. What its latest turn
+    A session belongs to its opener's view: no other view can name it. It counts against the quota of the view's
+    subject. What its latest turn
     has computed is held like the path of a running row, so the cache needs to know nothing of sessions. A pin yields
     only where otherwise nothing at all could run; the session stays open then, and its next turn pins again.
     """

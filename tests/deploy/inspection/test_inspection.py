@@ -179,7 +179,7 @@ def test_tree_hangs_children_below_their_parents(
 def test_tree_says_when_it_shows_only_a_part(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cache", "tree", "--scheduler", scheduler[1], "--max-nodes", "1", "--principal", "acme/ann"]) == 0
+    assert main(["cache", "tree", "--scheduler", scheduler[1], "--max-nodes", "1", "--view", "acme/ann"]) == 0
     assert "--max-nodes 0 shows all" in capsys.readouterr().out
     request = scheduler[0].asked[0]
     assert isinstance(request, scheduler_pb2.DumpTreeRequest)
@@ -191,7 +191,7 @@ def test_stats_show_totals_owners_and_costs(
 ) -> None:
     assert main(["cache", "stats", "--scheduler", scheduler[1], "--owners", "2"]) == 0
     shown = capsys.readouterr().out
-    for text in ("2,345, 67", "device/public 12,345", "inserted 2,000, promoted 3", "cut 1", "user:00ff", "5.0"):
+    for text in ("2,345, 67", "device/public 12,345", "inserted 2,000, promoted 3", "cut 1", "view:00ff", "5.0"):
         assert text in shown
     assert "acme" not in shown
     assert main(["cache", "stats", "--scheduler", scheduler[1]]) == 0
@@ -218,7 +218,7 @@ def test_tree_tells_why_a_node_is_public_and_what_is_unusual_about_it() -> None:
     assert "public (by 3 users in epoch 7; 4 computed it)" in text
     for part in ("2 host pages", "on host", "9 hits by 2 users in epoch 8", "1 users do not see it", "ids 5 6"):
         assert part in text
-    assert "private of user:00ff" in describe(
+    assert "private of view:00ff" in describe(
         scheduler_pb2.TreeNode(visibility=scheduler_pb2.VISIBILITY_PRIVATE, owner_fingerprint="00ff")
     )
     assert "public (pinned)" in describe(

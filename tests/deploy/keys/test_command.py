@@ -18,7 +18,7 @@ def test_a_key_is_made_shown_and_revoked(tmp_path: Path, capsys: pytest.CaptureF
     limits = ["--cache", "none", "--max-priority", "7"]
     assert main(["keys", "create", "--tenant", "acme", "--user", "ann", *limits, *there]) == 0
     secret = capsys.readouterr().out.strip()
-    assert main(["keys", "create", "--tenant", "acme", "--admin", "--act-for-users", *there]) == 0
+    assert main(["keys", "create", "--tenant", "acme", "--admin", "--vouches-for-users", *there]) == 0
     capsys.readouterr()
     key = KeyRing(load_keys(file)).find(secret)
     assert key is not None

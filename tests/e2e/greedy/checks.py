@@ -67,7 +67,7 @@ def serve_rows(
     require_model()
     given = {"max_rows": ROWS, "page_size": PAGE, "max_step_tokens": 512, **scheduler_settings}
     scheduler = SchedulerSettings.model_validate(given)
-    settings = Settings(model=EXACT, gateway=GatewaySettings(port=0), scheduler=scheduler)
+    settings = Settings(model=EXACT, gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler)
     yield from serve(settings, root, ranks)
 
 

@@ -55,7 +55,9 @@ def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterat
         storage_keyring=place / "keyring.json",
     )
     worker = WorkerSettings(storage=storage, storage_timeout_s=10.0)  # type: ignore[arg-type]  # pydantic makes it a secret
-    settings = Settings(model=EXACT, gateway=GatewaySettings(port=0), scheduler=scheduler, worker=worker)
+    settings = Settings(
+        model=EXACT, gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler, worker=worker
+    )
     yield from serve(settings, root, ranks)
 
 

@@ -52,10 +52,10 @@ def tokens(key_file: Path) -> SignedTokens:
 
 
 async def test_a_good_token_names_tenant_user_and_rights(tokens: SignedTokens) -> None:
-    assert await tokens.caller(token()) == Caller("acme", "ann")
+    assert await tokens.caller(token()) == Caller("acme", "user/ann")
     assert (await tokens.caller(token(scope="openid pando:admin"))).is_admin
     assert not (await tokens.caller(token(scope="pando:administrator"))).is_admin
-    assert await tokens.caller(token(key_id=None)) == Caller("acme", "ann")
+    assert await tokens.caller(token(key_id=None)) == Caller("acme", "user/ann")
 
 
 PUBLIC_PEM = SIGNER.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -177,6 +177,6 @@ async def test_tokens_and_keys_by_the_gateways_settings(key_file: Path) -> None:
         GatewaySettings(jwt_keys=str(key_file), jwt_issuer="https://id", jwt_audience="pando", default_tenant="home")
     )
     caller = await identity.caller(Headers({"authorization": f"Bearer {token()}"}), "127.0.0.1")
-    assert caller == Caller("home", "ann")
+    assert caller == Caller("home", "user/ann")
     with pytest.raises(UnauthenticatedError):
         await identity.caller(Headers({}), "127.0.0.1")

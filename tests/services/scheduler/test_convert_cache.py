@@ -43,9 +43,9 @@ STRANGER = Disclosure(is_admin=False, fingerprint=lambda _: "f" * 16, with_ids=T
 
 def test_every_field_of_a_node_is_told() -> None:
     message = node_to_wire(NODE, ADMIN)
-    assert [field.name for field, _ in message.ListFields()] == [
+    assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in scheduler_pb2.TreeNode.DESCRIPTOR.fields
-    ]
+    }
     assert (message.hits, message.users, message.previous_hits, message.previous_users) == (11, 12, 13, 14)
     assert (message.epoch, message.creators, message.quarantined, message.generation) == (15, 16, 17, 18)
     assert message.state == scheduler_pb2.NODE_STATE_SOFT_FREE

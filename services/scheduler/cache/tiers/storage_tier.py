@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.transfers import Transfer, TransferAck
-    from common.types import TokenIds
+    from common.types import Subject, TokenIds
     from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
@@ -136,7 +136,8 @@ class StorageTier:
                 if node.host_pages is not None:
                     self.note(node)
 
-    def forget(self, account: Account) -> None:
-        """A principal is to be forgotten: what is stored of it is not found any more, and dropped where it is known."""
-        self._writes.drop(account)
-        self._names.revoke(account.scope)
+    def forget(self, subject: Subject, accounts: Iterable[Account]) -> None:
+        """Make everything that was stored for a subject unreachable; `accounts` are its views in memory."""
+        for account in accounts:
+            self._writes.drop(account)
+        self._names.revoke((subject.tenant, subject.name))

@@ -56,10 +56,8 @@ class Driver:
 
     def admit(self, view: View, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)
-        if may_use_cache:
-            lease = self.cache.commit(view, array, **options)
-        else:
-            lease = self.cache.commit_nothing(view)
+        cache = self.cache
+        lease = cache.commit(view, array, **options) if may_use_cache else cache.commit_nothing(view)
         missing = -(-len(ids) // self.cache.page_size) - len(lease.pages)
         if missing > self.allocator.free_pages:
             self.cache.evict(missing - self.allocator.free_pages)

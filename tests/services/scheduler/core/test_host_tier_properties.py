@@ -129,7 +129,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(user=st.sampled_from(USERS))
     def forget(self, user: str) -> None:
-        self.harness.cache.forget((Subject("tenant", user)))
+        self.harness.cache.forget(Subject("tenant", user))
 
     @rule(epochs=st.integers(1, 2))
     def next_epoch(self, epochs: int) -> None:

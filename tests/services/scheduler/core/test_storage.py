@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.types import CacheMode, RequestId
+from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import CacheConfig, Mode
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.radix import RadixCache
@@ -198,8 +199,7 @@ def test_public_pages_that_were_not_demoted_are_stored_under_their_new_name(
 
 def test_who_seems_to_probe_finds_nothing_public_in_storage(public: tuple[Server, Objects], keyring: Path) -> None:
     other = Server(keyring, public[1], cache="user_aware", pages=128)
-    account = other.cache.store.accounts.owner(("tenant", "mallory"))
-    other.storage.distrust([account.fingerprint])
+    other.storage.distrust([Account(("tenant", "mallory", "")).fingerprint])
     assert other.serve("mallory", user="mallory") == 0
     assert other.serve("dave", user="dave") == 44
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def counters_of(**tokens: int) -> VirtualCounters:
     counters = VirtualCounters(ShareConfig())
     for user in tokens:
-        counters.enter((Subject("tenant", user)))
+        counters.enter(Subject("tenant", user))
     for user, charged in tokens.items():
         counters.charge((Subject("tenant", user)), prompt_tokens=charged)
     return counters
@@ -83,7 +83,7 @@ def test_counters_of_those_that_wait_never_lie_further_apart_than_the_bound(slac
         handle = next(numbers)
         waiting.append(waiting_sequence(handle, user=user))
         prompts[handle] = chance.randint(1, longest)
-        counters.enter((Subject("tenant", user)))
+        counters.enter(Subject("tenant", user))
 
     for user in users:
         arrive(user)

@@ -155,7 +155,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(user=USERS, really=RARELY)
     def forget(self, user: str, really: bool) -> None:
         if really:
-            self.cache.forget((Subject("tenant", user)))
+            self.cache.forget(Subject("tenant", user))
 
     @rule(really=RARELY)
     def flush(self, really: bool) -> None:

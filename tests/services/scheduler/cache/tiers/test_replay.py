@@ -48,7 +48,7 @@ def recorded(policy: WritePolicy) -> list[bytes]:
         serve(harness, f"flood{number}", OTHER)
         serve(harness, f"warm{number}", PROMPT, user=f"user{number}")
         harness.cache.advance(number + 1)
-    harness.cache.forget((Subject("tenant", "user1")))
+    harness.cache.forget(Subject("tenant", "user1"))
     harness.lose_workers()
     serve(harness, "again", PROMPT)
     return harness.lines
@@ -97,7 +97,7 @@ def test_a_log_with_storage_comes_out_the_same(tmp_path: Path, policy: PrefetchP
         harness.now = number / 3
         serve(harness, f"r{number}", PROMPT, user=user)
         serve(harness, f"flood{number}", OTHER, user=user)
-    harness.cache.forget((Subject("tenant", "alice")))
+    harness.cache.forget(Subject("tenant", "alice"))
     serve(harness, "again", PROMPT)
     operations = {orjson.loads(line)["operation"] for line in harness.lines}
     assert {"prefetch", "plan_storage", "finish"} <= operations
