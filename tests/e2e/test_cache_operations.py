@@ -143,7 +143,7 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     )
     tree = pando(aware, "tree", admin=False).stdout
     assert "users in epoch" in tree
-    assert "private of user:" in tree
+    assert "private of view:" in tree
     assert "diarist" not in tree
     assert "default/diarist" in pando(aware, "tree", "--max-nodes", "0").stdout
     stats = pando(aware, "stats", "--owners", "100").stdout
@@ -180,13 +180,13 @@ def test_a_user_or_one_conversation_can_be_forgotten(aware: Served) -> None:
     private = "My diary of this week, which is nobody's business. " * 12
     assert chat(aware, private, "ann") == 0
     assert chat(aware, private, "ann") > 64
-    assert "is forgotten" in pando(aware, "forget", "default/ann").stdout
-    assert "default/ann" not in pando(aware, "tree", "--max-nodes", "0").stdout
+    assert "is forgotten" in pando(aware, "forget", "default/user/ann").stdout
+    assert "default/user/ann" not in pando(aware, "tree", "--max-nodes", "0").stdout
     assert chat(aware, private, "ann") < 32
     # One of two conversations, and only that.
     for day in ("monday", "tuesday"):
         chat(aware, f"What I noted on {day}. " * 20, "bob", session=day)
-    assert "is forgotten" in pando(aware, "forget", "default/bob", "--session", "monday").stdout
+    assert "is forgotten" in pando(aware, "forget", "default/user/bob", "--session", "monday").stdout
     assert chat(aware, "What I noted on monday. " * 20, "bob") < 32
     assert chat(aware, "What I noted on tuesday. " * 20, "bob") > 64
 
