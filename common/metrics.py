@@ -8,6 +8,11 @@ RPC_SECONDS = Histogram(
     "pando_rpc_seconds", "Duration of unary calls and of streams, as the server saw it.", ["method", "status"]
 )
 RPC_TOTAL = Counter("pando_rpc_total", "Calls and streams that ended, as the server saw it.", ["method", "status"])
+RPC_REFUSED = Counter(
+    "pando_rpc_refused_total",
+    "Calls refused because the role of the caller's certificate may not call the method.",
+    ["method", "role"],
+)
 MODEL_INFO = Gauge(
     "pando_model_info",
     "1 for the model that this process serves; join it with its other metrics.",

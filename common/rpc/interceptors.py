@@ -1,4 +1,4 @@
-"""What happens around every call that a server handles: request id, logging, metrics, errors as rich status."""
+"""What happens around every call that a server handles: caller check, request id, logging, metrics, rich status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import structlog
@@ -15,11 +15,16 @@ import structlog
 from common.errors import PandoError
 from common.logs import get_logger
 from common.metrics import RPC_SECONDS, RPC_TOTAL
+from common.rpc.callers import accept_every_caller
 from common.rpc.status import to_status
+
+if TYPE_CHECKING:
+    from common.rpc.callers import CheckCaller
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_KEYS = ("traceparent", "tracestate")
-QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
+# Health needs no role, and probes ask for it all the time.
+QUIET_PREFIX = "/grpc.health."
 
 # Requests and responses are protobuf messages of whatever method is called, hence Any.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -30,6 +35,10 @@ Handler = Callable[[Any, Context], Any]
 class ServerInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server."""
 
+    def __init__(self, check_caller: CheckCaller = accept_every_caller) -> None:
+        """Refuse calls for which `check_caller` raises."""
+        self._check_caller = check_caller
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
@@ -38,37 +47,41 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         """Return the method's handler with our bracket around it."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(QUIET_PREFIXES):
+        if handler is None or method.startswith(QUIET_PREFIX):
             return handler
-        return _wrapped(handler, method)
+        return _wrapped(handler, method, self._check_caller)
 
 
-def _wrapped(handler: Any, method: str) -> MethodHandler:
+def _wrapped(handler: Any, method: str, check: CheckCaller) -> MethodHandler:
     decode, encode = handler.request_deserializer, handler.response_serializer
     match handler.request_streaming, handler.response_streaming:
         case False, False:
-            bracketed = _bracket_unary(handler.unary_unary, method)
+            bracketed = _bracket_unary(handler.unary_unary, method, check)
             return grpc.unary_unary_rpc_method_handler(bracketed, decode, encode)
         case True, False:
-            bracketed = _bracket_unary(handler.stream_unary, method)
+            bracketed = _bracket_unary(handler.stream_unary, method, check)
             return grpc.stream_unary_rpc_method_handler(bracketed, decode, encode)
         case False, True:
-            return grpc.unary_stream_rpc_method_handler(_bracket_stream(handler.unary_stream, method), decode, encode)
+            streamed = _bracket_stream(handler.unary_stream, method, check)
+            return grpc.unary_stream_rpc_method_handler(streamed, decode, encode)
         case _:
-            return grpc.stream_stream_rpc_method_handler(_bracket_stream(handler.stream_stream, method), decode, encode)
+            streamed = _bracket_stream(handler.stream_stream, method, check)
+            return grpc.stream_stream_rpc_method_handler(streamed, decode, encode)
 
 
-def _bracket_unary(call: Handler, method: str) -> Handler:
+def _bracket_unary(call: Handler, method: str, check: CheckCaller) -> Handler:
     async def handle(request: Any, context: Context) -> Any:
         async with _Bracket(method, context):
+            check(method, context)
             return await call(request, context)
 
     return handle
 
 
-def _bracket_stream(call: Handler, method: str) -> Handler:
+def _bracket_stream(call: Handler, method: str, check: CheckCaller) -> Handler:
     async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
         async with _Bracket(method, context):
+            check(method, context)
             responses = call(request, context)
             if inspect.isawaitable(responses):  # a handler that writes by context.write, and accepts when it is ready
                 await responses

@@ -5,11 +5,39 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import grpc
+
+from common.logs import get_logger
+from common.rpc.status import describe
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
+REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+class RefusalLog:
+    """Logs that a peer refuses this process, where retries would otherwise hide it: each reason once in a row."""
+
+    def __init__(self, peer: str) -> None:
+        """Log refusals by `peer`."""
+        self._peer = peer
+        self._reason: str | None = None
+
+    def note(self, error: grpc.RpcError) -> None:
+        """Log the error of a connection attempt if it is a new refusal."""
+        if not isinstance(error, grpc.aio.AioRpcError) or error.code() not in REFUSALS:
+            return
+        reason = describe(error)
+        if reason != self._reason:
+            self._reason = reason
+            get_logger("link").error("link.refused", link=self._peer, reason=reason)
+
+    def clear(self) -> None:
+        """Note that the peer has accepted a connection."""
+        self._reason = None
 
 
 async def keep_connecting(

@@ -1,11 +1,13 @@
-"""Who may talk to whom over TCP: peers whose certificates our authority has signed, and who know the token.
+"""What peers over TCP must show: a certificate that our authority has signed, and the token if there is one.
+
+The names in a client's certificate say which methods it may call (`callers.py`).
 
 Certificates are read again when their files change, so that whoever renews them need not restart a service.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,8 +16,10 @@ from common.errors import ConfigurationError
 from common.rpc.token import send_token
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from common.rpc.roles import Role
     from common.settings import RpcSettings
 
 UNIX = "unix:"
@@ -72,6 +76,8 @@ class Security:
     token: str | None = None
     plaintext: bool = False
     probe_port: int | None = None
+    names: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    """Names of each role in the certificates of peers."""
 
     def needs_tls(self, address: str) -> bool:
         """Whether a connection at `address` is encrypted.
@@ -126,4 +132,4 @@ def read_security(settings: RpcSettings) -> Security:
     if settings.certificate and settings.key and settings.authority:
         files = CertificateFiles(settings.certificate, settings.key, settings.authority)
     token = None if settings.token is None else settings.token.get_secret_value()
-    return Security(files, token, settings.plaintext, settings.probe_port)
+    return Security(files, token, settings.plaintext, settings.probe_port, settings.names_of_roles())

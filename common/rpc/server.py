@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigurationError
+from common.rpc.callers import CallerGuard, accept_every_caller
 from common.rpc.interceptors import ServerInterceptor
 from common.rpc.operations import OperationsService
 from common.rpc.options import SERVER_OPTIONS
@@ -46,7 +47,9 @@ class RpcServer:
         self.probe_port: int | None = None
         self._security = security
         guards = [TokenGuard(security.token)] if security.token and not address.startswith(UNIX) else []
-        self._server = grpc.aio.server(interceptors=[*guards, ServerInterceptor()], options=SERVER_OPTIONS)
+        names_callers = security.files is not None and not address.startswith(UNIX)
+        check = CallerGuard(service, security.names).check if names_callers else accept_every_caller
+        self._server = grpc.aio.server(interceptors=[*guards, ServerInterceptor(check)], options=SERVER_OPTIONS)
         self._probes: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

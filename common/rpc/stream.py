@@ -10,7 +10,7 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.reconnect import keep_connecting
+from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.status import describe
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
         self._max_queued = max_queued
         self._queue: deque[RequestT] = deque()
         self._queued = asyncio.Event()
+        self._refusals = RefusalLog(name)
         self._log = get_logger("link")
 
     def send(self, message: RequestT) -> None:
@@ -77,11 +78,13 @@ class StreamLink(Generic[RequestT, ResponseT]):
             # The peer sends its initial metadata as soon as it has accepted the stream.
             await call.wait_for_connection()
             self.connected = True
+            self._refusals.clear()
             self._log.info("link.connected", link=self.name)
             self._on_connected()
             reason = await self._serve(call)
         except grpc.RpcError as error:
             reason = describe(error)
+            self._refusals.note(error)
         finally:
             was_connected, self.connected = self.connected, False
             call.cancel()

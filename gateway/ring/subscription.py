@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.logs import get_logger
-from common.rpc.reconnect import keep_connecting
+from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.stream import CLOSED_HERE
 from common.types import SubscriberId
 from gateway.ring.wire import delta_from_wire
@@ -41,6 +41,7 @@ class Subscription:
         self._on_delta = on_delta
         self._on_connected = on_connected
         self._on_broken = on_broken
+        self._refusals = RefusalLog("detokenizer")
         self._log = get_logger("subscription")
 
     async def run(self) -> None:
@@ -55,6 +56,7 @@ class Subscription:
         try:
             await call.wait_for_connection()
             self.subscriber_id = subscriber_id
+            self._refusals.clear()
             self._log.info("subscription.connected", subscriber_id=subscriber_id)
             self._on_connected()
             async for message in call:
@@ -63,6 +65,7 @@ class Subscription:
             reason = "closed by the peer"
         except grpc.RpcError as error:
             reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+            self._refusals.note(error)
         finally:
             was_connected, self.subscriber_id = self.subscriber_id is not None, None
             call.cancel()

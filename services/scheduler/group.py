@@ -12,6 +12,7 @@ import grpc
 
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
+from common.rpc.reconnect import RefusalLog
 from common.rpc.status import to_error
 from common.wire import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
@@ -98,6 +99,7 @@ class WorkerGroup:
         # Rank 0, which samples, while the group is ready.
         self._first: worker_pb2_grpc.WorkerAsyncStub | None = None
         self._pause_s = RECONNECT_S
+        self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
 
     def send(self, plan: StepPlan) -> None:
@@ -142,6 +144,8 @@ class WorkerGroup:
             await asyncio.sleep(self._pause_s)
 
     def _lose(self, error: Exception) -> None:
+        if isinstance(error, grpc.RpcError):
+            self._refusals.note(error)
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         if self.state in (GroupState.CONFIGURING, GroupState.READY):
             self._log.warning("group.lost", reason=reason)
@@ -168,6 +172,7 @@ class WorkerGroup:
         try:
             await asyncio.gather(*(call.wait_for_connection() for call in calls))
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
+            self._refusals.clear()
             self._first = ranks[0]
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             self._listener.on_ready(capacity)

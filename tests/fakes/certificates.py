@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DAY = datetime.timedelta(days=1)
+TRUST_DOMAIN = RpcSettings().trust_domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,25 @@ class Authority:
         self.path.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
 
     def issue(
-        self, name: str, *, expired: bool = False, believes: Path | None = None, hosts: Sequence[str] = ()
+        self,
+        name: str,
+        *,
+        expired: bool = False,
+        believes: Path | None = None,
+        hosts: Sequence[str] = (),
+        roles: Sequence[str] = (),
+        uris: Sequence[str] = (),
     ) -> Identity:
-        """Write a certificate and its key, for `hosts` if there are any; an expired one ended an hour ago."""
+        """Write a certificate and its key, for `hosts` if there are any; an expired one ended an hour ago.
+
+        `roles` are those of services in the default trust domain.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         lifetime = -datetime.timedelta(hours=1) if expired else DAY
         here = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        names = [x509.DNSName(host) for host in hosts] or here
+        uris = [*(f"spiffe://{TRUST_DOMAIN}/pando/{role}" for role in roles), *uris]
+        names = [*([x509.DNSName(host) for host in hosts] or here), *map(x509.UniformResourceIdentifier, uris)]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = (
             self._builder(subject, key, lifetime)

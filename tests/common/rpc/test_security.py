@@ -112,7 +112,7 @@ async def test_files_that_are_away_for_a_moment_change_nothing(authority: Author
 
 
 async def test_without_the_token_only_health_is_answered(authority: Authority) -> None:
-    client = authority.issue("scheduler")
+    client = authority.issue("person", roles=["operator"])
     async with serving(authority.issue("worker"), token=TOKEN) as server:
         assert await reflects(server.port, read_security(client.settings(token=TOKEN))) is None
         for settings in (client.settings(), client.settings(token="another-secret-of-someone")):

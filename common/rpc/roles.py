@@ -1,0 +1,77 @@
+"""Which roles may call which methods of which server, where mutual TLS names the callers.
+
+A method that is not listed is refused. `grpc.health.v1.Health` is open to every certificate of the authority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+Callers = Mapping[str, frozenset["Role"]]
+
+
+class Role(StrEnum):
+    """What a certificate's owner is in a deployment."""
+
+    GATEWAY = "gateway"
+    TOKENIZER = "tokenizer"
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    DETOKENIZER = "detokenizer"
+    OPERATOR = "operator"
+
+
+_GATEWAY = frozenset({Role.GATEWAY})
+_TOKENIZER = frozenset({Role.TOKENIZER})
+_SCHEDULER = frozenset({Role.SCHEDULER})
+_OPERATOR = frozenset({Role.OPERATOR})
+
+_EVERY_SERVER: Callers = {
+    "/pando.v1.Operations/SetLogLevel": _OPERATOR,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
+}
+
+# By the full name of the server's main service: `Sessions` has other callers at the tokenizer than at the scheduler.
+CALLERS: Mapping[str, Callers] = {
+    "pando.v1.Tokenizer": {
+        "/pando.v1.Tokenizer/Submit": _GATEWAY,
+        "/pando.v1.Tokenizer/Tokenize": _GATEWAY | _OPERATOR,
+        "/pando.v1.Tokenizer/Detokenize": _GATEWAY | _OPERATOR,
+        "/pando.v1.Tokenizer/RenderChat": _GATEWAY | _OPERATOR,
+        "/pando.v1.Tokenizer/GetModel": _GATEWAY | _OPERATOR,
+        "/pando.v1.Sessions/OpenSession": _GATEWAY,
+        "/pando.v1.Sessions/CloseSession": _GATEWAY,
+        **_EVERY_SERVER,
+    },
+    "pando.v1.Scheduler": {
+        "/pando.v1.Scheduler/Submit": _TOKENIZER,
+        "/pando.v1.Sessions/OpenSession": _TOKENIZER,
+        "/pando.v1.Sessions/CloseSession": _TOKENIZER,
+        # The tokenizer routes by load; the gateway answers /get_server_info and /flush_cache.
+        "/pando.v1.Scheduler/GetState": _TOKENIZER | _GATEWAY | _OPERATOR,
+        "/pando.v1.Scheduler/FlushCache": _GATEWAY | _OPERATOR,
+        "/pando.v1.Scheduler/DumpTree": _OPERATOR,
+        "/pando.v1.Scheduler/Pause": _OPERATOR,
+        "/pando.v1.Scheduler/Resume": _OPERATOR,
+        "/pando.v1.Scheduler/WatchCacheEvents": _OPERATOR,
+        "/pando.v1.Scheduler/ForgetPrincipal": _OPERATOR,
+        "/pando.v1.Scheduler/Pin": _OPERATOR,
+        "/pando.v1.Scheduler/Unpin": _OPERATOR,
+        **_EVERY_SERVER,
+    },
+    "pando.v1.Worker": {
+        "/pando.v1.Worker/Configure": _SCHEDULER,
+        "/pando.v1.Worker/Execute": _SCHEDULER,
+        "/pando.v1.Worker/PrepareGrammar": _SCHEDULER,
+        "/pando.v1.Worker/GetState": _SCHEDULER | _OPERATOR,
+        "/pando.v1.Worker/StartProfile": _OPERATOR,
+        "/pando.v1.Worker/StopProfile": _OPERATOR,
+        **_EVERY_SERVER,
+    },
+    "pando.v1.Detokenizer": {
+        "/pando.v1.Detokenizer/Push": _SCHEDULER,
+        "/pando.v1.Detokenizer/Subscribe": _GATEWAY,
+        **_EVERY_SERVER,
+    },
+}
