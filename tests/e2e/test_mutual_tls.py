@@ -1,4 +1,4 @@
-"""The whole ring over TCP with mutual TLS and a token; whoever has neither is refused at each port."""
+"""The whole ring over TCP with mutual TLS and a token: each service has its own certificate, and may call its peers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import httpx
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from common.rpc.roles import CALLERS
+from common.rpc.security import read_security
+from common.rpc.token import TOKEN_KEY
 from deploy.supervisor.layout import free_port
 from deploy.supervisor.process import child_environment
 from tests.e2e.processes import Processes
@@ -41,8 +46,13 @@ class TlsRing:
         self.probe_ports = {name: free_port(HOST) for name in SERVICES}
         # As on Kubernetes, where groups are found by DNS: the scheduler's certificate names it, and no address.
         self.identities = {
-            name: self.authority.issue(name, hosts=[NAME] if name == "scheduler" else []) for name in SERVICES
+            name: self.authority.issue(name, hosts=[NAME] if name == "scheduler" else [], roles=[name])
+            for name in SERVICES
         }
+        self.operator = self.authority.issue("operator", roles=["operator"])
+        self.callers = self.identities | {"operator": self.operator, "guest": self.authority.issue("guest")}
+        self.directory = directory
+        self.metrics_port = free_port(HOST)
         self._processes = Processes(directory)
 
     @property
@@ -99,6 +109,7 @@ class TlsRing:
             "scheduler.workers": f'["{self.address("worker")}"]',
             "scheduler.detokenizer": self.address("detokenizer"),
             "worker.address": self.address("worker"),
+            "worker.metrics_port": self.metrics_port,
             "detokenizer.address": self.address("detokenizer"),
         }
         self._processes.start(name, name if name == "gateway" else f"services.{name}", settings)
@@ -186,16 +197,59 @@ def test_others_are_refused_at_each_port(ring: TlsRing, service: str, who: str) 
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
 def test_a_certificate_without_the_token_is_not_enough(ring: TlsRing, service: str) -> None:
-    method = {"worker": "GetState", "scheduler": "GetState", "tokenizer": "GetModel", "detokenizer": "Subscribe"}
-    with grpc.secure_channel(ring.address(service), credentials(ring.identities["gateway"])) as channel:
-        call: Any = channel.unary_stream(f"/pando.v1.{service.capitalize()}/{method[service]}")
-        with pytest.raises(grpc.RpcError) as refused:
-            next(iter(call(b"", timeout=30)))
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    method = "/pando.v1.Operations/SetLogLevel"
+    with grpc.secure_channel(ring.address(service), credentials(ring.operator)) as channel:
+        assert code_of(channel, method) is grpc.StatusCode.UNAUTHENTICATED
+        # With the token, the empty request is read and found wanting.
+        assert code_of(channel, method, TOKEN) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
+def test_each_method_is_refused_to_callers_of_every_other_role(ring: TlsRing, service: str) -> None:
+    callers = CALLERS[f"pando.v1.{service.capitalize()}"]
+    for role, identity in ring.callers.items():
+        wrong = [method for method in callers if role not in callers[method]]
+        assert wrong
+        with grpc.secure_channel(ring.address(service), credentials(identity)) as channel:
+            refused = {method: code_of(channel, method, TOKEN) for method in wrong}
+        assert refused == dict.fromkeys(wrong, grpc.StatusCode.PERMISSION_DENIED), role
+
+
+@pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
+def test_every_method_that_a_service_offers_is_in_the_table(ring: TlsRing, service: str) -> None:
+    own = read_security(ring.operator.settings(token=TOKEN))
+    with grpc.secure_channel(ring.address(service), own.channel_credentials(own.load())) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        names = database.get_services()
+        pool = DescriptorPool(database)
+        methods = {f"/{name}/{method.name}" for name in names for method in pool.FindServiceByName(name).methods}
+    health = {method for method in methods if method.startswith("/grpc.health.v1.")}
+    assert health
+    assert methods - health == CALLERS[f"pando.v1.{service.capitalize()}"].keys()
+
+
+def test_what_is_refused_is_seen_by_the_service_that_refuses(ring: TlsRing) -> None:
+    with grpc.secure_channel(ring.address("worker"), credentials(ring.identities["gateway"])) as channel:
+        assert code_of(channel, "/pando.v1.Worker/Execute", TOKEN) is grpc.StatusCode.PERMISSION_DENIED
+    log = (ring.directory / "worker.log").read_text()
+    [line] = [line for line in log.splitlines() if "rpc.refused" in line and "Execute" in line and "gateway" in line][
+        :1
+    ]
+    assert "spiffe://pando.internal/pando/gateway" in line
+    metrics = httpx.get(f"http://{HOST}:{ring.metrics_port}/metrics", trust_env=False).text
+    assert 'pando_rpc_refused_total{method="/pando.v1.Worker/Execute",role="gateway"}' in metrics
+
+
+def test_a_command_with_the_certificate_of_a_service_is_refused_what_is_an_operators(ring: TlsRing) -> None:
+    own = ring.identities["detokenizer"]
+    variables = {f"PANDO_RPC__{name.upper()}": str(getattr(own, name)) for name in ("certificate", "key", "authority")}
+    state = pando("state", "--scheduler", ring.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
+    assert state.returncode == 1
+    assert "the role detokenizer may not call /pando.v1.Scheduler/GetState" in state.stderr
 
 
 def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(ring: TlsRing) -> None:
-    own = ring.authority.issue("operator")
+    own = ring.operator
     shown = ["--authority", own.authority, "--certificate", own.certificate, "--key", own.key]
     chat = pando("chat", "--url", ring.url, "--max-tokens", "5", "--prompt", "Hello", *shown)
     assert (chat.returncode, "5 tokens" in chat.stderr) == (0, True), chat.stderr
@@ -205,6 +259,31 @@ def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(
     assert (state.returncode, "READY" in state.stdout) == (0, True), state.stderr
     without_token = pando("state", "--scheduler", ring.address("scheduler"), **variables)
     assert without_token.returncode == 1
+
+
+def test_renewed_certificates_of_all_services_are_used_without_a_restart(ring: TlsRing) -> None:
+    for name, identity in ring.identities.items():
+        renewed = ring.authority.issue(f"{name}-renewed", hosts=[NAME] if name == "scheduler" else [], roles=[name])
+        for old, new in ((identity.key, renewed.key), (identity.certificate, renewed.certificate)):
+            shutil.copy(new, old)
+    # A call that the gateway makes over a new connection, and one through streams that stay open.
+    with ring.https() as http:
+        assert http.post(f"{ring.url}/flush_cache").status_code == httpx.codes.OK
+    test_a_completion_goes_through_the_encrypted_ring(ring)
+
+
+def code_of(channel: grpc.Channel, method: str, token: str | None = None) -> grpc.StatusCode | None:
+    """Call `method` with an empty message; return the status of a refusal."""
+    call: Any = channel.unary_stream(method)
+    answers = call(b"", timeout=30, metadata=[(TOKEN_KEY, token)] if token else [])
+    try:
+        next(iter(answers), None)
+    except grpc.RpcError:
+        code: grpc.StatusCode = answers.code()
+        return code
+    finally:
+        answers.cancel()
+    return None
 
 
 def pando(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

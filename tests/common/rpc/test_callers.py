@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from pydantic import ValidationError
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from google.protobuf.descriptor import MethodDescriptor
+    from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
 # The servers of these tests answer every call that is allowed with ABORTED.
 DENIED, REACHED = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED
