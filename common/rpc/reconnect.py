@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
+# How long the status of a refused stream may arrive after its metadata, which come in the same frame.
+VERDICT_S = 0.01
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -38,6 +41,19 @@ class RefusalLog:
     def clear(self) -> None:
         """Note that the peer has accepted a connection."""
         self._reason = None
+
+
+async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    """Wait until the peer has accepted a stream, which it says by sending its initial metadata.
+
+    Raises:
+        grpc.aio.AioRpcError: it is away, or has refused the stream.
+    """
+    await call.wait_for_connection()
+    # gRPC hands out the (empty) metadata of a refusal before its status: that is no connection yet.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(call.code(), VERDICT_S)
+        await call.wait_for_connection()
 
 
 async def keep_connecting(

@@ -10,7 +10,7 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.reconnect import RefusalLog, keep_connecting
+from common.rpc.reconnect import RefusalLog, keep_connecting, wait_until_accepted
 from common.rpc.status import describe
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
         call = self._open_stream()
         reason = CLOSED_HERE
         try:
-            # The peer sends its initial metadata as soon as it has accepted the stream.
-            await call.wait_for_connection()
+            await wait_until_accepted(call)
             self.connected = True
             self._refusals.clear()
             self._log.info("link.connected", link=self.name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.logs import get_logger
-from common.rpc.reconnect import RefusalLog, keep_connecting
+from common.rpc.reconnect import RefusalLog, keep_connecting, wait_until_accepted
 from common.rpc.stream import CLOSED_HERE
 from common.types import SubscriberId
 from gateway.ring.wire import delta_from_wire
@@ -54,7 +54,7 @@ class Subscription:
         call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
         reason = CLOSED_HERE
         try:
-            await call.wait_for_connection()
+            await wait_until_accepted(call)
             self.subscriber_id = subscriber_id
             self._refusals.clear()
             self._log.info("subscription.connected", subscriber_id=subscriber_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 import shutil
@@ -19,19 +20,22 @@ import protos.gen.pando.v1
 from common.metrics import RPC_REFUSED
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.interceptors import QUIET_PREFIX
-from common.rpc.reconnect import RefusalLog
+from common.rpc.reconnect import RefusalLog, wait_until_accepted
 from common.rpc.roles import CALLERS, Role
 from common.rpc.security import Security, read_security
 from common.rpc.server import RpcServer
+from common.rpc.stream import StreamLink
 from common.settings import RpcSettings, parse_settings
 from common.settings.sources import SettingsParser
+from protos.gen.pando.v1 import detokenizer_pb2_grpc
 from tests.fakes.certificates import Authority, Identity
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
+    from google.protobuf.descriptor import MethodDescriptor
 
 # The servers of these tests answer every call that is allowed with ABORTED.
 DENIED, REACHED = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED
@@ -42,7 +46,8 @@ BESIDE = {"pando.v1.Tokenizer": ["Sessions"], "pando.v1.Scheduler": ["Sessions"]
 ANSWERED = ("/pando.v1.Operations/SetLogLevel", f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")
 
 
-def files() -> Iterator[FileDescriptor]:
+# Any: the stubs of protobuf and of grpc's own messages have different descriptors.
+def files() -> Iterator[Any]:
     package = protos.gen.pando.v1
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.endswith("_pb2"):
@@ -100,25 +105,20 @@ async def serving(service: str, security: Security, address: str = "127.0.0.1:0"
 
 
 async def outcome(channel: grpc.aio.Channel, method: str) -> tuple[grpc.StatusCode, str]:
-    """Call `method` with an empty message; return the status and what it says."""
+    """Call `method`; return the status and what it says. A stream that the server accepts is OK."""
     descriptor = METHODS[method]
     kind = (
         f"{'stream' if descriptor.client_streaming else 'unary'}_{'stream' if descriptor.server_streaming else 'unary'}"
     )
     ask = getattr(channel, kind)(method)
-    call = ask(iter([b""]) if descriptor.client_streaming else b"", timeout=30)
+    # Nothing is written to a stream: a write to one that has ended hides its status.
+    call = ask(timeout=30) if descriptor.client_streaming else ask(b"", timeout=30)
     try:
-        if descriptor.server_streaming:
-            await call.read()
-            # A stream that stays open has been accepted.
-            if not call.done():
-                call.cancel()
-                return grpc.StatusCode.OK, ""
-        else:
-            await call
+        await (wait_until_accepted(call) if descriptor.server_streaming else call)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
-    return await call.code(), await call.details()
+    call.cancel()
+    return grpc.StatusCode.OK, ""
 
 
 async def called_by(identity: Identity, address: str, method: str) -> tuple[grpc.StatusCode, str]:
@@ -177,7 +177,7 @@ async def test_a_method_that_the_table_does_not_list_is_refused_to_every_role(
 ) -> None:
     listed = dict(CALLERS["pando.v1.Detokenizer"])
     del listed[GATEWAY_ONLY]
-    monkeypatch.setitem(CALLERS, "pando.v1.Detokenizer", listed)  # type: ignore[arg-type]  # it is a dict
+    monkeypatch.setitem(CALLERS, "pando.v1.Detokenizer", listed)
     async with serving("pando.v1.Detokenizer", read_security(people["detokenizer"].settings())) as address:
         for name, identity in people.items():
             assert (await called_by(identity, address, GATEWAY_ONLY))[0] is DENIED, name
@@ -263,18 +263,36 @@ async def test_plaintext_has_no_names_so_the_table_does_not_apply(tmp_path: Path
             assert (await outcome(channel, method))[0] is not DENIED
 
 
-async def test_who_is_refused_logs_it_once(people: dict[str, Identity]) -> None:
-    refusals = RefusalLog("detokenizer")
-    async with serving("pando.v1.Detokenizer", read_security(people["detokenizer"].settings())) as address:
+async def test_a_link_that_is_refused_never_connects_and_logs_the_reason_once(people: dict[str, Identity]) -> None:
+    connections: list[None] = []
+    async with (
+        serving("pando.v1.Detokenizer", read_security(people["detokenizer"].settings())) as address,
+        open_channel(address, read_security(people["worker"].settings())) as channel,
+    ):
+        stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
+        link = StreamLink("detokenizer", lambda: stub.Push(), print, on_connected=lambda: connections.append(None))
         with capture_logs() as logs:
-            for _ in range(3):
-                async with open_channel(address, read_security(people["worker"].settings())) as channel:
-                    call: Any = channel.unary_unary(GATEWAY_ONLY)
-                    with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        await call(b"")
-                    refusals.note(refused.value)
+            running = asyncio.create_task(link.run())
+            await until(lambda: sum(log["event"] == "rpc.refused" for log in logs) >= 3)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
     [event] = [log for log in logs if log["event"] == "link.refused"]
     assert (event["link"], "the role worker may not call" in event["reason"]) == ("detokenizer", True)
+    assert not connections
+
+
+def test_a_refusal_is_logged_again_after_a_connection_and_what_is_no_refusal_never() -> None:
+    def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
+
+    refusals = RefusalLog("scheduler")
+    with capture_logs() as logs:
+        for code in (DENIED, DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE):
+            refusals.note(failed(code))
+        refusals.clear()
+        refusals.note(failed(grpc.StatusCode.UNAUTHENTICATED))
+    reasons = [log["reason"] for log in logs]
+    assert reasons == ["PERMISSION_DENIED: why", "UNAUTHENTICATED: why", "UNAUTHENTICATED: why"]
 
 
 @pytest.mark.parametrize(
