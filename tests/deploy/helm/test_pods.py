@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.rpc.roles import Role
 from common.settings import Settings
 from tests.deploy.helm.chart import (
     Manifest,
@@ -217,13 +218,57 @@ def test_services_trust_each_other_by_certificates_and_probes_need_none() -> Non
     rpc = Settings(**settings_of(objects)).rpc
     assert (rpc.plaintext, rpc.probe_port) == (False, 9200)
     for component, template in pods(objects).items():
-        [mount] = [m for m in container(template)["volumeMounts"] if m["name"] == "tls"]
-        assert str(rpc.certificate) == f"{mount['mountPath']}/tls.crt"
-        [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "tls"]
-        certificate = named(objects, "Certificate", component)["spec"]
-        assert certificate["secretName"] == volume["secret"]["secretName"]
         if component != "gateway":
             assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
+
+
+@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "given-issuer"])
+def test_each_service_has_a_certificate_of_its_own_with_its_role_and_no_other(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    services = running(objects)
+    assert {each.service for each in services} == {"gateway", *SERVICES}
+    for each in services:
+        certificate = named(objects, "Certificate", each.service)["spec"]
+        assert certificate["secretName"] == certificate_secret(each)
+        names = each.settings.rpc.names_of_roles()
+        assert [role for role in names if set(names[role]) & set(certificate["uris"])] == [each.service]
+    assert len({(each.service, certificate_secret(each)) for each in services}) == len(SERVICES) + 1
+
+
+def test_a_worker_in_its_schedulers_pod_cannot_pass_for_the_scheduler() -> None:
+    objects = render(VALUE_SETS["groups-keda"])
+    scheduler, worker = (named(objects, "Certificate", name)["spec"]["dnsNames"] for name in ("scheduler", "worker"))
+    assert scheduler == ["demo-pando-group", "demo-pando-group.llm.svc"]
+    assert worker == ["*.demo-pando-group.llm.svc"]
+
+
+def test_operators_have_a_certificate_that_no_pod_mounts() -> None:
+    objects = render(VALUE_SETS["own-authority"])
+    operator = named(objects, "Certificate", "operator")["spec"]
+    names = Settings(**settings_of(objects)).rpc.names_of_roles()
+    assert tuple(operator["uris"]) == names[Role.OPERATOR] == ("spiffe://llm/pando/operator",)
+    assert "server auth" not in operator["usages"]
+    assert operator["secretName"] not in {certificate_secret(each) for each in running(objects)}
+
+
+def test_given_certificates_are_mounted_by_their_services_and_may_name_roles_otherwise() -> None:
+    objects = render(VALUE_SETS["given-certificates"])
+    assert not [item for item in objects if item["kind"] in ("Certificate", "Issuer")]
+    services = running(objects)
+    assert {each.service: certificate_secret(each) for each in services} == {
+        name: f"{name}-certificate" for name in ("gateway", *SERVICES)
+    }
+    names = services[0].settings.rpc.names_of_roles()
+    assert names[Role.GATEWAY] == ("edge.example",)
+    assert names[Role.SCHEDULER] == ("spiffe://llm.example/pando/scheduler",)
+
+
+def certificate_secret(each: Running) -> str:
+    """Return the Secret that is mounted where the service looks for its certificate."""
+    directory = str(each.settings.rpc.certificate).rpartition("/")[0]
+    [mount] = [mount for mount in each.container["volumeMounts"] if mount["mountPath"] == directory]
+    [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == mount["name"]]
+    return str(volume["secret"]["secretName"])
 
 
 @pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda"])
@@ -236,8 +281,7 @@ def test_every_address_of_the_ring_is_in_its_peers_certificate(name: str) -> Non
     }
     shown: dict[str, list[str]] = {}
     for each in running(objects):
-        [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == "tls"]
-        shown[each.service] = secrets[volume["secret"]["secretName"]]
+        shown[each.service] = secrets[certificate_secret(each)]
     for each in running(objects):
         settings = each.settings
         assert settings.gateway.tokenizer.partition(":")[0] in shown["tokenizer"]

@@ -41,6 +41,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pull policy in another spelling": ({"image": {"pullPolicy": "always"}}, "pullPolicy"),
     "secret with a capital": ({"apiKeys": {"existingSecret": "Keys"}}, "existingSecret"),
     "clients' certificates over HTTP": ({"gateway": {"clientAuthoritySecret": "partners"}}, "certificateSecret"),
+    "certificates of some services": ({"tls": {"existingSecrets": {"gateway": "edge"}}}, "existingSecrets"),
+    "one certificate for all services": ({"tls": {"existingSecret": "ring"}}, "existingSecret"),
+    "names of an unknown role": ({"tls": {"peerNames": {"janitor": ["a.example"]}}}, "peerNames"),
+    "pattern as the name of a role": ({"tls": {"peerNames": {"operator": ["*.example"]}}}, "peerNames"),
+    "trust domain with a scheme": ({"tls": {"trustDomain": "spiffe://llm"}}, "trustDomain"),
     "peer without anything": ({"networkPolicy": {"gatewayFrom": [{}]}}, "gatewayFrom"),
     "number as text": ({"gateway": {"replicas": "2"}}, "replicas"),
 }

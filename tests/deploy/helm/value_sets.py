@@ -171,7 +171,17 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             ]
         }
     },
-    "given-certificate": {"tls": {"enabled": True, "existingSecret": "ring"}},
+    "given-certificates": {
+        "tls": {
+            "enabled": True,
+            "trustDomain": "llm.example",
+            "peerNames": {"gateway": ["edge.example"]},
+            "existingSecrets": {
+                name: f"{name}-certificate" for name in ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+            },
+        },
+        "groups": {"layout": "together"},
+    },
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
 } | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}

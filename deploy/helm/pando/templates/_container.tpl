@@ -84,7 +84,7 @@
     - {name: admin, mountPath: /etc/pando/admin, readOnly: true}
     {{- end }}
     {{- if $root.Values.tls.enabled }}
-    - {name: tls, mountPath: /etc/pando/tls, readOnly: true}
+    - {name: {{ ternary "worker-tls" "tls" $isSidecar }}, mountPath: /etc/pando/tls, readOnly: true}
     {{- end }}
     {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne $root.Values.model.source "bundled") }}
     - {name: model, mountPath: /models, readOnly: true}

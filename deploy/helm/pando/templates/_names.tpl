@@ -36,6 +36,15 @@ labels:
   {{- include "pando.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* The Secret with a service's certificate; takes {root, service}. */}}
+{{- define "pando.tlsSecret" -}}
+{{- get .root.Values.tls.existingSecrets .service | default (printf "%s-%s-tls" (include "pando.fullname" .root) .service) -}}
+{{- end -}}
+
+{{- define "pando.trustDomain" -}}
+{{- .Values.tls.trustDomain | default .Release.Namespace -}}
+{{- end -}}
+
 {{- define "pando.serviceAccount" -}}
 {{- if .Values.serviceAccount.create -}}
 {{ default (include "pando.fullname" .) .Values.serviceAccount.name }}

@@ -109,7 +109,11 @@ volumes:
   {{- end }}
   {{- if $root.Values.tls.enabled }}
   - name: tls
-    secret: {secretName: {{ default (printf "%s-%s-tls" (include "pando.fullname" $root) .name) $root.Values.tls.existingSecret }}}
+    secret: {secretName: {{ include "pando.tlsSecret" (dict "root" $root "service" (ternary "scheduler" .name $isGroup)) }}}
+  {{- if $isGroup }}
+  - name: worker-tls
+    secret: {secretName: {{ include "pando.tlsSecret" (dict "root" $root "service" "worker") }}}
+  {{- end }}
   {{- end }}
   {{- if $needsModel }}
   {{- with include "pando.modelVolumes" $root | trim }}{{ . | nindent 2 }}{{ end }}

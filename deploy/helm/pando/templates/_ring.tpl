@@ -60,6 +60,8 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $rpc := dict "plaintext" true -}}
 {{- if .Values.tls.enabled -}}
 {{- $rpc = dict "certificate" "/etc/pando/tls/tls.crt" "key" "/etc/pando/tls/tls.key" "authority" "/etc/pando/tls/ca.crt" "probe_port" 9200 -}}
+{{- $_ := set $rpc "trust_domain" (include "pando.trustDomain" .) -}}
+{{- with .Values.tls.peerNames }}{{ $_ := set $rpc "peer_names" . }}{{ end -}}
 {{- end -}}
 {{- $_ := set $own "rpc" $rpc -}}
 {{- $_ := set $own.worker "device" .Values.worker.device -}}
