@@ -154,6 +154,17 @@ def test_secrets_are_files_and_whoever_reads_one_is_given_it() -> None:
     assert "admin_token" in overlay["services"]["gateway"]["secrets"]
 
 
+def test_each_service_has_a_certificate_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = load("tls.yaml")["services"]
+    assert services.keys() == set(RING)
+    for name, service in services.items():
+        [mount] = service["volumes"]
+        source, target, mode = mount.rsplit(":", 2)
+        assert (source.rpartition("/")[2], mode) == (name, "ro")
+        rpc = settings_with({**SERVICES[name]["environment"], **service["environment"]}, {}, monkeypatch).rpc
+        assert (str(rpc.certificate), rpc.plaintext) == (f"{target}/tls.crt", False)
+
+
 def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("models.yaml")["services"]
     variables = {"PANDO_SECOND_MODEL": "/models/large", "PANDO_SECOND_NAME": "big"}

@@ -51,11 +51,14 @@ class Secured:
     def __init__(self, directory: Path) -> None:
         self.key, self.admin_key = create_key(directory), create_key(directory, "--admin")
         (directory / "admin.txt").write_text(ADMIN_TOKEN)
-        identity = Authority(directory / "authority").issue("ring", hosts=RING)
-        (directory / "tls").mkdir()
-        files = {"tls.crt": identity.certificate, "tls.key": identity.key, "ca.crt": identity.authority}
-        for name, path in files.items():
-            (directory / "tls" / name).write_bytes(path.read_bytes())
+        authority = Authority(directory / "authority")
+        for service in RING:
+            identity = authority.issue(service, hosts=[service], roles=[service])
+            own = directory / "tls" / service
+            own.mkdir(parents=True)
+            files = {"tls.crt": identity.certificate, "tls.key": identity.key, "ca.crt": identity.authority}
+            for name, path in files.items():
+                (own / name).write_bytes(path.read_bytes())
         for path in (directory, *directory.rglob("*")):  # the user in the containers is nobody here
             path.chmod(0o755 if path.is_dir() else 0o644)
         environment = {
@@ -114,7 +117,8 @@ def test_only_the_administrators_key_flushes_the_cache(secured: Secured) -> None
     assert "Cache flushed" in secured.flush(secured.admin_key).raise_for_status().text
 
 
-def test_the_scheduler_talks_to_nobody_without_a_certificate(secured: Secured) -> None:
+def test_the_scheduler_answers_only_certificates_of_roles_that_may_ask_it(secured: Secured) -> None:
+    assert secured.project.inside("detokenizer", CALL).splitlines() == ["PERMISSION_DENIED", *["UNAVAILABLE"] * 2]
     assert secured.project.inside("tokenizer", CALL).splitlines() == ["READY", "UNAVAILABLE", "UNAVAILABLE"]
 
 
