@@ -55,7 +55,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Scheduler/Pause": _OPERATOR,
         "/pando.v1.Scheduler/Resume": _OPERATOR,
         "/pando.v1.Scheduler/WatchCacheEvents": _OPERATOR,
-        "/pando.v1.Scheduler/ForgetPrincipal": _OPERATOR,
+        "/pando.v1.Scheduler/Forget": _OPERATOR,
         "/pando.v1.Scheduler/Pin": _OPERATOR,
         "/pando.v1.Scheduler/Unpin": _OPERATOR,
         **_EVERY_SERVER,
