@@ -55,11 +55,11 @@ e2e: install-dev ## Run the tests that start the real services
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers
 
-lint: install-dev ## Style, import contracts, file lengths, proto style
+lint: install-dev ## Style, import contracts, import circles, proto style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m deploy.checks.lengths
+	$(BIN)/python -m deploy.checks.structure --check
 	cd protos && ../$(BIN)/buf lint
 
 types: install-dev ## mypy, strict

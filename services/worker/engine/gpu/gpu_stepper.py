@@ -25,7 +25,7 @@ from services.worker.engine.sampling.prompt_scores import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
 from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
-from services.worker.engine.torch_engine import to_device as batch_to_device
+from services.worker.engine.torch_stepper import to_device as batch_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

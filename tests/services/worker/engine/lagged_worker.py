@@ -16,7 +16,7 @@ from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import Sampled
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.pooler import Pooler, with_pooled
-from services.worker.engine.torch_engine import to_device
+from services.worker.engine.torch_stepper import to_device
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 from tests.services.scheduler.core.harness import Harness

@@ -20,7 +20,7 @@ from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.plan_runner import PlanRunner
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.table import SamplingTable
-from services.worker.engine.torch_engine import TorchStepper
+from services.worker.engine.torch_stepper import TorchStepper
 from tests.services.worker.engine.gpu.asked import EveryThird, random_sampling
 from tests.services.worker.engine.gpu.markov import PAGE_SIZE, PAGES, VOCABULARY, MarkovRunner
 from tests.services.worker.engine.scenario import RandomScheduler, chunk, open_row, tokens_by_row
