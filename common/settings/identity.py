@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from common.section import Section
 
 # All of them asymmetric: who can check a token must not be able to make one.
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+# Without scheme, port and wildcards.
+HostName = Annotated[
+    str, StringConstraints(to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+]
 
 
 class IdentitySettings(Section):
@@ -30,6 +34,9 @@ class IdentitySettings(Section):
     isolated: together they are one subject, which finds public text only and proves nothing. auto: local for direct
     connections over loopback, isolated otherwise. vouched: as auto, but users named in requests are taken for people,
     for tests and benchmarks on closed networks. refuse: 401."""
+    allowed_hosts: tuple[HostName, ...] = ()
+    """Host names, beside localhost, for which requests over loopback are answered while no keys are asked for: those
+    that a reverse proxy or a sidecar on the gateway's machine passes on. Their users are not administrators."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
     tenant_header: str = "x-pando-tenant"

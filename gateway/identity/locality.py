@@ -1,0 +1,130 @@
+"""Which requests without a credential come directly from a person at this machine.
+
+A TCP connection over loopback alone does not show that: reverse proxies, tunnels and sidecars on the same host connect
+over loopback on behalf of strangers, and a web page whose host name an attacker resolves to 127.0.0.1 (DNS rebinding)
+connects from the browser of the person who opened it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from common.errors import PermissionDeniedError
+from gateway.identity.proxies import is_loopback, parse_peer
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
+    from gateway.identity.proxies import TrustedProxy
+
+# Headers that proxies add and direct clients do not send. One of them is enough: the connection is then a proxy's.
+FORWARDING_HEADERS = frozenset(
+    {
+        "forwarded",  # RFC 7239
+        "via",  # RFC 9110, 7.6.3
+        "cdn-loop",  # RFC 8586
+        "client-ip",
+        "true-client-ip",
+        "x-client-ip",
+        "x-cluster-client-ip",
+        "x-forwarded",
+        "x-original-host",
+        "x-original-uri",
+        "x-real-ip",
+        "x-scheme",
+    }
+)
+FORWARDING_PREFIXES = (
+    "cf-",  # Cloudflare, whose tunnels end on the served host
+    "fastly-",
+    "fly-",
+    "l5d-",  # Linkerd
+    "tailscale-",
+    "x-amzn-",
+    "x-arr-",  # IIS
+    "x-auth-request-",  # oauth2-proxy
+    "x-envoy-",  # Envoy, Istio
+    "x-forwarded-",
+    "x-original-forwarded-",
+)
+# nginx speaks HTTP/1.0 to the servers behind it unless it is configured otherwise, with their address as Host.
+PROXY_HTTP_VERSION = "1.0"
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
+REFUSED_HOST = (
+    "Without an API key, requests over loopback are answered for localhost, for IP addresses and for the names in "
+    "gateway.allowed_hosts; this one is for {host}."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Locality:
+    """Decides which requests without a credential are local. Names in `allowed_hosts` are in lower case."""
+
+    proxy: TrustedProxy
+    allowed_hosts: frozenset[str] = frozenset()
+
+    def is_local_person(self, peer: str | None, headers: Headers, http_version: str = "1.1") -> bool:
+        """Return whether a person at this machine sent this request, by a direct connection to a loopback address.
+
+        The Host must be `localhost` or a loopback address. A name in `allowed_hosts` does not do: a proxy that adds no
+        header of its own is recognised by nothing but the name that it passes on.
+        """
+        return (
+            is_loopback(peer)
+            and not self.proxy.trusts(peer)
+            and http_version != PROXY_HTTP_VERSION
+            and _is_loopback_host(_host(headers))
+            and not self._is_forwarded(headers)
+        )
+
+    def may_administrate(self, peer: str | None, headers: Headers, http_version: str = "1.1") -> bool:
+        """Return whether this is a local person's request, and not one that a page of another origin had sent."""
+        return self.is_local_person(peer, headers, http_version) and not is_foreign_page(headers)
+
+    def check_host(self, peer: str | None, headers: Headers) -> None:
+        """Refuse a request over loopback for a name that this server does not go by, as after DNS rebinding.
+
+        IP addresses cannot be rebound. A trusted proxy on this machine has its own names.
+
+        Raises:
+            PermissionDeniedError: the name is not allowed.
+        """
+        if not is_loopback(peer) or self.proxy.trusts(peer):
+            return
+        host = _host(headers)
+        if host is None or not (host == "localhost" or parse_peer(host) or host in self.allowed_hosts):
+            raise PermissionDeniedError(REFUSED_HOST.format(host=repr((host or headers.get("host", ""))[:100])))
+
+    def _is_forwarded(self, headers: Headers) -> bool:
+        if self.proxy.tenant_header in headers or self.proxy.user_header in headers:
+            return True
+        return any(name in FORWARDING_HEADERS or name.startswith(FORWARDING_PREFIXES) for name in headers)
+
+
+def is_foreign_page(headers: Headers) -> bool:
+    """Return whether a browser says that a page of another origin than this server's sent the request."""
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return True
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+
+
+def _host(headers: Headers) -> str | None:
+    """Return the host that the request is for, without port and brackets; None unless there is exactly one."""
+    values = headers.getlist("host")
+    return _parse_host(values[0]) if len(values) == 1 else None
+
+
+@lru_cache(maxsize=1024)
+def _parse_host(value: str) -> str | None:
+    match = HOST.fullmatch(value.lower())
+    return match[1].strip("[]") if match else None
+
+
+def _is_loopback_host(host: str | None) -> bool:
+    return host == "localhost" or is_loopback(host)
