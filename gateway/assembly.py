@@ -121,7 +121,8 @@ def build_identity(settings: GatewaySettings) -> Identity:
     keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
     proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
-    return Identity(keys, proxy, Keyless(settings.default_tenant, settings.anonymous), _build_tokens(settings))
+    keyless = Keyless(settings.default_tenant, settings.anonymous, frozenset(settings.allowed_hosts))
+    return Identity(keys, proxy, keyless, _build_tokens(settings))
 
 
 def build_quotas(settings: GatewaySettings) -> Quotas:

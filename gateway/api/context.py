@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from gateway.stored_responses import StoredResponses
 
 
+NO_ADMINISTRATOR = (
+    "This needs an administrator's credential; where neither API keys nor tokens are configured, a direct connection "
+    "to localhost on the gateway's own machine."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what one client can make this process hold."""
@@ -68,7 +74,8 @@ class Context:
         Raises:
             UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
         """
-        caller = await self.identity.caller(request.headers, request.client.host if request.client else None)
+        peer = request.client.host if request.client else None
+        caller = await self.identity.caller(request.headers, peer, request.scope["http_version"])
         request.scope[TENANT] = caller.tenant
         return caller
 
@@ -80,10 +87,8 @@ class Context:
             PermissionDeniedError: it is the credential of an ordinary user.
         """
         caller = await self.caller(request)
-        # Without keys the machine's own user is an administrator, but not whatever page that user's browser shows.
-        is_foreign_page = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-        if not caller.is_admin or is_foreign_page:
-            raise PermissionDeniedError("This needs the credential of an administrator.")
+        if not caller.is_admin:
+            raise PermissionDeniedError(NO_ADMINISTRATOR)
         return caller
 
     async def body(self, request: Request) -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, assert_never
 
 from common.errors import UnauthenticatedError
 from gateway.identity.caller import ANONYMOUS, LOCAL, PROXY, Caller, key, person
-from gateway.identity.proxies import is_loopback
+from gateway.identity.locality import Locality
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -49,23 +49,23 @@ class Keyless:
 
     tenant: str
     anonymous: Anonymous = "auto"
+    allowed_hosts: frozenset[str] = frozenset()
 
-    def caller(self, headers: Headers, peer: str | None) -> Caller:
-        """Return the caller of a request without credential.
+    def caller(self, *, is_local: bool, is_admin: bool) -> Caller:
+        """Return the caller of a request without credential, by what `Locality` says of its connection.
 
         Raises:
             UnauthenticatedError: such requests are refused.
         """
-        is_local = is_loopback(peer)
         match self.anonymous:
             case "auto":
-                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, is_admin=is_local)
+                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, is_admin=is_admin)
             case "local":
-                return Caller(self.tenant, LOCAL, is_admin=is_local)
+                return Caller(self.tenant, LOCAL, is_admin=is_admin)
             case "isolated":
-                return Caller(self.tenant, ANONYMOUS, is_admin=is_local)
+                return Caller(self.tenant, ANONYMOUS, is_admin=is_admin)
             case "vouched":
-                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, vouches=True, is_admin=is_local)
+                return Caller(self.tenant, LOCAL if is_local else ANONYMOUS, vouches=True, is_admin=is_admin)
             case "refuse":
                 raise UnauthenticatedError(NO_KEY)
             case _:
@@ -81,12 +81,14 @@ class Identity:
         self._tokens = tokens
         self._proxy = proxy
         self._keyless = keyless
+        self._locality = Locality(proxy, keyless.allowed_hosts)
 
-    async def caller(self, headers: Headers, peer: str | None) -> Caller:
+    async def caller(self, headers: Headers, peer: str | None, http_version: str = "1.1") -> Caller:
         """Return the caller; `peer` is the address of the direct TCP peer.
 
         Raises:
             UnauthenticatedError: a credential is needed, and there is none or a wrong one.
+            PermissionDeniedError: no credential is needed, and the request is for a name that is not this server's.
             InvalidRequestError: the proxy's headers are malformed.
         """
         tenant, user = self._proxy.names(headers, peer)
@@ -96,7 +98,11 @@ class Identity:
         if self._keys is None and self._tokens is None:
             if user is not None:
                 return Caller(self._keyless.tenant, person(user))
-            return self._keyless.caller(headers, peer)
+            self._locality.check_host(peer, headers)
+            return self._keyless.caller(
+                is_local=self._locality.is_local_person(peer, headers, http_version),
+                is_admin=self._locality.may_administrate(peer, headers, http_version),
+            )
         caller = await self._by_credential(_credential(headers))
         if user is None:
             return caller

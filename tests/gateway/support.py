@@ -70,7 +70,7 @@ class FakedGateway:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app, client=(self.peer, 50000))
-        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def chat(self, **fields: Any) -> httpx.Response:
         return await self.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, **fields})
