@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
+from common.errors import ConfigurationError
+
 RPC_SECONDS = Histogram(
     "pando_rpc_seconds", "Duration of unary calls and of streams, as the server saw it.", ["method", "status"]
 )
@@ -20,6 +22,14 @@ MODEL_INFO = Gauge(
 )
 
 
-def start_metrics_server(port: int) -> None:
-    """Serve /metrics on all interfaces at `port`, from a thread of its own."""
-    start_http_server(port)
+def start_metrics_server(port: int, host: str = "0.0.0.0") -> int:
+    """Serve /metrics at `port` of the interface `host`, from a thread of its own; 0 takes a free port. Return the port.
+
+    Raises:
+        ConfigurationError: the address is in use or cannot be bound.
+    """
+    try:
+        server, _ = start_http_server(port, host)
+    except OSError as error:
+        raise ConfigurationError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
+    return server.server_port

@@ -23,17 +23,21 @@ DRAIN_INTERVAL_S = 0.05
 
 
 def run_service(
-    name: str, log: LogSettings, main: Callable[[asyncio.Event], Awaitable[None]], metrics_port: int | None = None
+    name: str,
+    log: LogSettings,
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    metrics_port: int | None = None,
+    metrics_host: str = "0.0.0.0",
 ) -> None:
     """Run `main` until it returns; SIGTERM and SIGINT set the event it is given, so that it can drain.
 
-    A second signal ends the process at once. A ConfigurationError from `main` is logged and ends it with status 1.
+    A second signal ends the process at once. A ConfigurationError is logged and ends it with status 1.
     """
     configure_logging(name, log)
-    if metrics_port is not None:
-        start_metrics_server(metrics_port)
     logger = get_logger("runtime")
     try:
+        if metrics_port is not None:
+            logger.info("metrics.listening", port=start_metrics_server(metrics_port, metrics_host))
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(_run(name, main))
     except ConfigurationError as error:

@@ -84,7 +84,8 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application over `context`, which browsers may call for pages of `cors_origins`."""
     # Its own telemetry would ask for providers at every request; metrics and traces are ours.
     silent: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-    app = FastAPI(title="Pando", redirect_slashes=False, docs_url=None, redoc_url=None, telemetry=silent)
+    # Its own description would be shown to everybody, and its pages load scripts from elsewhere.
+    app = FastAPI(title="Pando", redirect_slashes=False, openapi_url=None, telemetry=silent)
     generating = (chat, completions, responses, messages, native)
     for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
         # Not by `include_router`, whose routers within a router are searched twice for every request.
@@ -94,7 +95,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    describe(app, BODIES)
+    describe(app, context, BODIES)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,

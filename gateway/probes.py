@@ -1,4 +1,4 @@
-"""Health, readiness and metrics in plaintext at a port of their own, for those who have no certificate to show."""
+"""Health and readiness in plaintext at a port of their own, for those who have no certificate to show."""
 
 from __future__ import annotations
 

@@ -17,13 +17,16 @@ class GatewaySettings(IdentitySettings):
     """Interface to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0 picks a free one."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint on the same interface, in plaintext and without credentials: keep users away from
+    it by the network. Absent: none; administrators find /metrics at the API's port."""
     certificate: Path | None = None
     """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
     key: Path | None = None
     """The private key that belongs to it (PEM)."""
     client_authority: Path | None = None
     """Authorities (PEM) of clients' certificates: who shows none of theirs is refused. Absent: clients need none.
-    Health, readiness and metrics are then answered at rpc.probe_port, too, in plaintext, for who cannot show one."""
+    Health and readiness are then answered at rpc.probe_port, too, in plaintext, for those who cannot show one."""
     cors_origins: tuple[str, ...] = ()
     """Pages of these origins (https://chat.example) may call the API from their visitors' browsers; "*": all pages.
     Without keys, whatever such a page asks counts as asked by whoever runs the browser."""

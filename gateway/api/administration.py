@@ -1,4 +1,4 @@
-"""What SGLang's test kits ask beside generating: emptying the cache, aborting, information."""
+"""Endpoints of administrators (metrics, emptying the cache, figures of the server), aborting and model information."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     Endpoint = Callable[[Request], Awaitable[Response]]
 
 T = TypeVar("T")
+EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_router(context: Context) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter()
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Return all metrics in Prometheus' text format. At low traffic they show token counts of single requests."""
+        await context.admin(request)
+        return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
 
     @router.get("/flush_cache", operation_id="flush_cache_by_get")
     @router.post("/flush_cache", operation_id="flush_cache")

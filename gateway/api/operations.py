@@ -1,4 +1,4 @@
-"""/health, /ready and /metrics: for those who run the server."""
+"""/health and /ready, which anybody may ask: they show nothing of users."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from fastapi import APIRouter, Response
 
 if TYPE_CHECKING:
     from gateway.api.context import Context
-
-EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ async def readiness(context: Context, model: str | None = None) -> ReadyState:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints; none asks for a key, so keep them from strangers by the network."""
+    """Return the endpoints; none asks for a credential."""
     router = APIRouter()
 
     @router.get("/health")
@@ -61,10 +59,5 @@ def create_router(context: Context) -> APIRouter:
         """Say whether requests would be served now, or else what is missing; with `model`, whether its would be."""
         state = await readiness(context, model)
         return Response(orjson.dumps(state.answer), 200 if state.serves else 503, media_type="application/json")
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """Return all metrics in Prometheus' text format."""
-        return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
 
     return router

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
+from fastapi import Request, Response
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastapi import FastAPI
 
+    from gateway.api.context import Context
     from gateway.schemas.parse import Schema
 
 Json = dict[str, Any]  # Any: OpenAPI is free JSON
@@ -45,8 +49,8 @@ def documented(*bodies: type[Schema]) -> Json:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def describe(app: FastAPI, bodies: Iterable[type[Schema]]) -> None:
-    """Let `app` describe `bodies` and failures as they are."""
+def describe(app: FastAPI, context: Context, bodies: Iterable[type[Schema]]) -> None:
+    """Let `app` describe `bodies` and failures as they are, at /openapi.json, to those who may use the API."""
     generate = app.openapi
 
     def openapi() -> Json:
@@ -54,7 +58,12 @@ def describe(app: FastAPI, bodies: Iterable[type[Schema]]) -> None:
             app.openapi_schema = _completed(generate(), bodies)
         return app.openapi_schema
 
+    async def description(request: Request) -> Response:
+        await context.caller(request)
+        return Response(orjson.dumps(app.openapi()), media_type="application/json")
+
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's own documentation does it
+    app.add_api_route("/openapi.json", description, methods=["GET"], include_in_schema=False)
 
 
 def _completed(description: Json, bodies: Iterable[type[Schema]]) -> Json:

@@ -34,7 +34,7 @@ async def test_the_limit_is_told_before_it_is_reached_and_then_429_with_retry_af
     assert (await ask(gateway, stream=True)).headers["x-ratelimit-remaining-requests"] == "0"
     refused = await ask(gateway)
     assert error_of(refused, 429)["type"] == "rate_limit_error"
-    assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in (await gateway.get("/metrics")).text
+    assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in gateway.metrics.exposition().decode()
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(gateway.ring.submitted) == 2
