@@ -123,8 +123,8 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     job, overlays = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {config["labels"]["pod"]: config["targets"] for config in job["static_configs"]}
     environment = SERVICES["worker"]["environment"]
-    expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING[:-1]}
-    assert targets == expected | {"gateway": ["gateway:8000"]}
+    expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING}
+    assert targets == expected
     ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]

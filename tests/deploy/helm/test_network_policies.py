@@ -48,6 +48,19 @@ def test_strangers_reach_only_the_gateway_and_only_if_nobody_is_named() -> None:
     assert all("from" in rule for rules in named.values() for rule in rules)
 
 
+@pytest.mark.parametrize("name", ENFORCED)
+def test_metrics_are_read_only_by_prometheus_in_its_own_namespace(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    prometheus = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+    }
+    ingress = _ingress(objects)
+    for each in running(objects):
+        port = getattr(each.settings, each.service).metrics_port
+        assert [rule["from"] for rule in ingress[component_of(each.workload)] if port in _ports(rule)] == [[prometheus]]
+
+
 def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fetched() -> None:
     def who_leaves(values: dict[str, Any]) -> set[str]:
         return {

@@ -37,7 +37,7 @@ def test_the_services_accept_the_rendered_settings(name: str) -> None:
         section = getattr(each.settings, each.service)
         if each.service == "gateway":
             probe_port = {each.settings.rpc.probe_port} if section.client_authority else set()
-            assert ports == {section.port} | probe_port
+            assert ports == {section.port, section.metrics_port} | probe_port
             continue
         assert {int(section.address.rpartition(":")[2]), section.metrics_port} <= ports
 
@@ -157,6 +157,27 @@ def test_probes_need_no_certificate_where_clients_do() -> None:
         asked = gateway.container[probe]["httpGet"]
         assert (ports[asked["port"]], asked["scheme"]) == (gateway.settings.rpc.probe_port, "HTTP")
     assert gateway.settings.gateway.client_authority is not None
+
+
+def test_metrics_are_read_from_the_ports_at_which_they_are_served() -> None:
+    objects = render(VALUE_SETS["monitoring"])
+    [gateway] = [each for each in running(objects) if each.service == "gateway"]
+    [endpoint] = named(objects, "PodMonitor", "gateway")["spec"]["podMetricsEndpoints"]
+    ports = {port["name"]: port["containerPort"] for port in gateway.container["ports"]}
+    assert ports[endpoint["port"]] == gateway.settings.gateway.metrics_port
+    # It is read by the pod's address alone: the Service may be open to the world.
+    assert [port["targetPort"] for port in named(objects, "Service", "gateway")["spec"]["ports"]] == ["http"]
+
+
+def test_a_gateway_without_keys_answers_for_the_names_it_has_in_the_cluster() -> None:
+    def hosts(values: dict[str, Any]) -> tuple[str, ...]:
+        return Settings(**settings_of(render(values))).gateway.allowed_hosts
+
+    service = "demo-pando-gateway"
+    assert set(hosts({})) == {service, f"{service}.llm", f"{service}.llm.svc", f"{service}.llm.svc.cluster.local"}
+    values = {"ingress": {"enabled": True, "hosts": ["llm.example", "*.llm.example"]}}
+    assert set(hosts(values)) - set(hosts({})) == {"llm.example"}
+    assert "other.example" in hosts({**values, "settings": {"gateway": {"allowed_hosts": ["other.example"]}}})
 
 
 def test_the_gateways_probes_are_its_routes() -> None:

@@ -8,6 +8,8 @@
 {{- $image := $root.Values.image.services -}}
 {{- if $isWorker }}{{ $image = ternary $root.Values.image.workerCuda $root.Values.image.workerCpu (eq $values.device "cuda") }}{{ end -}}
 {{- $isSidecar := and $isWorker (hasKey . "pod") -}}
+{{- /* The kubelet has no certificate to show to a gateway that asks its clients for one. */}}
+{{- $hasProbePort := and (eq .name "gateway") (ne $root.Values.gateway.clientAuthoritySecret "") -}}
 - name: {{ .name }}
   {{- if $isSidecar }}
   # Starts before the scheduler, and ends after it has drained.
@@ -37,8 +39,8 @@
     {{- if and $isSidecar $root.Values.tls.enabled }}
     # The scheduler beside it has the other one.
     - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
-    {{- else if and (eq .name "gateway") (ne $facts.metrics $facts.port) }}
-    - {name: PANDO_RPC__PROBE_PORT, value: {{ $facts.metrics | quote }}}
+    {{- else if $hasProbePort }}
+    - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
     {{- end }}
     {{- with $values.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   ports:
@@ -46,11 +48,13 @@
     - name: {{ include "pando.portName" (merge (dict "purpose" "grpc" "rank" $rank) $) }}
       containerPort: {{ add $facts.port $rank }}
     {{- end }}
-    {{- if ne $facts.metrics $facts.port }}
     {{- range $rank := until $ranks }}
     - name: {{ include "pando.portName" (merge (dict "purpose" "metrics" "rank" $rank) $) }}
       containerPort: {{ add $facts.metrics $rank }}
     {{- end }}
+    {{- if $hasProbePort }}
+    - name: probes
+      containerPort: {{ include "pando.probePort" . }}
     {{- end }}
   {{- include "pando.probes" (merge (dict "facts" $facts) .) | nindent 2 }}
   {{- if not $isSidecar }}
@@ -110,7 +114,7 @@
 {{- $port := ternary (include "pando.probePort" .) (toString .facts.port) .root.Values.tls.enabled -}}
 {{- $isPlain := or (not .root.Values.gateway.certificateSecret) .root.Values.gateway.clientAuthoritySecret -}}
 {{- $scheme := ternary "HTTP" "HTTPS" (not (not $isPlain)) -}}
-{{- $http := ternary "metrics" "http" (ne .root.Values.gateway.clientAuthoritySecret "") -}}
+{{- $http := ternary "probes" "http" (ne .root.Values.gateway.clientAuthoritySecret "") -}}
 {{- if eq .name "gateway" -}}
 startupProbe:
   httpGet: {path: /health, port: {{ $http }}, scheme: {{ $scheme }}}

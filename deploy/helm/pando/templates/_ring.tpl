@@ -1,7 +1,7 @@
 {{/* Who the services of the ring are: their ports, modules and health names. One place, for pods, probes and policies. */}}
 {{- define "pando.ring" -}}
-{{- /* Who asks clients for certificates tells health and metrics at a port of its own. */}}
-gateway: {module: gateway, port: 8000, metrics: {{ ternary 9200 8000 (ne .Values.gateway.clientAuthoritySecret "") }}}
+
+gateway: {module: gateway, port: 8000, metrics: 9095}
 tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer}
 scheduler: {module: services.scheduler, port: 50052, metrics: 9092, health: pando.v1.Scheduler}
 worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.Worker}
@@ -33,8 +33,17 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
-{{- $gateway := dict "host" (.Values.listenHost | trimPrefix "[" | trimSuffix "]") "port" (int $ring.gateway.port) -}}
+{{- $gateway := dict "host" (.Values.listenHost | trimPrefix "[" | trimSuffix "]") "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
+{{- /* Names that a sidecar of a service mesh may pass on over loopback. */}}
+{{- $service := printf "%s-gateway" $name -}}
+{{- $namespaced := printf "%s.%s" $service .Release.Namespace -}}
+{{- $hosts := list $service $namespaced (printf "%s.svc" $namespaced) (printf "%s.svc.cluster.local" $namespaced) -}}
+{{- if .Values.ingress.enabled }}{{ $hosts = concat $hosts .Values.ingress.hosts }}{{ end -}}
+{{- if .Values.httpRoute.enabled }}{{ $hosts = concat $hosts .Values.httpRoute.hostnames }}{{ end -}}
+{{- $names := dig "gateway" "allowed_hosts" list .Values.settings -}}
+{{- range $hosts }}{{ if not (hasPrefix "*" .) }}{{ $names = append $names . }}{{ end }}{{ end -}}
+{{- $_ := set $gateway "allowed_hosts" ($names | uniq) -}}
 {{- if .Values.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" "/etc/pando/keys/keys.toml" }}{{ end -}}
 {{- $_ := set $own "gateway" $gateway -}}
 {{- $_ := merge $own.tokenizer (dict "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
