@@ -103,7 +103,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     if ranks < 1:
         raise ConfigurationError(f"tensor parallelism needs at least 1 rank, not {ranks}")
     deployed = deploy_models(settings, ranks)
-    check_metrics_ports([model.settings for model in deployed])
+    check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     total = sum(model.ranks for model in deployed)
     placed = [_place(model, run_directory, total) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)

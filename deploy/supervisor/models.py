@@ -16,7 +16,7 @@ from common.settings import ModelSettings, ServedModelSettings, explain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from common.settings import Settings
+    from common.settings import GatewaySettings, Settings
 
 SECTIONS = ("tokenizer", "scheduler", "worker", "detokenizer")
 MAX_PREFIX_CHARACTERS = 24
@@ -58,9 +58,13 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
     return deployed
 
 
-def check_metrics_ports(settings: Iterable[Settings]) -> None:
+def check_metrics_ports(gateway: GatewaySettings, settings: Iterable[Settings]) -> None:
     """Raise ConfigurationError if two services were to listen on one port."""
-    taken: set[int] = set()
+    taken = {gateway.port}
+    if gateway.metrics_port:
+        if gateway.metrics_port in taken:
+            raise ConfigurationError(f"gateway.port and gateway.metrics_port are both {gateway.port}")
+        taken.add(gateway.metrics_port)
     for each in settings:
         for section in SECTIONS:
             port = getattr(each, section).metrics_port

@@ -94,6 +94,16 @@ def test_what_is_wrong_with_a_model_is_told(models: dict[str, Any], message: str
         layout_of(models)
 
 
+@pytest.mark.parametrize(
+    ("gateway", "message"),
+    [({"port": 9000, "metrics_port": 9000}, "both 9000"), ({"port": 8000, "metrics_port": 9092}, "port 9092")],
+)
+def test_the_gateway_s_metrics_have_a_port_of_their_own(gateway: dict[str, int], message: str) -> None:
+    settings = Settings.model_validate({"gateway": gateway, "scheduler": {"metrics_port": 9092}})
+    with pytest.raises(ConfigurationError, match=message):
+        plan_layout(settings, RUN)
+
+
 def test_ranks_are_each_model_s_own() -> None:
     with pytest.raises(ConfigurationError, match="tp"):
         plan_layout(Settings.model_validate({"models": {"a": "x"}}), RUN, ranks=2)
