@@ -35,8 +35,9 @@ class IdentitySettings(Section):
     connections over loopback, isolated otherwise. vouched: as auto, but users named in requests are taken for people,
     for tests and benchmarks on closed networks. refuse: 401."""
     allowed_hosts: tuple[HostName, ...] = ()
-    """Host names, beside localhost, for which requests over loopback are answered while no keys are asked for: those
-    that a reverse proxy or a sidecar on the gateway's machine passes on. Their users are not administrators."""
+    """Host names, beside localhost, for which requests over loopback (all requests, if `anonymous` is local) are
+    answered while no keys are asked for, such as those that a reverse proxy on the gateway's machine passes on.
+    Requests for these names are not an administrator's."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
     tenant_header: str = "x-pando-tenant"

@@ -98,7 +98,7 @@ class Identity:
         if self._keys is None and self._tokens is None:
             if user is not None:
                 return Caller(self._keyless.tenant, person(user))
-            self._locality.check_host(peer, headers)
+            self._locality.check_host(peer, headers, all_are_local=self._keyless.anonymous == "local")
             return self._keyless.caller(
                 is_local=self._locality.is_local_person(peer, headers, http_version),
                 is_admin=self._locality.may_administrate(peer, headers, http_version),

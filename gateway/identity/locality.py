@@ -56,8 +56,8 @@ PROXY_HTTP_VERSION = "1.0"
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
 REFUSED_HOST = (
-    "Without an API key, requests over loopback are answered for localhost, for IP addresses and for the names in "
-    "gateway.allowed_hosts; this one is for {host}."
+    "Without an API key, this request is answered only for localhost, IP addresses and the names in "
+    "gateway.allowed_hosts, not for {host}."
 )
 
 
@@ -86,15 +86,16 @@ class Locality:
         """Return whether this is a local person's request, and not one that a page of another origin had sent."""
         return self.is_local_person(peer, headers, http_version) and not is_foreign_page(headers)
 
-    def check_host(self, peer: str | None, headers: Headers) -> None:
-        """Refuse a request over loopback for a name that this server does not go by, as after DNS rebinding.
+    def check_host(self, peer: str | None, headers: Headers, *, all_are_local: bool = False) -> None:
+        """Refuse a request for a name that this server does not go by, as after DNS rebinding.
 
-        IP addresses cannot be rebound. A trusted proxy on this machine has its own names.
+        Only over loopback, unless `all_are_local`: requests from elsewhere are then the local person's, too. IP
+        addresses cannot be rebound. A trusted proxy has its own names.
 
         Raises:
             PermissionDeniedError: the name is not allowed.
         """
-        if not is_loopback(peer) or self.proxy.trusts(peer):
+        if self.proxy.trusts(peer) or not (all_are_local or is_loopback(peer)):
             return
         host = _host(headers)
         if host is None or not (host == "localhost" or parse_peer(host) or host in self.allowed_hosts):

@@ -119,6 +119,11 @@ def test_addresses_are_those_of_containers(name: str) -> None:
         assert environment[f"PANDO_{host.upper()}__ADDRESS"] == f"0.0.0.0:{port}"
 
 
+def test_containers_may_call_the_gateway_by_its_name() -> None:
+    environment = SERVICES["gateway"]["environment"]
+    assert "gateway" in yaml.safe_load(environment["PANDO_GATEWAY__ALLOWED_HOSTS"])
+
+
 def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     job, overlays = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {config["labels"]["pod"]: config["targets"] for config in job["static_configs"]}

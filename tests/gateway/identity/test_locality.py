@@ -150,6 +150,17 @@ async def test_a_rebound_name_is_refused_by_identity() -> None:
     assert await allowed.caller(sent_to("llm.example"), "127.0.0.1") == Caller("home", ANONYMOUS)
 
 
+@pytest.mark.parametrize("peer", ["127.0.0.1", "172.18.0.1"])
+async def test_where_all_are_one_local_person_a_rebound_name_is_refused_from_everywhere(peer: str) -> None:
+    # In Compose, the browser of the machine comes through a bridge.
+    one = Identity(None, NO_PROXY, Keyless("home", "local", frozenset({"gateway"})))
+    with pytest.raises(PermissionDeniedError):
+        await one.caller(sent_to("evil.example:8000"), peer)
+    for host in ("127.0.0.1:8000", "localhost:8000", "gateway:8000", "192.168.1.2"):
+        assert (await one.caller(sent_to(host), peer)).subject == LOCAL
+    assert not (await one.caller(sent_to("localhost"), "172.18.0.1")).is_admin
+
+
 async def test_a_local_person_keeps_the_same_subject_through_a_page_that_may_not_administer() -> None:
     headers = sent_to("localhost:8000", origin="https://chat.example")
     assert await Identity(None, NO_PROXY, Keyless("home")).caller(headers, "127.0.0.1") == Caller("home", LOCAL)
