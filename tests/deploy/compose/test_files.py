@@ -98,7 +98,8 @@ def test_settings_in_the_environment_exist_and_fit() -> None:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in environment.items():
         section, field = key.removeprefix("PANDO_").lower().split("__")
-        plain = {"PANDO_MODEL__REFERENCE": "model"}.get(key, value)
+        default = re.fullmatch(r"\$\{\w+:-(.*)\}", value)
+        plain = {"PANDO_MODEL__REFERENCE": "model"}.get(key, default[1] if default else value)
         sections.setdefault(section, {})[field] = yaml.safe_load(plain) if plain.startswith("[") else plain
     settings = Settings.model_validate(sections)
     assert settings.rpc.plaintext
