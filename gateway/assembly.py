@@ -27,10 +27,11 @@ from gateway.reloading import Reloading
 from gateway.resume import ResumePolicy
 from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
-from gateway.stored_responses import StoredResponses
+from gateway.state.state import open_state
 from gateway.version import version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry
@@ -38,13 +39,20 @@ if TYPE_CHECKING:
     from common.rpc.security import Security
     from common.settings import GatewaySettings
     from gateway.identity.keys import ApiKey
+    from gateway.quotas.meters import Meters
 
 
 class Gateway:
     """One gateway process. Build it on the event loop that it shall run on."""
 
-    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry, security: Security = UNIX_ONLY) -> None:
-        """Build everything and listen.
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        registry: CollectorRegistry,
+        security: Security = UNIX_ONLY,
+        limits_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Build everything and listen. Tests control the refilling of limits with a clock, in seconds.
 
         Raises:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.
@@ -62,15 +70,14 @@ class Gateway:
             metrics,
             max_open_requests=settings.max_open_requests,
         )
-        self._stored = StoredResponses(
-            settings.responses_file, settings.responses_lifetime_days * 86_400, settings.responses_max_bytes
-        )
+        self._state = open_state(settings, self._generations, metrics, limits_clock)
         context = Context(
             generations=self._generations,
             models=backends,
             identity=identity,
-            quotas=build_quotas(settings),
-            stored=self._stored,
+            quotas=build_quotas(settings, self._state.meters),
+            stored=self._state.stored,
+            aborts=self._state.aborts,
             metrics=metrics,
             limits=limits(settings),
             fingerprint=fingerprint(),
@@ -94,7 +101,8 @@ class Gateway:
         settings = self._settings
         rings = [each.ring.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
-        background = (*rings, *probes, self._generations.watch_silence(settings.silence_timeout_s))
+        state = [work() for work in self._state.background]
+        background = (*rings, *probes, *state, self._generations.watch_silence(settings.silence_timeout_s))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
@@ -102,7 +110,7 @@ class Gateway:
                 for task in running:
                     task.cancel()
         finally:
-            self._stored.close()
+            await self._state.close()
             for each in self._services.values():
                 await each.close()
 
@@ -125,13 +133,13 @@ def build_identity(settings: GatewaySettings) -> Identity:
     return Identity(keys, proxy, keyless, _build_tokens(settings))
 
 
-def build_quotas(settings: GatewaySettings) -> Quotas:
-    """Return who holds tenants and users to their limits.
+def build_quotas(settings: GatewaySettings, meters: Meters) -> Quotas:
+    """Return who holds tenants and users to their limits, as counted by `meters`.
 
     Raises:
         ConfigurationError: the limits file is wrong.
     """
-    return Quotas(Reloading(settings.limits_file, load_rules) if settings.limits_file else None)
+    return Quotas(Reloading(settings.limits_file, load_rules) if settings.limits_file else None, meters)
 
 
 class ReloadedKeys:

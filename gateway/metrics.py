@@ -74,9 +74,15 @@ class GatewayMetrics:
         self.resumptions = Counter(
             "pando_gateway_resumptions_total", "Choices submitted again after a failure.", ["model"], registry=registry
         )
+        self.unshared_limits = Counter(
+            "pando_gateway_unshared_limits_total",
+            "Requests held to this gateway's own limits, as the state that gateways share was away.",
+            registry=registry,
+        )
         self.connected = Gauge(
             "pando_gateway_link_connected",
-            "1 while the stream to a service is up; without a model where there is only one.",
+            "1 while the stream to a service, or the shared state (link state), is up; "
+            "without a model where there is only one.",
             ["link", "model"],
             registry=registry,
         )

@@ -15,7 +15,7 @@ from gateway.render.shapes import WholeChoice, collect, told_values
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -42,6 +42,10 @@ TOO_MANY_VALUES = RequestFailure(
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+async def end_at_once() -> None:
+    """Wait for nothing before the last bytes of an answer."""
+
+
 class Delivery(Protocol):
     """A way to bring a generation to its client."""
 
@@ -61,7 +65,7 @@ class GenerationResponse(Response):
         generations: Generations,
         requests: Sequence[GenerateRequest],
         delivery: Delivery,
-        take: Callable[[], Lease],
+        take: Callable[[], Awaitable[Lease]],
         buffer_bytes: int | None = None,
     ) -> None:
         """Prepare to submit `requests`, once `take` has charged for them.
@@ -81,7 +85,7 @@ class GenerationResponse(Response):
         Raises:
             PandoError: the requests could not be taken, or failed before anything was sent.
         """
-        lease = self._take()
+        lease = await self._take()
         scope[EXTRA_HEADERS].extend(lease.headers())
         used_tokens = 0
         try:
@@ -110,9 +114,18 @@ class GenerationResponse(Response):
 class StreamDelivery:
     """Sends each update as it comes. The status line waits for the first one, so that early failures have their own."""
 
-    def __init__(self, renderer: StreamRenderer, keep_alive_s: float) -> None:
-        """Write events with `renderer`, and a comment whenever there were none for `keep_alive_s`."""
+    def __init__(
+        self,
+        renderer: StreamRenderer,
+        keep_alive_s: float,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
+    ) -> None:
+        """Write events with `renderer`, and a comment whenever there were none for `keep_alive_s`.
+
+        `before_end` is awaited between rendering the last event and sending it.
+        """
         self._renderer = renderer
+        self._before_end = before_end
         self._keep_alive_s = keep_alive_s
         self._sent_at = float("-inf")
         self._ticking: asyncio.TimerHandle | None = None
@@ -141,6 +154,7 @@ class StreamDelivery:
             ending = self._renderer.ending(generation.usage)
         except RequestFailedError as error:
             ending = self._renderer.failure(error)
+        await self._before_end()
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     def _tick(self, generation: Generation) -> None:
@@ -155,9 +169,10 @@ class StreamDelivery:
 class WholeDelivery:
     """Collects everything and sends it in one piece."""
 
-    def __init__(self, renderer: WholeRenderer) -> None:
-        """Write the body with `renderer`."""
+    def __init__(self, renderer: WholeRenderer, before_end: Callable[[], Awaitable[None]] = end_at_once) -> None:
+        """Write the body with `renderer`; `before_end` is awaited between rendering and sending it."""
         self._renderer = renderer
+        self._before_end = before_end
 
     async def deliver(self, generation: Generation, send: Send) -> None:
         """Wait for the end of all choices and send them.
@@ -175,6 +190,7 @@ class WholeDelivery:
             if values > MAX_WHOLE_VALUES:
                 raise RequestFailedError(TOO_MANY_VALUES)
         body = self._renderer.body(choices, generation.usage)
+        await self._before_end()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

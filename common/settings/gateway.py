@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 
@@ -48,12 +49,26 @@ class GatewaySettings(IdentitySettings):
     """The schedulers' admin token, if they have one: they flush caches for nobody else."""
     scheduler_admin_token_file: Path | None = None
     """File that holds it instead."""
+    state: SecretStr | None = None
+    """Where limits are counted and responses stored. memory, or absent: in this process, for a single gateway. For
+    several gateways: the URL of a Redis or Valkey server that all of them use (redis://, rediss:// or unix://), which
+    must keep others out: it has what clients have said. It should not evict keys (maxmemory-policy noeviction)."""
+    state_file: Path | None = None
+    """File that holds the URL instead."""
+    state_prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """How keys and channels at the server begin; deployments that share a server need different ones."""
+    state_failure: Literal["open", "closed"] = "open"
+    """While the server is away: each gateway holds clients to the limits by itself, so that N gateways allow N times
+    as much (open), or requests that have limits are answered with 503 (closed)."""
+    state_timeout_s: float = Field(default=1.0, gt=0, le=60)
+    """The server counts as away when an answer takes longer; then nothing waits for it until it answers again."""
     responses_file: Path | None = None
-    """SQLite database of stored responses; absent: one in memory, as long as the gateway lives."""
+    """SQLite database of stored responses of a single gateway; absent: one in memory, as long as the gateway lives."""
     responses_lifetime_days: float = Field(default=30.0, gt=0)
     """How long responses are stored."""
     responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
-    """Room for stored responses; one credential's may take a quarter of it. Beyond that the oldest go."""
+    """Room for stored responses, of all gateways together; one credential's may take a quarter of it. Beyond that the
+    oldest go."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 from common.errors import InvalidRequestError, UnavailableError
 from gateway.api.operations import readiness
 from gateway.api.schema import documented
-from gateway.identity.caller import owns
 from gateway.schemas.native import AbortBody
 from gateway.schemas.parse import parse
 from gateway.version import version
@@ -52,7 +51,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=documented(AbortBody))
     async def abort_request(request: Request) -> Response:
-        """End a request of one's own, or anybody's with an administrator's credential."""
+        """End a request of one's own, or anybody's with an administrator's credential, at any gateway."""
         caller = await context.caller(request)
         body = parse(AbortBody, await context.body(request))
         if body.abort_all:
@@ -60,7 +59,7 @@ def create_router(context: Context) -> APIRouter:
         elif not body.rid:
             raise InvalidRequestError("'rid' should name a request.", param="rid")
         rid = None if body.abort_all else body.rid
-        count = context.generations.abort(rid, lambda owner: caller.is_admin or owns(caller, owner))
+        count = await context.aborts.abort(rid, caller)
         return Response(orjson.dumps({"aborted": count}), media_type="application/json")
 
     @router.get("/health_generate")

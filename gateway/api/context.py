@@ -16,11 +16,11 @@ from gateway.middleware import TENANT
 from gateway.piecewise import PiecewiseDelivery
 from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
-from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery
+from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery, end_at_once
 from gateway.trace import trace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from starlette.requests import Request
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from gateway.responses import Delivery
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
-    from gateway.stored_responses import StoredResponses
+    from gateway.state.aborts import Aborts
+    from gateway.stored_responses.store import ResponseStore
 
 
 NO_ADMINISTRATOR = (
@@ -63,7 +64,8 @@ class Context:
     models: Backends
     identity: Identity
     quotas: Quotas
-    stored: StoredResponses
+    stored: ResponseStore
+    aborts: Aborts
     metrics: GatewayMetrics
     limits: Limits
     fingerprint: str
@@ -134,16 +136,24 @@ class Context:
         )
 
     def stream(
-        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: StreamRenderer
+        self,
+        requester: Requester,
+        requests: Sequence[GenerateRequest],
+        renderer: StreamRenderer,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
     ) -> GenerationResponse:
-        """Submit `requests` and answer with events as they come."""
-        return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s))
+        """Submit `requests` and answer with events as they come; `before_end` is awaited before the last one."""
+        return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s, before_end))
 
     def whole(
-        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: WholeRenderer
+        self,
+        requester: Requester,
+        requests: Sequence[GenerateRequest],
+        renderer: WholeRenderer,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
     ) -> GenerationResponse:
-        """Submit `requests` and answer in one piece."""
-        return self._respond(requester, requests, WholeDelivery(renderer))
+        """Submit `requests` and answer in one piece; `before_end` is awaited before it is sent."""
+        return self._respond(requester, requests, WholeDelivery(renderer, before_end))
 
     def in_pieces(
         self, requester: Requester, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer

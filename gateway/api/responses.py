@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -20,7 +19,7 @@ from gateway.render.response import ResponseDraft, ResponseStream, WholeResponse
 from gateway.schemas import refusals
 from gateway.schemas.parse import parse
 from gateway.schemas.responses import FORMAT, ResponseBody, to_messages
-from gateway.stored_responses import Holder, StoredResponse
+from gateway.stored_responses.store import Holder, StoredResponse
 
 if TYPE_CHECKING:
     from typing import Any
@@ -44,6 +43,9 @@ def create_router(context: Context) -> APIRouter:
         refusals.check(raw, refusals.RESPONSES)
         body = parse(ResponseBody, raw)
         messages = body.new_messages()
+        if body.store is not False:
+            # Before anything is generated: what its client believes to be stored shall be.
+            context.stored.check()
         holder = _holder(caller, body)
         messages = [*await _earlier(context, holder, body.previous_response_id), *messages]
         chat = body.to_chat(messages)
@@ -53,11 +55,16 @@ def create_router(context: Context) -> APIRouter:
         head = context.head(response_id, card.name)
         generate, reading = chat_request(context, request, head, requester, chat, card)
         generate = _with_own_names(generate)
-        keep = partial(_keep, context, holder, body, messages) if body.store is not False else lambda _response: None
-        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, keep)
+        finished: list[dict[str, Any]] = []  # Any: free JSON
+
+        async def keep() -> None:
+            for response in finished if body.store is not False else ():
+                await context.stored.put(holder, _to_store(body, messages, response))
+
+        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append)
         if body.stream:
-            return context.stream(requester, [generate], ResponseStream(draft, reading))
-        return context.whole(requester, [generate], WholeResponse(draft, reading))
+            return context.stream(requester, [generate], ResponseStream(draft, reading), keep)
+        return context.whole(requester, [generate], WholeResponse(draft, reading), keep)
 
     @router.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
@@ -105,7 +112,7 @@ async def _earlier(context: Context, holder: Holder, previous_id: str | None) ->
     if stored is None:
         message = f"Previous response with id '{previous_id}' not found."
         raise InvalidRequestError(message, param="previous_response_id")
-    return stored.messages
+    return list(stored.messages)
 
 
 async def _stored(context: Context, caller: Caller, response_id: str) -> StoredResponse:
@@ -120,16 +127,13 @@ def _unknown(response_id: str) -> HttpError:
     return HttpError(404, f"Response with id '{response_id[:MAX_ID_CHARACTERS]}' not found.")
 
 
-def _keep(
-    context: Context,
-    holder: Holder,
+def _to_store(
     body: ResponseBody,
     messages: list[dict[str, Any]],  # Any: free JSON
     response: dict[str, Any],  # Any: free JSON
-) -> None:
+) -> StoredResponse:
     given = [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in body.input]
-    conversation = [*messages, *to_messages(response["output"])]
-    context.stored.put(holder, StoredResponse(response, conversation, given))
+    return StoredResponse(response, [*messages, *to_messages(response["output"])], given)
 
 
 def _fields(body: ResponseBody, created: int, model: str) -> dict[str, Any]:  # Any: free JSON

@@ -32,7 +32,7 @@ class ResponseDraft:
     id: str
     fields: Json
     with_logprobs: bool
-    # Called with the finished response, to keep it.
+    # Called with the finished response.
     keep: Callable[[Json], None]
 
     def shape(self, status: str, output: list[Json], **more: object) -> Json:
@@ -50,7 +50,7 @@ class ResponseDraft:
         }
 
     def finished(self, reason: str, blocks: Sequence[Block], logprobs: list[LogprobText], counts: Json) -> Json:
-        """Return the response with its answer, and keep it."""
+        """Return the response with its answer, and pass it to `keep`."""
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None

@@ -18,7 +18,7 @@ from gateway.generations import Generations
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel
-from gateway.stored_responses import StoredResponses
+from gateway.state.state import open_state
 from tests.fakes.ring import FakeAdministration, FakeModel, FakeReadiness, FakeRing, Script, says
 
 if TYPE_CHECKING:
@@ -50,12 +50,14 @@ class FakedGateway:
         self.generations = Generations(
             self.ring, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
         )
+        self.state = open_state(self.settings, self.generations, self.metrics)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model),
             identity=build_identity(self.settings),
-            quotas=build_quotas(self.settings),
-            stored=StoredResponses(self.settings.responses_file, 86_400, self.settings.responses_max_bytes),
+            quotas=build_quotas(self.settings, self.state.meters),
+            stored=self.state.stored,
+            aborts=self.state.aborts,
             metrics=self.metrics,
             limits=limits(self.settings),
             fingerprint="pando-test",

@@ -1,4 +1,4 @@
-"""Responses that clients may ask for again, in SQLite."""
+"""Stored responses in SQLite, for a single gateway."""
 
 from __future__ import annotations
 
@@ -6,59 +6,47 @@ import asyncio
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
+from gateway.stored_responses.store import HOLDERS_SHARE, StoredResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
-Json: TypeAlias = dict[str, Any]  # Any: free JSON
+    from gateway.stored_responses.store import Holder
+
 T = TypeVar("T")
 
+# `responses` was the table of earlier versions, whose holders had no kind: a user's name could equal that of a key.
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
+DROP TABLE IF EXISTS responses;
+CREATE TABLE IF NOT EXISTS held_responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, holder TEXT NOT NULL, user TEXT, created REAL NOT NULL,
     response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL, size INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX IF NOT EXISTS responses_by_holder ON responses (tenant, holder, created, size);
-CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created, size);
+CREATE INDEX IF NOT EXISTS held_responses_by_holder ON held_responses (tenant, holder, created, size);
+CREATE INDEX IF NOT EXISTS held_responses_by_age ON held_responses (created, size);
 """
-# One holder's responses may take this part of the room; beyond that its oldest go.
-HOLDERS_SHARE = 4
 # Writes that may wait for the disk; beyond that responses are not kept, which is logged.
 MAX_PENDING_WRITES = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Whose responses: the credential's that made them, and within it the user's that it named."""
+class SqliteResponses:
+    """Implements `gateway.stored_responses.store.ResponseStore`.
 
-    tenant: str
-    credential: str
-    user: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response, the conversation up to and including it (as chat messages), and the items of its own input."""
-
-    response: Json
-    messages: list[Json]
-    input: list[Json]
-
-
-class StoredResponses:
-    """Keeps responses for `lifetime_s`. All work is done in one thread, in order, so a read sees earlier writes."""
+    All work is done in one thread, in order, so a read sees earlier writes.
+    """
 
     def __init__(self, path: Path | None, lifetime_s: float, max_bytes: int) -> None:
-        """Open the database; None keeps it in memory, as long as this process lives. Beyond `max_bytes` the oldest go.
+        """Open the database; None keeps it in memory, as long as this process lives.
+
+        Responses stay for `lifetime_s`; beyond `max_bytes` the oldest go.
 
         Raises:
             ConfigurationError: it cannot be opened.
@@ -76,8 +64,11 @@ class StoredResponses:
         except sqlite3.Error as error:
             raise ConfigurationError(f"responses file {path}: {error}") from error
 
-    def put(self, holder: Holder, stored: StoredResponse) -> None:
-        """Keep a response; returns at once."""
+    def check(self) -> None:
+        """Return: a file is always there."""
+
+    async def put(self, holder: Holder, stored: StoredResponse) -> None:
+        """Keep a response; returns at once, and later reads see it."""
         if self._pending >= MAX_PENDING_WRITES:
             self._log.error("response.not_stored", reason="too many writes are pending")
             return
@@ -94,7 +85,7 @@ class StoredResponses:
         """Forget a response of `holder`; return whether there was one."""
         return await self._run(lambda: self._delete(holder, response_id))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Write what is pending and close."""
         self._thread.shutdown()
         self._database.close()
@@ -111,31 +102,31 @@ class StoredResponses:
         now = time.time()
         texts = [orjson.dumps(part) for part in (stored.response, stored.messages, stored.input)]
         size = sum(map(len, texts))
-        self._database.execute("DELETE FROM responses WHERE created < ?", (now - self._lifetime_s,))
+        self._database.execute("DELETE FROM held_responses WHERE created < ?", (now - self._lifetime_s,))
         self._make_room(size, self._max_bytes // HOLDERS_SHARE, " WHERE tenant = ? AND holder = ?", holder)
         self._make_room(size, self._max_bytes, "", None)
         self._database.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO held_responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (stored.response["id"], holder.tenant, holder.credential, holder.user, now, *texts, size),
         )
 
     def _make_room(self, size: int, limit: int, where: str, holder: Holder | None) -> None:
         """Delete the oldest responses until `size` more bytes fit into `limit`."""
         of = (holder.tenant, holder.credential) if holder else ()
-        [used] = self._database.execute(f"SELECT COALESCE(SUM(size), 0) FROM responses{where}", of).fetchone()
+        [used] = self._database.execute(f"SELECT COALESCE(SUM(size), 0) FROM held_responses{where}", of).fetchone()
         excess = used + size - limit
         if excess <= 0:
             return
-        oldest = self._database.execute(f"SELECT id, size FROM responses{where} ORDER BY created", of).fetchall()
+        oldest = self._database.execute(f"SELECT id, size FROM held_responses{where} ORDER BY created", of).fetchall()
         for response_id, freed in oldest:
             if excess <= 0:
                 return
-            self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            self._database.execute("DELETE FROM held_responses WHERE id = ?", (response_id,))
             excess -= freed
 
     def _select(self, holder: Holder, response_id: str) -> StoredResponse | None:
         row = self._database.execute(
-            "SELECT response, messages, input FROM responses WHERE id = ? AND tenant = ? AND holder = ? "
+            "SELECT response, messages, input FROM held_responses WHERE id = ? AND tenant = ? AND holder = ? "
             "AND (user IS ? OR ? IS NULL) AND created >= ?",
             (response_id, *_key(holder), time.time() - self._lifetime_s),
         ).fetchone()
@@ -143,7 +134,7 @@ class StoredResponses:
 
     def _delete(self, holder: Holder, response_id: str) -> bool:
         found = self._database.execute(
-            "DELETE FROM responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
+            "DELETE FROM held_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
             (response_id, *_key(holder)),
         )
         return found.rowcount > 0

@@ -1,0 +1,147 @@
+"""Use of limits, counted in this process; `meters.lua` is the same algorithm for several."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TypeAlias
+
+from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, Obstacle, Reading, Taking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gateway.quotas.meters import Account
+    from gateway.quotas.rules import Quota
+
+# Beyond so many meters those that are as good as new are dropped.
+MAX_METERS = 10_000
+
+_Key: TypeAlias = tuple[str, str | None]
+
+
+class Bucket:
+    """What was used of a budget that refills steadily. Times are monotonic seconds.
+
+    It holds what was used, not what is left, so that it stays true when the limit changes.
+    """
+
+    __slots__ = ("_at", "_used")
+
+    def __init__(self, now: float) -> None:
+        """Begin with nothing used."""
+        self._used = 0.0
+        self._at = now
+
+    def left(self, per_minute: int, now: float) -> float:
+        """Return what is left; negative if more was used than had been announced."""
+        self._used = max(self._used - (now - self._at) * per_minute / 60, 0.0)
+        self._at = now
+        return per_minute - self._used
+
+    def wait_s(self, amount: float, per_minute: int, now: float) -> float:
+        """Return in how many seconds `amount` can be taken; 0 if now. A full bucket suffices for any amount."""
+        lacking = min(amount, per_minute) - self.left(per_minute, now)
+        return max(lacking, 0.0) * 60 / per_minute
+
+    def take(self, amount: float, per_minute: int, now: float) -> None:
+        """Take `amount`; a negative one gives back."""
+        self.left(per_minute, now)
+        self._used = max(self._used + amount, 0.0)
+
+
+class Meter:
+    """What one account has used, and how many of its requests are open."""
+
+    __slots__ = ("_open", "_requests", "_tokens", "quota")
+
+    def __init__(self, quota: Quota, now: float) -> None:
+        """Begin with nothing used."""
+        self.quota = quota
+        self._open = 0
+        self._requests = Bucket(now)
+        self._tokens = Bucket(now)
+
+    def obstacle(self, requests: int, tokens: int, now: float) -> tuple[Limit, float] | None:
+        """Return the limit that forbids so many requests with so many tokens, and for how many seconds."""
+        quota = self.quota
+        # More than the limit at once passes when nothing else is open, or it never could.
+        if quota.concurrent is not None and self._open + requests > max(quota.concurrent, requests * (not self._open)):
+            return Limit.CONCURRENT, BUSY_WAIT_S
+        if limit := quota.requests_per_minute:
+            wait = self._requests.wait_s(requests, limit, now)
+            if wait:
+                return Limit.REQUESTS, wait
+        if limit := quota.tokens_per_minute:
+            wait = self._tokens.wait_s(tokens, limit, now)
+            if wait:
+                return Limit.TOKENS, wait
+        return None
+
+    def take(self, requests: int, tokens: int, now: float) -> None:
+        """Open so many requests that announce so many tokens."""
+        self._open += requests
+        if limit := self.quota.requests_per_minute:
+            self._requests.take(requests, limit, now)
+        if limit := self.quota.tokens_per_minute:
+            self._tokens.take(tokens, limit, now)
+
+    def settle(self, requests: int, tokens: int, now: float) -> None:
+        """Close requests that used `tokens` more than announced (less, if negative)."""
+        self._open -= requests
+        if limit := self.quota.tokens_per_minute:
+            self._tokens.take(tokens, limit, now)
+
+    def read(self, now: float) -> Reading:
+        """Return what is left."""
+        requests, tokens = self.quota.requests_per_minute, self.quota.tokens_per_minute
+        return Reading(
+            Level(requests, self._requests.left(requests, now)) if requests else None,
+            Level(tokens, self._tokens.left(tokens, now)) if tokens else None,
+        )
+
+    def is_idle(self, now: float) -> bool:
+        """Whether a new meter would be the same."""
+        reading = self.read(now)
+        levels = (reading.requests, reading.tokens)
+        return not self._open and all(level is None or level.left >= level.per_minute for level in levels)
+
+
+class MemoryMeters:
+    """Implements `gateway.quotas.meters.Meters` for a single gateway."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with nothing used."""
+        self._clock = clock
+        self._meters: dict[_Key, Meter] = {}
+
+    @property
+    def count(self) -> int:
+        """How many accounts are remembered."""
+        return len(self._meters)
+
+    async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+        """Take so much from all accounts, or nothing from any."""
+        now = self._clock()
+        meters = [self._meter(account, now) for account in accounts]
+        for account, meter in zip(accounts, meters, strict=True):
+            found = meter.obstacle(requests, tokens, now)
+            if found is not None:
+                return Taking([each.read(now) for each in meters], Obstacle(account, *found))
+        for meter in meters:
+            meter.take(requests, tokens, now)
+
+        def settle(used_tokens: int) -> None:
+            for meter in meters:
+                meter.settle(requests, used_tokens - tokens, self._clock())
+
+        return Taking([meter.read(now) for meter in meters], settle=settle)
+
+    def _meter(self, account: Account, now: float) -> Meter:
+        key = (account.tenant, account.subject)
+        meter = self._meters.get(key)
+        if meter is None:
+            if len(self._meters) >= MAX_METERS:
+                self._meters = {key: meter for key, meter in self._meters.items() if not meter.is_idle(now)}
+            meter = self._meters[key] = Meter(account.quota, now)
+        meter.quota = account.quota
+        return meter

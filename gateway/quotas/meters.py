@@ -1,0 +1,134 @@
+"""How the use of limits is counted: the interface of both ways to do it, and what they have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gateway.quotas.rules import Quota
+
+# When an open request will end is not known; clients that wait for one are told to try again after so long.
+BUSY_WAIT_S = 1.0
+
+
+class Limit(Enum):
+    """A kind of limit; the value completes the sentence in an error."""
+
+    CONCURRENT = "requests at the same time"
+    REQUESTS = "requests per minute"
+    TOKENS = "tokens per minute"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A tenant, or one of its subjects, and its limits."""
+
+    tenant: str
+    subject: str | None
+    quota: Quota
+
+    @property
+    def needs_lease(self) -> bool:
+        """Whether the end of a request matters to it."""
+        return self.quota.concurrent is not None or self.quota.tokens_per_minute is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is anything to count."""
+        return self.needs_lease or self.quota.requests_per_minute is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """The limit of an account that is reached, and in how many seconds it may not be."""
+
+    account: Account
+    limit: Limit
+    wait_s: float
+
+    @property
+    def message(self) -> str:
+        """The error that the client gets."""
+        quota = self.account.quota
+        allowed = {
+            Limit.CONCURRENT: quota.concurrent,
+            Limit.REQUESTS: quota.requests_per_minute,
+            Limit.TOKENS: quota.tokens_per_minute,
+        }
+        whose = "organization" if self.account.subject is None else "user"
+        return (
+            f"Rate limit reached for this {whose}: {allowed[self.limit]} {self.limit.value}. "
+            f"Please try again in {self.wait_s:.3g} s."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What is left of a minute's budget; negative if more was used than had been announced."""
+
+    per_minute: int
+    left: float
+
+    @property
+    def full_in_s(self) -> float:
+        """In how many seconds all of it is there again."""
+        return (self.per_minute - self.left) * 60 / self.per_minute
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The levels of one account; None where it has no such limit."""
+
+    requests: Level | None
+    tokens: Level | None
+
+
+def ignore_end(_used_tokens: int) -> None:
+    """Settle where nothing depends on the end of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """What came of an attempt to take: everything, or, with an `obstacle`, nothing.
+
+    `settle` must be called once with the tokens that were used, if there was no obstacle.
+    """
+
+    readings: Sequence[Reading]
+    obstacle: Obstacle | None = None
+    settle: Callable[[int], None] = ignore_end
+
+
+class Meters(Protocol):
+    """Where use is counted."""
+
+    async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+        """Take so much from all accounts, or nothing from any.
+
+        Raises:
+            UnavailableError: it cannot be counted now.
+        """
+
+
+def rate_headers(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:
+    """Return `x-ratelimit-*` headers; of several limits those that are nearest."""
+    headers = []
+    kinds = {
+        b"requests": [reading.requests for reading in readings if reading.requests is not None],
+        b"tokens": [reading.tokens for reading in readings if reading.tokens is not None],
+    }
+    for kind, levels in kinds.items():
+        if not levels:
+            continue
+        nearest = min(levels, key=lambda level: level.left)
+        headers += [
+            (b"x-ratelimit-limit-" + kind, b"%d" % nearest.per_minute),
+            (b"x-ratelimit-remaining-" + kind, b"%d" % max(0, math.floor(nearest.left))),
+            (b"x-ratelimit-reset-" + kind, b"%.3fs" % nearest.full_in_s),
+        ]
+    return headers

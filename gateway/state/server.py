@@ -1,0 +1,149 @@
+"""The Redis or Valkey server that several gateways share."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from common.errors import ConfigurationError, UnavailableError
+from common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from gateway.metrics import GatewayMetrics
+
+T = TypeVar("T")
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+CONNECTIONS = 64
+PROBE_INTERVAL_S = 0.5
+RETRY_AFTER_MS = 1000
+# The kernel closes a TCP connection whose peer has gone silently, so that a subscription does not wait forever.
+KEEPALIVE = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
+
+
+class StateAwayError(UnavailableError):
+    """The server does not answer. `was_sent`: the command was sent, so it may have been executed."""
+
+    def __init__(self, *, was_sent: bool) -> None:
+        """Ask the client to try again."""
+        super().__init__(
+            "The state that the gateways share is not available; try again soon.", retry_after_ms=RETRY_AFTER_MS
+        )
+        self.was_sent = was_sent
+
+
+class StateServer:
+    """A connection pool with a circuit breaker.
+
+    The first failed or late answer marks the server as away. From then on every call fails at once, without waiting,
+    until a probe in the background has written to the server again.
+    """
+
+    def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float) -> None:
+        """Prepare connections to `url`; none is opened yet. All keys and channels begin with `prefix`.
+
+        Raises:
+            ConfigurationError: it is no URL of a Redis server.
+        """
+        self.prefix = prefix
+        self.timeout_s = timeout_s
+        # Distinguishes this process from other gateways, and from itself after a restart.
+        self.gateway_id = secrets.token_hex(8)
+        self.redis = Redis(connection_pool=_open_pool(url, timeout_s))
+        self._up = asyncio.Event()
+        self._up.set()
+        self._away_since = 0.0
+        self._log = get_logger("state")
+        self._connected = metrics.connected.labels("state", "")
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls are tried."""
+        return self._up.is_set()
+
+    async def wait_up(self) -> None:
+        """Wait until calls are tried."""
+        await self._up.wait()
+
+    async def call(self, command: Callable[[Redis], Awaitable[T]]) -> T:
+        """Return the result of `command`.
+
+        Raises:
+            StateAwayError: there is no answer in time, or an error.
+        """
+        if not self._up.is_set():
+            raise StateAwayError(was_sent=False)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await command(self.redis)
+        except (RedisError, OSError) as error:  # TimeoutError is an OSError
+            self._note_away(error)
+            raise StateAwayError(was_sent=True) from error
+
+    async def run(self) -> None:
+        """Probe the server until cancelled."""
+        key = f"{self.prefix}:probe:{self.gateway_id}"
+        while True:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    # A write: a replica, or a server that is out of memory, answers a PING but is of no use.
+                    await self.redis.set(key, b"", px=10_000)
+            except (RedisError, OSError) as error:
+                self._note_away(error)
+            else:
+                self._note_up()
+            await asyncio.sleep(PROBE_INTERVAL_S)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+        await self.redis.connection_pool.disconnect()
+
+    def _note_away(self, error: Exception) -> None:
+        self._connected.set(0)
+        if self._up.is_set():
+            self._up.clear()
+            self._away_since = time.monotonic()
+            self._log.error("state.away", reason=str(error) or type(error).__name__)
+
+    def _note_up(self) -> None:
+        self._connected.set(1)
+        if not self._up.is_set():
+            self._up.set()
+            self._log.info("state.back", seconds=round(time.monotonic() - self._away_since, 1))
+
+
+def _open_pool(url: str, timeout_s: float) -> BlockingConnectionPool:
+    if not url.startswith(SCHEMES):
+        raise ConfigurationError(f"gateway.state should be memory, or a URL that begins with {', '.join(SCHEMES)}")
+    tcp = {} if url.startswith("unix://") else {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE}
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            **tcp,
+        )
+        # Finds parameters of the URL that do not exist; does not connect.
+        pool.make_connection()  # type: ignore[no-untyped-call]  # redis-py has no annotation there
+    except (TypeError, ValueError) as error:
+        # The error's own message may quote the URL, which may have a password.
+        raise ConfigurationError("gateway.state is not a URL of a Redis or Valkey server") from error
+    return pool

@@ -1,0 +1,77 @@
+"""What gateways remember beyond a request: in this process for a single one, in Redis or Valkey for several."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.secret_files import read_secret
+from gateway.quotas.memory_meters import MemoryMeters
+from gateway.quotas.redis_meters import RedisMeters
+from gateway.state.aborts import LocalAborts, SharedAborts
+from gateway.state.server import StateAwayError, StateServer
+from gateway.stored_responses.redis_responses import RedisResponses
+from gateway.stored_responses.sqlite_responses import SqliteResponses
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from common.settings import GatewaySettings
+    from gateway.generations import Generations
+    from gateway.metrics import GatewayMetrics
+    from gateway.quotas.meters import Meters
+    from gateway.state.aborts import Aborts
+    from gateway.stored_responses.store import ResponseStore
+
+MEMORY = "memory"
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The parts that remember, the work in the background that they need until the process ends, and their end."""
+
+    meters: Meters
+    stored: ResponseStore
+    aborts: Aborts
+    close: Callable[[], Awaitable[None]]
+    background: tuple[Callable[[], Coroutine[None, None, None]], ...] = ()
+
+
+def open_state(
+    settings: GatewaySettings,
+    generations: Generations,
+    metrics: GatewayMetrics,
+    limits_clock: Callable[[], float] | None = None,
+) -> State:
+    """Return the state that `settings` ask for; tests give limits a clock of their own.
+
+    Raises:
+        ConfigurationError: the address or the responses file is wrong.
+    """
+    url = read_secret("gateway.state", settings.state, settings.state_file)
+    if url is None or url == MEMORY:
+        stored = SqliteResponses(
+            settings.responses_file, settings.responses_lifetime_days * DAY_S, settings.responses_max_bytes
+        )
+        return State(MemoryMeters(limits_clock or time.monotonic), stored, LocalAborts(generations), stored.close)
+    if settings.responses_file is not None:
+        raise ConfigurationError("gateway.responses_file is of no use beside gateway.state, which holds the responses")
+    server = StateServer(url, metrics, prefix=settings.state_prefix, timeout_s=settings.state_timeout_s)
+    own = MemoryMeters(limits_clock or time.monotonic) if settings.state_failure == "open" else None
+    meters = RedisMeters(server, own, metrics, clock=limits_clock)
+    responses = RedisResponses(server, settings.responses_lifetime_days * DAY_S, settings.responses_max_bytes)
+    aborts = SharedAborts(server, generations)
+
+    async def close() -> None:
+        with contextlib.suppress(StateAwayError, TimeoutError):
+            async with asyncio.timeout(settings.state_timeout_s):
+                await meters.flush()
+                await responses.flush()
+        await server.close()
+
+    return State(meters, responses, aborts, close, (server.run, meters.run, responses.run, aborts.run))
