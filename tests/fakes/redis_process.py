@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +15,7 @@ import redis
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 BINARIES = ("redis-server", "valkey-server")
 
@@ -55,3 +58,15 @@ class RedisProcess:
                 return bool(client.ping())
         except redis.ConnectionError:
             return False
+
+
+@contextmanager
+def temporary_redis() -> Iterator[RedisProcess]:
+    """Run a server in a directory of its own: the path of pytest's may be too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="pando-redis-") as directory:
+        process = RedisProcess(Path(directory))
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,7 +1,8 @@
-"""Limits of tenants and users, on a clock that the tests turn."""
+"""Limits of tenants and users, on a clock that the tests turn; counted in memory, and by two gateways in Redis."""
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,113 +11,184 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
 from common.types import Subject
-from gateway.quotas.bucket import Bucket
+from gateway.quotas.memory_meters import Bucket, MemoryMeters
 from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
+from gateway.quotas.redis_meters import RedisMeters
 from gateway.quotas.rules import Quota, Rules, TenantQuota, load_rules
+from tests.gateway.state.servers import new_metrics, new_prefix, state_server
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-ANN, BOB = Subject("acme", "ann"), Subject("acme", "bob")
+    from gateway.quotas.meters import Meters
+    from tests.fakes.redis_process import RedisProcess
+
+ANN, BOB = Subject("acme", "user/ann"), Subject("acme", "user/bob")
 
 
 class Bench:
-    """Quotas with rules and a clock to change."""
+    """Quotas with rules and a clock to change. With several meters, each request goes to the next gateway."""
 
-    def __init__(self, quota: TenantQuota) -> None:
-        self.value = Rules(default=quota)
+    def __init__(self) -> None:
+        self.value = Rules()
         self.now = 0.0
-        self.quotas = Quotas(self, lambda: self.now)
+        self.gateways: list[tuple[Quotas, Meters]] = []
+        self._asked = 0
 
-    def take(self, subject: Subject = ANN, requests: int = 1, tokens: int = 0) -> Lease:
-        return self.quotas.take(Charge(subject, requests, tokens))
+    def limit(self, quota: TenantQuota) -> None:
+        self.value = Rules(default=quota)
 
-    def is_refused(self, subject: Subject = ANN, tokens: int = 0) -> bool:
+    def add(self, meters: Meters) -> None:
+        self.gateways.append((Quotas(self, meters), meters))
+
+    async def take(self, subject: Subject = ANN, requests: int = 1, tokens: int = 0) -> Lease:
+        self._asked += 1
+        quotas, _ = self.gateways[self._asked % len(self.gateways)]
+        return await quotas.take(Charge(subject, requests, tokens))
+
+    async def use(self, subject: Subject = ANN, tokens: int = 0, used: int = 0) -> None:
+        await self.settle(await self.take(subject, tokens=tokens), used)
+
+    async def settle(self, lease: Lease, used: int = 0) -> None:
+        """End a request, and wait until all gateways know."""
+        lease.settle(used)
+        for _, meters in self.gateways:
+            if isinstance(meters, RedisMeters):
+                await meters.flush()
+
+    async def is_refused(self, subject: Subject = ANN, tokens: int = 0) -> bool:
         try:
-            self.take(subject, tokens=tokens).settle(0)
+            await self.use(subject, tokens)
         except LimitedError:
             return True
         return False
 
 
-def test_requests_per_minute_refill_steadily() -> None:
-    bench = Bench(TenantQuota(requests_per_minute=60))
+@pytest.fixture(params=["memory", "redis"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench()
+    async with AsyncExitStack() as stack:
+        if request.param == "memory":
+            bench.add(MemoryMeters(lambda: bench.now))
+        else:
+            redis_process: RedisProcess = request.getfixturevalue("redis_process")
+            prefix = new_prefix()
+            for _ in range(2):
+                server = await stack.enter_async_context(state_server(redis_process.url, prefix, probes=False))
+                bench.add(RedisMeters(server, None, new_metrics(), clock=lambda: bench.now))
+        yield bench
+
+
+async def test_requests_per_minute_refill_steadily(bench: Bench) -> None:
+    bench.limit(TenantQuota(requests_per_minute=60))
     for _ in range(60):
-        bench.take().settle(0)
+        await bench.use()
     with pytest.raises(LimitedError, match="60 requests per minute") as refused:
-        bench.take()
+        await bench.take()
     assert refused.value.retry_after_ms == 1000
     bench.now = 1.0
-    assert not bench.is_refused()
-    assert bench.is_refused()
+    assert not await bench.is_refused()
+    assert await bench.is_refused()
 
 
-def test_tokens_are_charged_as_announced_and_corrected_at_the_end() -> None:
-    bench = Bench(TenantQuota(tokens_per_minute=600))
-    lease = bench.take(tokens=500)
-    assert bench.is_refused(tokens=200)
-    lease.settle(100)
-    assert not bench.is_refused(tokens=500)
-    bench.take(tokens=10).settle(5000)
-    assert bench.is_refused(tokens=1)
+async def test_tokens_are_charged_as_announced_and_corrected_at_the_end(bench: Bench) -> None:
+    bench.limit(TenantQuota(tokens_per_minute=600))
+    lease = await bench.take(tokens=500)
+    assert await bench.is_refused(tokens=200)
+    await bench.settle(lease, 100)
+    assert not await bench.is_refused(tokens=500)
+    await bench.use(tokens=10, used=5000)
+    assert await bench.is_refused(tokens=1)
 
 
-def test_more_than_a_minutes_budget_passes_when_the_bucket_is_full() -> None:
-    bench = Bench(TenantQuota(tokens_per_minute=100))
-    lease = bench.take(tokens=100_000)
-    lease.settle(100_000)
-    assert bench.is_refused(tokens=1)
+async def test_more_than_a_minutes_budget_passes_when_the_bucket_is_full(bench: Bench) -> None:
+    bench.limit(TenantQuota(tokens_per_minute=100))
+    await bench.use(tokens=100_000, used=100_000)
+    assert await bench.is_refused(tokens=1)
 
 
-def test_concurrent_requests_count_until_they_end() -> None:
-    bench = Bench(TenantQuota(concurrent=2))
-    first, _ = bench.take(), bench.take()
-    assert bench.is_refused()
-    first.settle(0)
-    assert not bench.is_refused()
+async def test_concurrent_requests_count_until_they_end(bench: Bench) -> None:
+    bench.limit(TenantQuota(concurrent=2))
+    first, _ = await bench.take(), await bench.take()
+    assert await bench.is_refused()
+    await bench.settle(first)
+    assert not await bench.is_refused()
 
 
-def test_a_user_at_the_limit_does_not_hinder_the_others_but_the_tenant_is_bounded() -> None:
-    bench = Bench(TenantQuota(requests_per_minute=3, each_user=Quota(requests_per_minute=2)))
-    assert [bench.is_refused(ANN) for _ in range(3)] == [False, False, True]
-    assert [bench.is_refused(BOB) for _ in range(2)] == [False, True]
-    assert not bench.is_refused(Subject("other", "ann"))
+async def test_a_batch_beyond_the_limit_passes_when_nothing_else_is_open(bench: Bench) -> None:
+    bench.limit(TenantQuota(concurrent=2))
+    batch = await bench.take(requests=5)
+    assert await bench.is_refused()
+    await bench.settle(batch)
+    single = await bench.take()
+    with pytest.raises(LimitedError):
+        await bench.take(requests=5)
+    await bench.settle(single)
+    await bench.take(requests=5)
 
 
-def test_what_is_refused_takes_nothing() -> None:
-    bench = Bench(TenantQuota(requests_per_minute=100, concurrent=1, each_user=Quota(requests_per_minute=1)))
-    bench.take(ANN).settle(0)
+async def test_a_user_at_the_limit_does_not_hinder_the_others_but_the_tenant_is_bounded(bench: Bench) -> None:
+    bench.limit(TenantQuota(requests_per_minute=3, each_user=Quota(requests_per_minute=2)))
+    assert [await bench.is_refused(ANN) for _ in range(3)] == [False, False, True]
+    assert [await bench.is_refused(BOB) for _ in range(2)] == [False, True]
+    assert not await bench.is_refused(Subject("other", "user/ann"))
+
+
+async def test_no_name_is_taken_for_another(bench: Bench) -> None:
+    bench.limit(TenantQuota(each_user=Quota(requests_per_minute=1)))
+    subjects = [
+        Subject(tenant, name)
+        for tenant in ("a", "a:b", "a}", "{a}", "*")
+        for name in ("b", "key/b", "user/b", "b:leases", "tenant", "subject:b", "\x00", "b " * 100)
+    ]
+    assert [await bench.is_refused(subject) for subject in subjects] == [False] * 40
+    assert [await bench.is_refused(subject) for subject in subjects] == [True] * 40
+
+
+async def test_what_is_refused_takes_nothing(bench: Bench) -> None:
+    bench.limit(TenantQuota(requests_per_minute=100, concurrent=1, each_user=Quota(requests_per_minute=1)))
+    await bench.use(ANN)
     for _ in range(200):
-        assert bench.is_refused(ANN)
-    assert not bench.is_refused(BOB)
+        assert await bench.is_refused(ANN)
+    assert not await bench.is_refused(BOB)
 
 
-def test_changed_limits_count_at_once_and_open_requests_still_do() -> None:
-    bench = Bench(TenantQuota(concurrent=5))
-    lease = bench.take()
-    bench.value = Rules(default=TenantQuota(concurrent=1))
-    assert bench.is_refused()
-    lease.settle(0)
-    assert not bench.is_refused()
+async def test_changed_limits_count_at_once_and_for_what_was_used_before(bench: Bench) -> None:
+    bench.limit(TenantQuota(concurrent=5, requests_per_minute=100))
+    lease = await bench.take()
+    bench.limit(TenantQuota(concurrent=1, requests_per_minute=100))
+    assert await bench.is_refused()
+    await bench.settle(lease)
+    assert not await bench.is_refused()
+    bench.limit(TenantQuota(requests_per_minute=3))
+    assert [await bench.is_refused() for _ in range(2)] == [False, True]
+    bench.limit(TenantQuota(requests_per_minute=4))
+    assert [await bench.is_refused() for _ in range(2)] == [False, True]
 
 
-def test_users_who_come_and_go_leave_no_trace() -> None:
-    bench = Bench(TenantQuota(each_user=Quota(requests_per_minute=60)))
+async def test_users_who_come_and_go_leave_no_trace() -> None:
+    now = 0.0
+    meters = MemoryMeters(lambda: now)
+    bench = Bench()
+    bench.limit(TenantQuota(each_user=Quota(requests_per_minute=60)))
+    bench.add(meters)
     for number in range(25_000):
-        bench.now = float(number)
-        bench.take(Subject("acme", str(number))).settle(0)
-    assert len(bench.quotas._meters) <= 10_100
+        now = float(number)
+        await bench.use(Subject("acme", str(number)))
+    assert meters.count <= 10_100
 
 
 def test_the_smallest_context_counts() -> None:
-    bench = Bench(TenantQuota(max_context=1000, each_user=Quota(max_context=500)))
-    assert bench.quotas.max_context(ANN) == 500
-    assert Quotas(None).max_context(ANN) is None
+    bench = Bench()
+    bench.limit(TenantQuota(max_context=1000, each_user=Quota(max_context=500)))
+    assert Quotas(bench, MemoryMeters()).max_context(ANN) == 500
+    assert Quotas(None, MemoryMeters()).max_context(ANN) is None
 
 
-def test_headers_tell_what_is_left_of_the_nearest_limit() -> None:
-    bench = Bench(TenantQuota(requests_per_minute=100, each_user=Quota(requests_per_minute=6, tokens_per_minute=60)))
-    headers = dict(bench.take(tokens=30).headers())
+async def test_headers_tell_what_is_left_of_the_nearest_limit(bench: Bench) -> None:
+    bench.limit(TenantQuota(requests_per_minute=100, each_user=Quota(requests_per_minute=6, tokens_per_minute=60)))
+    headers = dict((await bench.take(tokens=30)).headers())
     assert headers == {
         b"x-ratelimit-limit-requests": b"6",
         b"x-ratelimit-remaining-requests": b"5",
@@ -125,17 +197,20 @@ def test_headers_tell_what_is_left_of_the_nearest_limit() -> None:
         b"x-ratelimit-remaining-tokens": b"30",
         b"x-ratelimit-reset-tokens": b"30.000s",
     }
+    with pytest.raises(LimitedError) as refused:
+        await bench.take(tokens=50)
+    assert dict(refused.value.headers) == headers
 
 
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 100), st.floats(0, 2000)), max_size=50))
 def test_a_bucket_never_gives_more_than_its_rate_allows(rate: int, steps: list[tuple[float, float]]) -> None:
     now, taken = 0.0, 0.0
-    bucket = Bucket(rate, now)
+    bucket = Bucket(now)
     for pause, amount in steps:
         now += pause
         amount = min(amount, rate)
-        if not bucket.wait_s(amount, now):
-            bucket.take(amount, now)
+        if not bucket.wait_s(amount, rate, now):
+            bucket.take(amount, rate, now)
             taken += amount
         assert taken <= rate + now * rate / 60 + 1e-6
 
