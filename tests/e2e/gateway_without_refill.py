@@ -1,0 +1,28 @@
+"""`python -m gateway` with limits whose clock stands still, so that a minute's budget is a number and not a rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY
+
+from common.rpc.security import read_security
+from common.runtime import run_service
+from common.settings import load_settings
+from gateway.assembly import Gateway
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+def main() -> None:
+    settings = load_settings("gateway_without_refill", "A gateway for tests.")
+
+    async def serve(stopping: asyncio.Event) -> None:
+        await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc), limits_clock=lambda: 1.0).run(stopping)
+
+    run_service("gateway", settings.log, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Two gateway processes behind a proxy that takes turns, over a pipeline that answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from typing import TYPE_CHECKING
+
+import httpx
+import orjson
+
+from tests.e2e.processes import Processes
+from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+# Reads settings as `python -m gateway` does; its limits do not refill.
+GATEWAY = "tests.e2e.gateway_without_refill"
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def round_robin(ports: Sequence[int]) -> AsyncIterator[int]:
+    """Forward each new TCP connection to the next of `ports`, and yield the port of the proxy."""
+    turns = itertools.cycle(ports)
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", next(turns))
+        for pair in ((reader, back_writer), (back_reader, writer)):
+            task = asyncio.create_task(pump(*pair))
+            pumps.add(task)
+            task.add_done_callback(pumps.discard)
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0, backlog=1024)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(pumps):
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+class TwoGateways:
+    """The gateways by their own ports, the proxy's port, and the pipeline."""
+
+    def __init__(self, services: FakeServices, ports: Sequence[int], proxy_port: int) -> None:
+        self.services = services
+        self.ports = ports
+        self.proxy_port = proxy_port
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client that opens a connection for each request: each goes to the next gateway."""
+        limits = httpx.Limits(max_keepalive_connections=0)
+        base_url = f"http://127.0.0.1:{self.proxy_port}"
+        return httpx.AsyncClient(base_url=base_url, limits=limits, timeout=30, trust_env=False)
+
+    async def metric(self, port: int, name: str) -> float:
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    async def flood(self, requests: int, key: str, connections: int = 32) -> Counter[int]:
+        """Ask for so many chats over connections that stay open; return how often each status came."""
+        body = orjson.dumps({"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]})
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        message, statuses, left = head.encode() + body, Counter[int](), iter(range(requests))
+
+        async def ask() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.proxy_port)
+            for _ in left:
+                writer.write(message)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                length = answer.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                statuses[int(answer.split(maxsplit=2)[1])] += 1
+            writer.close()
+
+        await asyncio.gather(*(ask() for _ in range(connections)))
+        return statuses
+
+
+@asynccontextmanager
+async def two_gateways(directory: Path, **settings: object) -> AsyncIterator[TwoGateways]:
+    """Run everything; `settings` are those of the section `gateway`. Both gateways are ready."""
+    ports = [free_port(), free_port()]
+    processes = Processes(directory)
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(ring_servers(directory))
+        stack.callback(processes.stop)
+        for number, port in enumerate(ports):
+            own = {"port": port, "tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
+            named = {f"gateway.{name}": value for name, value in {**own, **settings}.items()}
+            processes.start(f"gateway-{number}", GATEWAY, {**named, "log.level": "warning"})
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for port in ports:
+                await _until_ready(client, port, processes)
+        gateways = TwoGateways(services, ports, await stack.enter_async_context(round_robin(ports)))
+        yield gateways
+
+
+async def _until_ready(client: httpx.AsyncClient, port: int, processes: Processes) -> None:
+    for _ in range(600):
+        try:
+            if (await client.get(f"http://127.0.0.1:{port}/ready")).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.1)
+    raise AssertionError(processes.logs())

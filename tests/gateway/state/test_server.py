@@ -1,0 +1,100 @@
+"""A state server that is wrong, slow, silent or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.settings import GatewaySettings
+from gateway.state.server import StateAwayError, StateServer
+from tests.fakes.redis_process import temporary_redis
+from tests.gateway.state.servers import new_metrics, new_prefix, state_server
+from tests.gateway.support import gateway_saying
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.fakes.redis_process import RedisProcess
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """Take connections and never say anything."""
+    server = await asyncio.start_server(lambda _reader, _writer: asyncio.sleep(3600), "127.0.0.1", 0)
+    yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["redis", "http://x", "localhost:6379", "redis://h:port", "redis://h?no_such=1", "redis://:geheim@h/?a=b"]
+)
+def test_an_address_that_is_none_stops_the_start_without_being_shown(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"gateway\.state") as refused:
+        StateServer(url, new_metrics(), prefix="p", timeout_s=1.0)
+    assert "geheim" not in str(refused.value)
+
+
+async def test_state_and_responses_file_contradict_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="responses_file"):
+        gateway_saying("x", state="redis://127.0.0.1:1", responses_file="responses.sqlite")
+
+
+async def test_memory_may_be_named() -> None:
+    assert GatewaySettings(state="memory").state is not None
+    assert (await gateway_saying("x", state="memory").chat()).status_code == 200
+
+
+async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> None:
+    async with silent_server() as url, state_server(url, "p", timeout_s=0.2, probes=False) as server:
+        started = time.monotonic()
+        with pytest.raises(StateAwayError) as error:
+            await server.call(lambda redis: redis.get("x"))
+        assert error.value.was_sent
+        assert time.monotonic() - started < 2
+        started = time.monotonic()
+        for _ in range(1000):
+            with pytest.raises(StateAwayError):
+                await server.call(lambda redis: redis.get("x"))
+        assert time.monotonic() - started < 0.2
+
+
+async def test_it_is_said_once_when_the_server_goes_and_once_when_it_is_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    metrics = new_metrics()
+    with temporary_redis() as redis_process:
+        async with state_server(redis_process.url, new_prefix(), metrics=metrics) as server:
+            await until(lambda: b'link="state",model=""} 1.0' in metrics.exposition())
+            redis_process.kill()
+            for _ in range(10):
+                with pytest.raises(StateAwayError):
+                    await server.call(lambda redis: redis.get("x"))
+            await asyncio.sleep(1.2)  # two probes
+            assert b'link="state",model=""} 0.0' in metrics.exposition()
+            redis_process.start()
+            await server.wait_up()
+            assert await server.call(lambda redis: redis.get("x")) is None
+    said = capsys.readouterr().out
+    assert said.count("state.away") == 1
+    assert said.count("state.back") == 1
+
+
+async def test_a_server_that_takes_no_writes_counts_as_away(redis_process: RedisProcess) -> None:
+    with redis_process.client() as client:
+        async with state_server(redis_process.url, new_prefix()) as server:
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            try:
+                await until(lambda: not server.is_up)
+            finally:
+                client.execute_command("REPLICAOF", "NO", "ONE")
+            await server.wait_up()
+
+
+async def test_the_name_of_the_metric_is_not_there_without_a_shared_state() -> None:
+    assert 'link="state"' not in (await gateway_saying("x").get("/metrics")).text
