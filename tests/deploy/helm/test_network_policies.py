@@ -75,6 +75,22 @@ def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fet
     assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "worker"}
 
 
+def test_only_gateways_reach_their_state() -> None:
+    def rules(name: str) -> dict[str, list[Manifest]]:
+        found = [item for item in render(VALUE_SETS[name]) if item["kind"] == "NetworkPolicy"]
+        by_owner = {
+            component_of(item): [rule for rule in item["spec"]["egress"] if rule["ports"][0]["port"] in (6379, 6380)]
+            for item in found
+            if all("ports" in rule for rule in item["spec"]["egress"])
+        }
+        return {owner: rules for owner, rules in by_owner.items() if rules}
+
+    peers = VALUE_SETS["several-gateways"]["networkPolicy"]["stateTo"]
+    assert rules("several-gateways") == {"gateway": [{"ports": [{"port": 6380}], "to": peers}]}
+    assert rules("hpa") == {"gateway": [{"ports": [{"port": 6379}]}]}
+    assert rules("defaults") == {}
+
+
 def test_another_releases_gateway_reaches_what_a_gateway_asks_and_no_worker() -> None:
     rules = _ingress(render(VALUE_SETS["model-for-another-gateway"]))
     front = VALUE_SETS["model-for-another-gateway"]["networkPolicy"]["otherGateways"]

@@ -123,7 +123,8 @@ def test_replicas_are_left_to_who_scales(name: str) -> None:
     for component in ("gateway", "tokenizer"):
         assert "replicas" not in named(objects, "Deployment", component)["spec"]
     assert named(objects, "Deployment", "scheduler")["spec"]["replicas"] == 1
-    assert named(render({}), "Deployment", "gateway")["spec"]["replicas"] == 2
+    assert named(render({}), "Deployment", "gateway")["spec"]["replicas"] == 1
+    assert named(render({}), "Deployment", "tokenizer")["spec"]["replicas"] == 2
 
 
 def test_the_autoscaler_averages_what_pods_report() -> None:
@@ -153,6 +154,7 @@ def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:
     "name",
     [
         "defaults",
+        "several-gateways",
         "three-groups",
         "groups-keda",
         "example-h100",

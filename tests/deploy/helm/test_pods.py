@@ -77,6 +77,21 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
         assert (services[host].get("clusterIP") == "None") == address.startswith("dns:")
 
 
+def test_gateways_are_told_where_their_state_is_and_how_to_fail() -> None:
+    plain = next(each for each in running(render(VALUE_SETS["several-gateways"])) if each.service == "gateway")
+    assert plain.settings.gateway.state is not None
+    assert plain.settings.gateway.state.get_secret_value() == "rediss://state.example:6380/2"
+    assert plain.settings.gateway.state_failure == "closed"
+    secret = next(each for each in running(render(VALUE_SETS["hpa"])) if each.service == "gateway")
+    directory = str(secret.settings.gateway.state_file).removesuffix("/url")
+    mounts = {mount["mountPath"]: mount["name"] for mount in secret.container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in secret.template["spec"]["volumes"]}
+    assert volumes[mounts[directory]]["secret"] == {"secretName": "state"}
+    alone = next(each for each in running(render({})) if each.service == "gateway")
+    assert alone.settings.gateway.state is None
+    assert alone.settings.gateway.state_file is None
+
+
 @every_value_set
 def test_the_scheduler_knows_every_rank_in_order(name: str) -> None:
     everybody = running(render(VALUE_SETS[name]))

@@ -48,7 +48,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "trust domain with a scheme": ({"tls": {"trustDomain": "spiffe://llm"}}, "trustDomain"),
     "peer without anything": ({"networkPolicy": {"gatewayFrom": [{}]}}, "gatewayFrom"),
     "number as text": ({"gateway": {"replicas": "2"}}, "replicas"),
+    "several gateways without a state": ({"gateway": {"replicas": 2}}, "gateway.state"),
+    "an autoscaler of gateways without a state": ({"gateway": {"autoscaling": {"mode": "hpa"}}}, "gateway.state"),
+    "a state that is no server": ({"gateway": {"state": {"url": "postgres://x"}}}, "url"),
+    "a password in a ConfigMap": ({"gateway": {"state": {"url": "redis://:secret@x:6379"}}}, "url"),
+    "a state twice": ({"gateway": {"state": {"url": "redis://x", "existingSecret": "x"}}}, "not both"),
+    "a state that fails in a third way": ({"gateway": {"state": {"failure": "shut"}}}, "failure"),
 }
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"replicas": 1},
+    {"autoscaling": {"mode": "hpa", "minReplicas": 1, "maxReplicas": 1}},
+    {"replicas": 2, "state": {"url": "redis://[fd00::1]:6379/1"}},
+    {"replicas": 2, "state": {"existingSecret": "state"}},
+]
+
+
+@pytest.mark.parametrize("gateway", ACCEPTED)
+def test_is_accepted(gateway: dict[str, Any]) -> None:
+    assert render({"gateway": gateway})
 
 
 @pytest.mark.parametrize(("values", "said"), REFUSED.values(), ids=REFUSED)

@@ -13,13 +13,21 @@ _CLAIM = {"source": "path", "path": "llama", "volume": {"existingClaim": "models
 
 def _scaled(mode: str) -> dict[str, Any]:
     scaling = {"mode": mode, "minReplicas": 2, "maxReplicas": 9, "pending": 100}
-    return {"gateway": {"autoscaling": scaling}, "tokenizer": {"autoscaling": scaling}}
+    state = {"existingSecret": "state"}
+    return {"gateway": {"autoscaling": scaling, "state": state}, "tokenizer": {"autoscaling": scaling}}
 
 
 VALUE_SETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "hpa": _scaled("hpa"),
     "keda": _scaled("keda"),
+    "several-gateways": {
+        "gateway": {
+            "replicas": 3,
+            "state": {"url": "rediss://state.example:6380/2", "port": 6380, "failure": "closed"},
+        },
+        "networkPolicy": {"stateTo": [{"ipBlock": {"cidr": "10.1.2.3/32"}}]},
+    },
     "three-groups": {
         "groups": {"replicas": 3},
         "adminToken": {"existingSecret": "admin"},

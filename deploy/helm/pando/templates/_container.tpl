@@ -78,6 +78,9 @@
     {{- if and (eq .name "gateway") $root.Values.apiKeys.existingSecret }}
     - {name: keys, mountPath: /etc/pando/keys, readOnly: true}
     {{- end }}
+    {{- if and (eq .name "gateway") $root.Values.gateway.state.existingSecret }}
+    - {name: state, mountPath: /etc/pando/state, readOnly: true}
+    {{- end }}
     {{- if and (eq .name "gateway") $values.certificateSecret }}
     - {name: https, mountPath: /etc/pando/https, readOnly: true}
     {{- end }}

@@ -95,6 +95,10 @@ volumes:
   - name: keys
     secret: {secretName: {{ $root.Values.apiKeys.existingSecret | quote }}}
   {{- end }}
+  {{- if and (eq .name "gateway") $root.Values.gateway.state.existingSecret }}
+  - name: state
+    secret: {secretName: {{ $root.Values.gateway.state.existingSecret | quote }}}
+  {{- end }}
   {{- if and (eq .name "gateway") $values.certificateSecret }}
   - name: https
     secret: {secretName: {{ $values.certificateSecret | quote }}}

@@ -21,6 +21,25 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- div (int .Values.worker.tensorParallel) (include "pando.ranksPerPod" . | int) -}}
 {{- end -}}
 
+{{/* Settings of the state that gateways share, as JSON; refuses several gateways without one. */}}
+{{- define "pando.state" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $state := $gateway.state -}}
+{{- $most := int $gateway.replicas -}}
+{{- if ne $gateway.autoscaling.mode "off" }}{{ $most = int $gateway.autoscaling.maxReplicas }}{{ end -}}
+{{- if and $state.url $state.existingSecret -}}
+{{- fail "name gateway.state.url or gateway.state.existingSecret, not both" -}}
+{{- else if $state.existingSecret -}}
+{{- dict "state_file" "/etc/pando/state/url" "state_failure" $state.failure | toJson -}}
+{{- else if $state.url -}}
+{{- dict "state" $state.url "state_failure" $state.failure | toJson -}}
+{{- else if gt $most 1 -}}
+{{- fail (printf "%d gateways need a state that they share, or limits count once for each and responses are not found: set gateway.state.url or gateway.state.existingSecret to a Redis or Valkey server, or gateway.%s to 1" $most (ternary "replicas" "autoscaling.maxReplicas" (eq $gateway.autoscaling.mode "off"))) -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end -}}
+
 {{/* The settings of all services as a mapping; the chart's own addresses win over `settings`. Workers: pando.groupVariables. */}}
 {{- define "pando.settings" -}}
 {{- $ring := include "pando.ring" . | fromYaml -}}
@@ -66,6 +85,7 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := required "gateway.clientAuthoritySecret needs gateway.certificateSecret" .Values.gateway.certificateSecret -}}
 {{- $_ := set $own.gateway "client_authority" "/etc/pando/clients/ca.crt" -}}
 {{- end -}}
+{{- $_ := merge $own.gateway (include "pando.state" . | fromJson) -}}
 {{- $rpc := dict "plaintext" true -}}
 {{- if .Values.tls.enabled -}}
 {{- $rpc = dict "certificate" "/etc/pando/tls/tls.crt" "key" "/etc/pando/tls/tls.key" "authority" "/etc/pando/tls/ca.crt" "probe_port" 9200 -}}
