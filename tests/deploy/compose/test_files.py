@@ -134,11 +134,11 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
-        for overlay in ("gpu-2.yaml", "models.yaml")
+        for overlay in ("gateways.yaml", "gpu-2.yaml", "models.yaml")
         for name, service in load(overlay)["services"].items()
         if "extends" in service
     }
-    assert ports == {name: int(expected[like][0].split(":")[1]) for name, like in started.items()}
+    assert ports == {name: int(targets[like][0].split(":")[1]) for name, like in started.items()}
 
 
 def test_rules_and_dashboards_are_those_of_the_chart() -> None:
@@ -195,12 +195,34 @@ def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypat
             assert service.get("depends_on", {}).keys() == {f"second-{needed}" for needed in waits}, name
 
 
+def test_two_gateways_share_a_server_that_only_the_ring_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("gateways.yaml")["services"]
+    urls = {}
+    for name in ("gateway", "second-gateway"):
+        base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
+        settings = settings_with({**base["environment"], **overlay[name]["environment"]}, {}, monkeypatch).gateway
+        assert settings.state is not None
+        urls[name] = settings.state.get_secret_value()
+        assert overlay[name]["depends_on"] == {"valkey": {"condition": "service_healthy"}}
+    assert set(urls.values()) == {"redis://valkey:6379"}
+    published = {SERVICES["gateway"]["ports"][0], overlay["second-gateway"]["ports"][0]}
+    assert len(published) == 2
+    assert all("127.0.0.1" in port for port in published)
+    server = overlay["valkey"]
+    assert server["networks"] == ["ring"]
+    assert "ports" not in server
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    # What is full must refuse: a limit that is evicted begins again.
+    assert server["command"][-2:] == ["--maxmemory-policy", "noeviction"]
+
+
 def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> None:
     assert "reservations" not in (COMPOSE / "compose.yaml").read_text()
     two = load("gpu-2.yaml")["services"]
     workers = yaml.safe_load(two["scheduler"]["environment"]["PANDO_SCHEDULER__WORKERS"])
     assert workers == ["worker:50053", "worker-1:50053"]
     assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
-    for overlay in ("gpu.yaml", "gpu-2.yaml", "models.yaml", "secrets.yaml", "tls.yaml"):
+    for overlay in ("gateways.yaml", "gpu.yaml", "gpu-2.yaml", "models.yaml", "secrets.yaml", "tls.yaml"):
         for service in load(overlay)["services"].values():
             check_environment({key: str(value) for key, value in service.get("environment", {}).items()})
