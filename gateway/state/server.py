@@ -136,7 +136,7 @@ def _open_pool(url: str, timeout_s: float) -> BlockingConnectionPool:
             url,
             max_connections=CONNECTIONS,
             timeout=timeout_s,
-            # Deadlines are those of `call`. The library's own swallow cancellations on Python 3.11 (`asyncio.wait_for`).
+            # `call` has deadlines. The library's own swallow cancellations on Python 3.11 (`asyncio.wait_for`).
             socket_timeout=None,
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
