@@ -7,6 +7,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.e2e.two_gateways import TwoGateways, two_gateways
 from tests.fakes.redis_process import temporary_redis
@@ -26,6 +28,7 @@ ANN, BOB = ({"authorization": f"Bearer {key}"} for key in ("ann", "bob"))
 REQUESTS, LIMIT = 10_000, 1_000
 
 
+@pytest.mark.slow
 async def test_two_gateways_act_as_one_while_their_state_restarts(run_root: Path) -> None:
     directory = run_root / "two-gateways"
     directory.mkdir()
@@ -57,7 +60,7 @@ async def check_limit(gateways: TwoGateways) -> None:
     assert statuses == {200: LIMIT, 429: REQUESTS - LIMIT}
     served = [
         await gateways.metric(port, 'pando_gateway_requests_total{route="/v1/chat/completions",status="200"}')
-        for port in gateways.ports
+        for port in gateways.metrics_ports
     ]
     assert sum(served) == LIMIT
     assert min(served) > LIMIT / 10, "each gateway had its part"
@@ -125,7 +128,7 @@ async def check_without_state(gateways: TwoGateways) -> None:
     # Open is the default: now each gateway allows what both together did.
     statuses = await gateways.flood(3 * LIMIT, "flood")
     assert statuses == {200: 2 * LIMIT, 429: LIMIT}
-    for port in gateways.ports:
+    for port in gateways.metrics_ports:
         assert await gateways.metric(port, 'pando_gateway_link_connected{link="state"') == 0
         assert await gateways.metric(port, "pando_gateway_unshared_limits_total") >= LIMIT
 
@@ -133,7 +136,7 @@ async def check_without_state(gateways: TwoGateways) -> None:
 async def until_shared(gateways: TwoGateways) -> None:
     """Wait until both gateways have come back to their state by themselves, and listen for aborts."""
     async with asyncio.timeout(30):
-        for port in gateways.ports:
+        for port in gateways.metrics_ports:
             while not await gateways.metric(port, 'pando_gateway_link_connected{link="state"'):  # noqa: ASYNC110  (another process's)
                 await asyncio.sleep(0.1)
     await asyncio.sleep(1.0)

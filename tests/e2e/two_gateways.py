@@ -63,11 +63,11 @@ async def round_robin(ports: Sequence[int]) -> AsyncIterator[int]:
 
 
 class TwoGateways:
-    """The gateways by their own ports, the proxy's port, and the pipeline."""
+    """The ports of their metrics, the proxy's port, and the pipeline."""
 
-    def __init__(self, services: FakeServices, ports: Sequence[int], proxy_port: int) -> None:
+    def __init__(self, services: FakeServices, metrics_ports: Sequence[int], proxy_port: int) -> None:
         self.services = services
-        self.ports = ports
+        self.metrics_ports = metrics_ports
         self.proxy_port = proxy_port
 
     def client(self) -> httpx.AsyncClient:
@@ -107,19 +107,20 @@ class TwoGateways:
 @asynccontextmanager
 async def two_gateways(directory: Path, **settings: object) -> AsyncIterator[TwoGateways]:
     """Run everything; `settings` are those of the section `gateway`. Both gateways are ready."""
-    ports = [free_port(), free_port()]
+    ports, metrics_ports = [free_port(), free_port()], [free_port(), free_port()]
     processes = Processes(directory)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(ring_servers(directory))
         stack.callback(processes.stop)
-        for number, port in enumerate(ports):
-            own = {"port": port, "tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
-            named = {f"gateway.{name}": value for name, value in {**own, **settings}.items()}
+        addresses = {"tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
+        for number, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True)):
+            own = {"port": port, "metrics_port": metrics_port, **addresses, **settings}
+            named = {f"gateway.{name}": value for name, value in own.items()}
             processes.start(f"gateway-{number}", GATEWAY, {**named, "log.level": "warning"})
         async with httpx.AsyncClient(trust_env=False) as client:
             for port in ports:
                 await _until_ready(client, port, processes)
-        gateways = TwoGateways(services, ports, await stack.enter_async_context(round_robin(ports)))
+        gateways = TwoGateways(services, metrics_ports, await stack.enter_async_context(round_robin(ports)))
         yield gateways
 
 

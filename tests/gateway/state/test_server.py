@@ -46,7 +46,7 @@ async def test_state_and_responses_file_contradict_each_other() -> None:
 
 
 async def test_memory_may_be_named() -> None:
-    assert GatewaySettings(state="memory").state is not None
+    assert GatewaySettings.model_validate({"state": "memory"}).state is not None
     assert (await gateway_saying("x", state="memory").chat()).status_code == 200
 
 

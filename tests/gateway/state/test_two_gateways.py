@@ -31,7 +31,7 @@ KEYS = [
     ApiKey("eve", hash_of("eve"), "other", "ann"),
     # A person who is called as the first version wrote the key `app`.
     ApiKey("odd", hash_of("odd"), "acme", "/app"),
-    ApiKey("app", hash_of("app"), "acme", act_for_users=True),
+    ApiKey("app", hash_of("app"), "acme", vouches_for_users=True),
     ApiKey("plain", hash_of("plain"), "acme"),
     ApiKey("root", hash_of("root"), "acme", admin=True),
 ]
