@@ -35,7 +35,7 @@ class TransferDirection(Enum):
 
     DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the other way.
     HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the other way; an object
-    that is missing, corrupt, of another layout or too slow ends the transfer there, as a miss. DROP_FROM_STORAGE:
+    that is missing, not authentic, of another layout or too slow ends the transfer there, as a miss. DROP_FROM_STORAGE:
     the objects are deleted as far as they are there; no page takes part.
     """
 
@@ -57,6 +57,8 @@ class Transfer:
 
     Page ids are [pages] int32, distinct within a transfer and empty for a tier that takes no part. `object_keys` are
     opaque: the scheduler derives them from a secret, and a worker only adds what tells its rank's part from others'.
+    `cipher_key`, [32], is what their content is encrypted with; it is never logged, and a transfer that drops objects
+    has none.
     """
 
     transfer_id: TransferId
@@ -64,6 +66,7 @@ class Transfer:
     device_pages: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     host_pages: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     object_keys: tuple[bytes, ...] = ()
+    cipher_key: bytes = field(default=b"", repr=False)
 
     @property
     def pages(self) -> int:

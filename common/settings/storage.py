@@ -28,6 +28,6 @@ class StorageSettings(CacheSettings):
     """What is copied to the host goes to storage as well, or nothing does."""
     storage_keyring: Path | None = None
     """File of the secret behind the names of stored pages, and of what was revoked; made with mode 0600 when absent.
-    Schedulers that share a storage share it. By default pando/keyring.json in $XDG_STATE_HOME or ~/.local/state."""
+    Schedulers that share a storage share it. By default pando/keyring.db in $XDG_STATE_HOME or ~/.local/state."""
     storage_secret: SecretStr | None = Field(default=None, min_length=32)
     """Takes the place of the secret in the file: at least 32 characters that nobody can guess."""

@@ -58,7 +58,7 @@ class Launch:
             settings += [
                 f"worker.storage={self.storage}",
                 f"scheduler.cache_host_pages={DEVICE_PAGES}",
-                f"scheduler.storage_keyring={self.storage / 'keyring.json'}",
+                f"scheduler.storage_keyring={self.storage / 'keyring.db'}",
                 f"scheduler.storage_secret={self.storage_secret}",
                 "scheduler.storage_prefetch=wait_complete",
                 "scheduler.storage_min_tokens=1",

@@ -118,6 +118,7 @@ def _transfer_to_wire(transfer: Transfer) -> worker_pb2.Transfer:
         device_pages=transfer.device_pages.tolist(),
         host_pages=transfer.host_pages.tolist(),
         object_keys=transfer.object_keys,
+        cipher_key=transfer.cipher_key,
     )
 
 

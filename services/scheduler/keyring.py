@@ -1,18 +1,17 @@
-"""The file behind storage keys: the secret, and which generation of whose pages can be reached."""
+"""The file of random seeds that the names and keys of stored pages derive from; see `cache/object_keys.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import secrets
+import sqlite3
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
 from services.scheduler.cache.accounts import PUBLIC_SCOPE
-from services.scheduler.cache.object_keys import object_keys, scope_tag
+from services.scheduler.cache.object_keys import KEY_BYTES, ObjectKeys, ScopeKeys, scope_keys, scope_tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,103 +19,181 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.accounts import Scope
 
-_SECRET_BYTES = 32
+# "PKey": what tells a keyring from other databases.
+_APPLICATION_ID = 0x504B6579
+# The parts of a scope that say who is accountable. Clients choose the rest (a salt) freely: an entry for each would let
+# them fill the file.
+_ACCOUNTABLE_PARTS = 2
+# Scopes whose keys are kept in memory.
+_CACHED_SCOPES = 65_536
+# How long to wait for another process that writes; the scheduler's loop waits, too.
+_LOCK_TIMEOUT_S = 1.0
+# Where the file's own secret stands among the seeds; tags of scopes are longer.
+_OWN_SECRET = b""
 
 
 class Keyring:
-    """Owns the secret and the generations; several schedulers that share a storage share the file.
+    """Owns the seeds; several schedulers that share a storage share the file.
 
-    What one of them revokes, it cannot reach from then on, and the others not after their next `refresh`. If the file
-    cannot be written, the revocation holds only as long as this process lives, and an error is logged.
+    There is one seed per subject and tenant and one for the public. `revoke` overwrites it, so that what was stored
+    under it can be neither named nor decrypted any more, wherever there are copies of it. Other processes go by that
+    from their next `refresh` on. If the file cannot be written, the revocation holds in this process and an error is
+    logged; `refresh` tries again.
     """
 
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read `path`; where there is no such file, make one that only this user can read.
+        """Open `path`; where there is no such file, make one that only this user can read.
 
         Args:
-            path: Where generations are kept, and the secret unless it is given.
-            secret: At least 32 bytes; absent: the file's, made up when the file is.
+            path: An SQLite database.
+            secret: At least 32 bytes; absent: the file's own, which is made with the file.
 
         Raises:
             ConfigurationError: it can neither be read nor made, holds something else, or others can read it.
         """
         self._path = path
-        self._log = get_logger("keyring")
         self._given = secret
-        self._secret = secret or b""
-        # The file's own secret, be it in use or not.
-        self._kept: str | None = None
-        self._generations: dict[str, int] = {}
+        self._log = get_logger("keyring")
+        self._cached: dict[Scope, ScopeKeys] = {}
+        # Seeds that could not be written: of scopes by tag.
+        self._unwritten: dict[bytes, bytes] = {}
         try:
-            with self._locked():
-                if not path.exists():
-                    self._kept = None if secret else secrets.token_bytes(_SECRET_BYTES).hex()
-                    self._write()
-                if path.stat().st_mode & 0o077:
-                    raise ConfigurationError(f"others can read {path}, which holds a secret: chmod 600 it")
-                self._read()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._open()
+        except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigurationError(f"scheduler.storage_keyring {path}: {error}") from error
 
-    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Return the storage keys of pages of `scope`, as they are to be written and looked up now."""
-        return object_keys(self._secret, scope, self._generations.get(self._tag(scope), 0), hashes)
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        """Return names and key of pages of `scope`, as they are to be written and looked up now."""
+        keys = self._cached.get(scope)
+        if keys is None:
+            keys = scope_keys(self._secret, self._seed(self._tag(scope)), scope)
+            if len(self._cached) >= _CACHED_SCOPES:
+                self._cached.clear()
+            self._cached[scope] = keys
+        return keys.of_pages(hashes)
 
     def revoke(self, scope: Scope = PUBLIC_SCOPE) -> None:
-        """Make everything that was stored for `scope` unreachable."""
-        tag = self._tag(scope)
-        self._generations[tag] = self._generations.get(tag, 0) + 1
-        try:
-            with self._locked():
-                self._read()
-                self._write()
-        except (OSError, ValueError, KeyError, TypeError):
-            self._log.exception("keyring.revocation_not_written", path=str(self._path))
+        """Destroy the seed of `scope`, and so of all scopes of the same subject."""
+        self._cached.clear()
+        self._unwritten[self._tag(scope)] = secrets.token_bytes(KEY_BYTES)
+        self._write_revocations()
 
     def refresh(self) -> None:
-        """Take over what others have revoked."""
+        """Go by what others have revoked, and by a file that has taken this one's place."""
         try:
-            self._read()
-        except (OSError, ValueError, KeyError, TypeError):
+            if self._identity() != self._opened:
+                self._log.warning("keyring.replaced", path=str(self._path))
+                self._cached.clear()
+                # They were about seeds that are gone.
+                self._unwritten.clear()
+                self._database.close()
+                self._open()
+            elif (version := self._data_version()) != self._version:
+                self._cached.clear()
+                self._version = version
+        except (OSError, sqlite3.Error, ValueError, ConfigurationError):
             self._log.exception("keyring.unreadable", path=str(self._path))
+        if self._unwritten:
+            self._write_revocations()
 
-    def _tag(self, scope: Scope) -> str:
-        # All views of a subject have one generation, so that forgetting it needs no list of its salts.
-        return scope_tag(self._secret, scope[:2]) if scope else "public"
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
 
-    def _read(self) -> None:
-        """Take the file's generations over where they are later than what is known."""
-        content = json.loads(self._path.read_text(encoding="ascii"))
-        if not isinstance(content, dict):
-            raise TypeError("not a keyring")
-        self._kept = content.get("secret")
-        secret = self._given or bytes.fromhex(content["secret"])
-        if len(secret) < _SECRET_BYTES:
-            raise ValueError(f"the secret has {len(secret)} bytes, at least {_SECRET_BYTES} are needed")
-        if self._secret and secret != self._secret:
-            raise ValueError("the secret has changed; the new one counts from the next start on")
-        self._secret = secret
-        for tag, generation in content["generations"].items():
-            self._generations[tag] = max(self._generations.get(tag, 0), int(generation))
+    def _tag(self, scope: Scope) -> bytes:
+        return scope_tag(self._secret, scope[:_ACCOUNTABLE_PARTS])
 
-    def _write(self) -> None:
-        kept = {} if self._kept is None else {"secret": self._kept}
-        content = {**kept, "generations": self._generations}
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+    def _seed(self, tag: bytes) -> bytes:
+        if tag in self._unwritten:
+            return self._unwritten[tag]
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
-                json.dump(content, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            return _seed_in(self._database, tag)
+        except sqlite3.Error:
+            self._log.exception("keyring.unusable", path=str(self._path))
+            # What is stored under it is missing once this process has ended.
+            return secrets.token_bytes(KEY_BYTES)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from changing the file meanwhile."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = self._path.with_name(f".{self._path.name}.lock")
-        with open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def _write_revocations(self) -> None:
+        try:
+            with _transaction(self._database):
+                self._database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._unwritten.items()))
+        except sqlite3.Error:
+            self._log.exception("keyring.revocation_not_written", path=str(self._path))
+        else:
+            self._unwritten.clear()
+
+    def _open(self) -> None:
+        database = _open_database(self._path)
+        try:
+            self._secret = self._given or _seed_in(database, _OWN_SECRET)
+        except BaseException:
+            database.close()
+            raise
+        self._database = database
+        self._opened = self._identity()
+        self._version = self._data_version()
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Return what changes when the file is deleted, or another one takes its place."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _data_version(self) -> int:
+        """Return what changes when another process writes."""
+        return int(self._database.execute("PRAGMA data_version").fetchone()[0])
+
+
+def _open_database(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # SQLite would let others read it.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    if path.stat().st_mode & 0o077:
+        raise ConfigurationError(f"others can read {path}, which holds keys: chmod 600 it")
+    database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+    try:
+        # What was revoked must stay readable neither in free parts of the file nor in its journal.
+        for pragma in ("secure_delete = ON", "journal_mode = TRUNCATE", "synchronous = FULL"):
+            database.execute(f"PRAGMA {pragma}")
+        with _transaction(database):
+            _check_or_make_tables(database)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _check_or_make_tables(database: sqlite3.Connection) -> None:
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    if application == _APPLICATION_ID:
+        return
+    if database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        raise ValueError("not a keyring")
+    database.execute("CREATE TABLE seeds (scope BLOB PRIMARY KEY, seed BLOB NOT NULL) WITHOUT ROWID")
+    database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+
+
+def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
+    """Return the seed of a tag, which is made if need be."""
+    query = "SELECT seed FROM seeds WHERE scope = ?"
+    found = database.execute(query, (tag,)).fetchone()
+    if found is None:
+        # If another process makes one at the same time, the first of the two is kept.
+        database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", (tag, secrets.token_bytes(KEY_BYTES)))
+        found = database.execute(query, (tag,)).fetchone()
+    return bytes(found[0])
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Write everything or nothing."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")

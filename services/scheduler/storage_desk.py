@@ -68,4 +68,4 @@ def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfi
 def default_path() -> Path:
     """Return where the keyring is if the settings do not say."""
     state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "pando" / "keyring.json"
+    return (Path(state) if state else Path.home() / ".local" / "state") / "pando" / "keyring.db"

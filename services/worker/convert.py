@@ -192,6 +192,7 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
         device_pages=_int32(message.device_pages),
         host_pages=_int32(message.host_pages),
         object_keys=tuple(message.object_keys),
+        cipher_key=message.cipher_key,
     )
 
 

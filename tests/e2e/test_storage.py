@@ -58,7 +58,7 @@ def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
             device_pages=200,
             cache_host_pages=200,
             storage_prefetch="wait_complete",
-            storage_keyring=place / "keyring.json",
+            storage_keyring=place / "keyring.db",
             cache_decision_log=log,
         ),
         worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=10.0),

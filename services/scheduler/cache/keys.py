@@ -62,10 +62,10 @@ def common_run(keys: Sequence[bytes], page_bytes: int) -> int:
 
 
 def chain_hashes(key: bytes, page_bytes: int) -> list[bytes]:
-    """Return one hash per page, each of all tokens from the first to the page's last."""
+    """Return one hash [32] per page, each of all tokens from the first to the page's last."""
     hashes: list[bytes] = []
     chain = b""
     for start in range(0, len(key), page_bytes):
-        chain = blake2b(chain + key[start : start + page_bytes], digest_size=16).digest()
+        chain = blake2b(chain + key[start : start + page_bytes], digest_size=32).digest()
         hashes.append(chain)
     return hashes

@@ -1,43 +1,68 @@
-"""Names of pages outside this process: what they tell is who may look them up, and only to who has the secret.
+"""Names and keys of stored pages, derived from a random seed that the keyring holds.
 
-A key is HMAC-SHA256(secret, scope ‖ generation ‖ chained page hash). The hash stands for the page's tokens and all
-before them, the scope for whose page it is. Without the secret no key can be computed from another, from tokens or from
-names; with a later generation, what was kept under an earlier one can no longer be reached.
+The seed belongs to one generation of one scope: HKDF-SHA256 (RFC 5869) makes of it, with the deployment's secret as
+salt and the scope as info, a key for names and a key for encryption. A page's name is HMAC-SHA256(naming key, chained
+page hash); the hash stands for the page's tokens and all before them. So nobody without the seed can compute a name or
+read a page, not even with the names, pages and keys of other scopes, and once the seed is gone nobody can at all.
 """
 
 from __future__ import annotations
 
 import hmac
 import struct
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from services.scheduler.cache.accounts import Scope
 
+KEY_BYTES = 32
 _LENGTH = struct.Struct("<Q")
 
 
-def object_keys(secret: bytes, scope: Scope, generation: int, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Return the key of each page, [32] each; takes 2 µs per page, and the chained hashes another 0.5 µs.
+@dataclass(frozen=True, slots=True)
+class ObjectKeys:
+    """What a run of pages of one scope is called in storage, [32] each, and what they are encrypted with, [32]."""
+
+    names: tuple[bytes, ...]
+    cipher_key: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeKeys:
+    """The keys of one generation of one scope, [32] each."""
+
+    naming: bytes = field(repr=False)
+    cipher: bytes = field(repr=False)
+
+    def of_pages(self, hashes: Iterable[bytes]) -> ObjectKeys:
+        """Return names and key of pages by their chained hashes, see `chain_hashes`; takes 2 µs per page."""
+        return ObjectKeys(tuple(hmac.digest(self.naming, chain, "sha256") for chain in hashes), self.cipher)
+
+
+def scope_keys(secret: bytes, seed: bytes, scope: Scope) -> ScopeKeys:
+    """Derive a scope's keys.
 
     Args:
-        secret: Known to the schedulers that share a storage, and to nobody else.
-        scope: Whose pages they are: a principal's or the public's.
-        generation: The scope's current one.
-        hashes: Of each page with all before it, see `chain_hashes`.
+        secret: Of the deployments that share a storage.
+        seed: Random, of the generation; scopes that are forgotten together may share one.
+        scope: Whose pages they are: a view's, a tenant's or the public's.
     """
-    # Lengths first, so that no two scopes are written alike.
-    prefix = b"page" + _LENGTH.pack(generation) + _encode(scope)
-    return tuple(hmac.digest(secret, prefix + chain, "sha256") for chain in hashes)
+    derived = HKDF(SHA256(), 2 * KEY_BYTES, secret, b"pando stored pages" + _encode(scope)).derive(seed)
+    return ScopeKeys(derived[:KEY_BYTES], derived[KEY_BYTES:])
 
 
-def scope_tag(secret: bytes, scope: Scope) -> str:
-    """Return what stands for a scope in a file that is to tell no names."""
-    return hmac.digest(secret, b"scope" + _encode(scope), "sha256")[:16].hex()
+def scope_tag(secret: bytes, scope: Scope) -> bytes:
+    """Return what stands for a scope in a file that holds no names, [16]."""
+    return hmac.digest(secret, b"scope" + _encode(scope), "sha256")[:16]
 
 
 def _encode(scope: Scope) -> bytes:
+    # Lengths first, so that no two scopes are written alike.
     parts = [part.encode("utf-8", "surrogatepass") for part in scope]
     return _LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts)

@@ -17,6 +17,7 @@ from common.types import Subject, View
 from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.factory import CacheName, make_cache
+from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.reviews import CandidateId
@@ -272,8 +273,8 @@ def _decode(line: bytes, at: int) -> Facts:
 class _NoNames:
     """Stands for names in storage, which are not recorded: nothing is stored again."""
 
-    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        return tuple(b"" for _ in hashes)
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        return ObjectKeys(tuple(b"" for _ in hashes))
 
     def revoke(self, scope: Scope) -> None:
         """Have nothing to revoke."""

@@ -214,7 +214,7 @@ class _Loader:
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # Rows that fill a captured batch up write to a page behind the last one.
         pool = self._pool(pages + self._is_resident, model.kv_layout, window_pages)
-        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value)
+        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s fp8=%s kv_dtype=%s pages=%d context=%d threads=%d",
             spec.model, self._device, self._backend.name, self._dtype, holds_fp8(spec, config), self._kv_dtype, pages,
@@ -356,10 +356,12 @@ class _Loader:
             free -= pool.pages * page_bytes
         return count_host_pages(self._spec, page_bytes, free)
 
-    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str) -> EngineCapacity:
+    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         spec, shard = self._spec, self._shard
+        # A rank's KV depends on the weights of all ranks, as layers add up what all of them contribute.
+        weights = "".join(group.gather_digests(self._checkpoint.identity()))
         parts = (
-            self._checkpoint.identity, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
+            weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(quantises(spec, self._config)),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
@@ -370,7 +372,7 @@ class _Loader:
             vocabulary_size=self._config.vocabulary_size,
             eos_token_ids=self._config.eos_token_ids,
             kv_bytes_per_token=pool.bytes_per_token,
-            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32],
+            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),

@@ -155,3 +155,5 @@ def _check(transfer: Transfer, host_pages: int) -> None:
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {host_pages})")
     if any(len(key) != KEY_BYTES for key in transfer.object_keys):
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: keys have {KEY_BYTES} bytes")
+    if not is_drop and len(transfer.cipher_key) != KEY_BYTES:
+        raise InvalidPlanError(f"transfer {transfer.transfer_id}: the cipher key has not {KEY_BYTES} bytes")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# What is kept: a header and a page's bytes, see `objects.py`.
+# What is kept: a header and an encrypted page, see `objects.py`.
 Blob = bytes | bytearray | memoryview
 
 

@@ -1,27 +1,40 @@
-"""The form of a stored page: a header that says what it is, and a checksum over all of it.
+"""The form of a stored page: a header that says what it is, then the page, encrypted and authenticated.
 
-Little-endian: magic [8], version u32, payload bytes u64, layout [32], key [32], checksum [16], payload. `layout` is a
-digest of everything that makes pages interchangeable (model, dtype, page size, shard), `key` the storage key the page
-was written under, and the checksum is XXH3-128 of what comes before it and of the payload. So an object that was cut,
-altered, moved to another name or written by another model or rank is recognised; what somebody has forged is not:
-storage has to be as trustworthy as the hosts that share it.
+Little-endian: magic [8], version u32, payload bytes u64, layout [32], name [32], nonce [12], ciphertext, tag [16].
+`layout` is a digest of everything that makes pages interchangeable (weights, config, dtype, page size, shard), `name`
+the storage key the page was written under. The cipher is AES-256-GCM (NIST SP 800-38D); all of the header before the
+nonce is its associated data. Each object has a key of its own, which HKDF-Expand derives from the transfer's key, the
+layout and the name, and each write a random nonce: so a key encrypts only the few writes of one page, and random nonces
+of 96 bits do not repeat.
+
+An object that was cut, altered, forged, written by another model or rank, for another scope or under a key that has
+been destroyed, or copied to another name is a miss. What cannot be recognised is an earlier object of the same name and
+key: it holds KV of the same tokens, scope, weights and layout, so it is equal up to the last bits that computing in
+another batch may change.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from dataclasses import dataclass
 from enum import Enum
 
-from xxhash import xxh3_128
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 MAGIC = b"PandoKV\n"
-VERSION = 1
+VERSION = 2
 KEY_BYTES = 32
-_PREFIX = struct.Struct("<8sIQ32s32s")
-_CHECKSUM_BYTES = 16
-HEADER_BYTES = _PREFIX.size + _CHECKSUM_BYTES
+_HEADER = struct.Struct("<8sIQ32s32s")
+_NONCE_BYTES = 12
+_TAG_BYTES = 16
+_PAYLOAD_START = _HEADER.size + _NONCE_BYTES
+# What an object is longer than its page.
+OVERHEAD_BYTES = _PAYLOAD_START + _TAG_BYTES
 
 
 class Miss(Enum):
@@ -29,8 +42,11 @@ class Miss(Enum):
 
     MISSING = "missing"
     TRUNCATED = "truncated"
+    # Not an object, or of another version.
     CORRUPT = "corrupt"
     FOREIGN_LAYOUT = "foreign_layout"
+    # Altered, forged, moved to another name, or encrypted with another key.
+    NOT_AUTHENTIC = "not_authentic"
     SLOW = "slow"
     UNAVAILABLE = "unavailable"
 
@@ -52,34 +68,44 @@ class ObjectFormat:
 
     def name(self, key: bytes) -> str:
         """Return the name of the page with this storage key; each rank and model that shares a storage has its own."""
-        return f"{self.layout[:8].hex()}-{key.hex()}"
+        return f"{self.layout[:16].hex()}-{key.hex()}"
 
-    def encode(self, key: bytes, payload: bytes) -> bytes:
+    def encode(self, key: bytes, cipher_key: bytes, payload: bytes) -> memoryview:
         """Return the object that holds `payload`, [page_bytes]."""
-        assert len(key) == KEY_BYTES
+        assert len(key) == len(cipher_key) == KEY_BYTES
         assert len(payload) == self.page_bytes
-        prefix = _PREFIX.pack(MAGIC, VERSION, len(payload), self.layout, key)
-        return b"".join((prefix, _checksum(prefix, memoryview(payload)), payload))
+        data = memoryview(bytearray(self.page_bytes + OVERHEAD_BYTES))
+        header, nonce = self._header(key), os.urandom(_NONCE_BYTES)
+        data[: _HEADER.size] = header
+        data[_HEADER.size : _PAYLOAD_START] = nonce
+        self._cipher(key, cipher_key).encrypt_into(nonce, payload, header, data[_PAYLOAD_START:])
+        return data
 
-    def decode(self, key: bytes, data: bytes) -> memoryview | Miss:
+    def decode(self, key: bytes, cipher_key: bytes, data: bytes) -> memoryview | Miss:
         """Return the payload of an object read under `key`, or why it must not be used."""
-        if len(data) < HEADER_BYTES:
+        if len(data) < OVERHEAD_BYTES:
             return Miss.TRUNCATED
-        magic, version, length, layout, written_key = _PREFIX.unpack_from(data)
+        magic, version, length, layout, _ = _HEADER.unpack_from(data)
         if (magic, version) != (MAGIC, VERSION):
-            return Miss.CORRUPT
-        payload = memoryview(data)[HEADER_BYTES:]
-        if len(payload) < length:
-            return Miss.TRUNCATED
-        if data[_PREFIX.size : HEADER_BYTES] != _checksum(data[: _PREFIX.size], payload):
             return Miss.CORRUPT
         if layout != self.layout or length != self.page_bytes:
             return Miss.FOREIGN_LAYOUT
-        # A whole object under a name that is not its own holds other tokens.
-        return payload if written_key == key else Miss.CORRUPT
+        if len(data) < length + OVERHEAD_BYTES:
+            return Miss.TRUNCATED
+        view = memoryview(data)
+        if len(data) > length + OVERHEAD_BYTES or view[: _HEADER.size] != self._header(key):
+            return Miss.NOT_AUTHENTIC
+        payload = memoryview(bytearray(self.page_bytes))
+        nonce, sealed = view[_HEADER.size : _PAYLOAD_START], view[_PAYLOAD_START:]
+        try:
+            self._cipher(key, cipher_key).decrypt_into(nonce, sealed, view[: _HEADER.size], payload)
+        except InvalidTag:
+            return Miss.NOT_AUTHENTIC
+        return payload
 
+    def _header(self, key: bytes) -> bytes:
+        return _HEADER.pack(MAGIC, VERSION, self.page_bytes, self.layout, key)
 
-def _checksum(prefix: bytes, payload: memoryview) -> bytes:
-    hasher = xxh3_128(prefix)
-    hasher.update(payload)
-    return hasher.digest()
+    def _cipher(self, key: bytes, cipher_key: bytes) -> AESGCM:
+        info = b"pando stored page" + self.layout + key
+        return AESGCM(HKDFExpand(SHA256(), KEY_BYTES, info).derive(cipher_key))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from services.worker.engine.engine import HostPages
+    from services.worker.storage.interface import Blob
     from services.worker.storage.objects import ObjectFormat
 
 
@@ -35,22 +36,24 @@ class Shard:
         """Return the names of this rank's objects."""
         return [self._form.name(key) for key in keys]
 
-    def dump(self, pages: Mapping[bytes, int]) -> dict[str, bytes]:
+    def dump(self, pages: Mapping[bytes, int], cipher_key: bytes) -> dict[str, Blob]:
         """Return the objects to write for host pages by storage key, by name.
 
         Raises:
             ShardClosedError: the shard has been closed.
         """
-        objects = {}
+        objects: dict[str, Blob] = {}
         for key, page in pages.items():
             with self._lock:
                 self._check_open()
                 content = self._pages.read_page(page)
-            objects[self._form.name(key)] = self._form.encode(key, content)
+            objects[self._form.name(key)] = self._form.encode(key, cipher_key, content)
         return objects
 
-    def load(self, keys: Sequence[bytes], blobs: Sequence[bytes | None], pages: Sequence[int]) -> list[Miss | None]:
-        """Check what was read and write it to host pages, up to the first page that cannot be had.
+    def load(
+        self, keys: Sequence[bytes], cipher_key: bytes, blobs: Sequence[bytes | None], pages: Sequence[int]
+    ) -> list[Miss | None]:
+        """Decrypt what was read and write it to host pages, up to the first page that cannot be had.
 
         Returns:
             The outcomes, in order: None for a page that was loaded; a miss is the last.
@@ -60,7 +63,7 @@ class Shard:
         """
         outcomes: list[Miss | None] = []
         for key, blob, page in zip(keys, blobs, pages, strict=True):
-            payload = Miss.MISSING if blob is None else self._form.decode(key, blob)
+            payload = Miss.MISSING if blob is None else self._form.decode(key, cipher_key, blob)
             if isinstance(payload, Miss):
                 outcomes.append(payload)
                 break

@@ -1,4 +1,4 @@
-"""Carries out transfers with storage beside the engine: in threads of their own, with deadlines."""
+"""Carries out transfers with storage beside the engine: in threads of their own, which also encrypt, with deadlines."""
 
 from __future__ import annotations
 
@@ -101,17 +101,17 @@ class StorageTier:
         keys, pages = transfer.object_keys, transfer.host_pages.tolist()
         for first in range(0, len(keys), BATCH_PAGES):
             end = first + BATCH_PAGES
-            outcomes += await self._move(transfer.direction, shard, keys[first:end], pages[first:end])
+            outcomes += await self._move(transfer, shard, keys[first:end], pages[first:end])
             if outcomes[-1] is not None:
                 return
 
     async def _move(
-        self, direction: TransferDirection, shard: Shard, keys: Sequence[bytes], pages: Sequence[int]
+        self, transfer: Transfer, shard: Shard, keys: Sequence[bytes], pages: Sequence[int]
     ) -> list[Miss | None]:
-        match direction:
+        match transfer.direction:
             case TransferDirection.STORAGE_TO_HOST:
                 blobs = await self._call(lambda: self._storage.get_many(shard.names(keys)))
-                outcomes = await self._in_thread(lambda: shard.load(keys, blobs, pages))
+                outcomes = await self._in_thread(lambda: shard.load(keys, transfer.cipher_key, blobs, pages))
                 if outcomes[-1] not in (None, Miss.MISSING):
                     # Make room for a whole one, which would not replace it.
                     await self._call(lambda: self._storage.delete_many(shard.names(keys[len(outcomes) - 1 :][:1])))
@@ -120,12 +120,12 @@ class StorageTier:
                 found = await self._call(lambda: self._storage.exists_many(shard.names(keys)))
                 new = {key: page for key, page, is_there in zip(keys, pages, found, strict=True) if not is_there}
                 if new:
-                    objects = await self._in_thread(lambda: shard.dump(new))
+                    objects = await self._in_thread(lambda: shard.dump(new, transfer.cipher_key))
                     await self._call(lambda: self._storage.put_many(objects))
             case TransferDirection.DROP_FROM_STORAGE:
                 await self._call(lambda: self._storage.delete_many(shard.names(keys)))
             case _:
-                raise AssertionError(f"{direction} is the engine's")
+                raise AssertionError(f"{transfer.direction} is the engine's")
         return [None] * len(keys)
 
     async def _call(self, function: Callable[[], T]) -> T:

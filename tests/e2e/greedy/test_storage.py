@@ -52,7 +52,7 @@ def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterat
         device_pages=100,
         cache_host_pages=100,
         storage_prefetch="wait_complete",
-        storage_keyring=place / "keyring.json",
+        storage_keyring=place / "keyring.db",
     )
     worker = WorkerSettings(storage=storage, storage_timeout_s=10.0)  # type: ignore[arg-type]  # pydantic makes it a secret
     settings = Settings(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import stat
 from typing import TYPE_CHECKING
 
@@ -13,41 +14,48 @@ from services.scheduler.keyring import Keyring
 if TYPE_CHECKING:
     from pathlib import Path
 
-CHAIN = [b"c" * 16]
+CHAIN = [b"c" * 32]
 ANN, BOB = ("t", "ann"), ("t", "bob")
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "keyring.json"
+    return tmp_path / "state" / "keyring.db"
 
 
-def test_the_secret_is_made_once_and_kept_from_others(path: Path) -> None:
+def seeds_in(path: Path) -> list[bytes]:
+    with sqlite3.connect(path) as database:
+        return [bytes(seed) for (seed,) in database.execute("SELECT seed FROM seeds")]
+
+
+def test_seeds_are_made_once_and_kept_from_others(path: Path) -> None:
     keys = Keyring(path).keys(ANN, CHAIN)
     assert Keyring(path).keys(ANN, CHAIN) == keys
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in path.parent.iterdir())
 
 
-def test_two_files_have_two_secrets(tmp_path: Path) -> None:
-    assert Keyring(tmp_path / "a").keys(ANN, CHAIN) != Keyring(tmp_path / "b").keys(ANN, CHAIN)
-
-
-def test_a_given_secret_is_used_and_not_written_down(tmp_path: Path) -> None:
+def test_two_files_have_nothing_in_common(tmp_path: Path) -> None:
     secret = b"x" * 32
-    assert Keyring(tmp_path / "a", secret).keys(ANN, CHAIN) == Keyring(tmp_path / "b", secret).keys(ANN, CHAIN)
-    assert secret.hex() not in (tmp_path / "a").read_text()
-    Keyring(tmp_path / "a", secret).revoke(ANN)
-    assert Keyring(tmp_path / "a", secret).keys(ANN, CHAIN) != Keyring(tmp_path / "b", secret).keys(ANN, CHAIN)
+    for given in (None, secret):
+        one, other = (Keyring(tmp_path / f"{name}{given is None}", given).keys(ANN, CHAIN) for name in "ab")
+        assert one.names != other.names
+        assert one.cipher_key != other.cipher_key
 
 
-def test_a_given_secret_leaves_the_files_own_alone(path: Path) -> None:
-    before = Keyring(path).keys(ANN, CHAIN)
-    Keyring(path, b"x" * 32).revoke(BOB)
-    assert Keyring(path).keys(ANN, CHAIN) == before
+def test_a_given_secret_is_needed_beside_the_file_and_not_written_down(path: Path) -> None:
+    secret = b"x" * 32
+    keys = Keyring(path, secret).keys(ANN, CHAIN)
+    assert Keyring(path, secret).keys(ANN, CHAIN) == keys
+    assert Keyring(path, b"y" * 32).keys(ANN, CHAIN) != keys
+    assert Keyring(path).keys(ANN, CHAIN) != keys
+    assert secret not in path.read_bytes()
 
 
-@pytest.mark.parametrize(("revoked", "kept"), [(ANN, BOB), (ANN, PUBLIC_SCOPE), (PUBLIC_SCOPE, ANN)])
+@pytest.mark.parametrize(
+    ("revoked", "kept"), [(ANN, BOB), (ANN, PUBLIC_SCOPE), (ANN, ("t",)), (PUBLIC_SCOPE, ANN), (("t",), ANN)]
+)
 def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
     path: Path, revoked: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
@@ -55,14 +63,40 @@ def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
     before = [keyring.keys(scope, CHAIN) for scope in (revoked, kept)]
     keyring.revoke(revoked)
     for ring in (keyring, Keyring(path)):
-        assert ring.keys(revoked, CHAIN) != before[0]
+        assert ring.keys(revoked, CHAIN).names != before[0].names
+        assert ring.keys(revoked, CHAIN).cipher_key != before[0].cipher_key
         assert ring.keys(kept, CHAIN) == before[1]
         assert ring.keys(revoked, CHAIN) == keyring.keys(revoked, CHAIN)
+
+
+def test_a_revoked_seed_is_not_in_the_file_nor_beside_it_any_more(path: Path) -> None:
+    keyring = Keyring(path)
+    for number in range(50):
+        keyring.keys(("t", f"user {number}"), CHAIN)
+    before = set(seeds_in(path))
+    for number in range(50):
+        keyring.revoke(("t", f"user {number}"))
+    gone = before - set(seeds_in(path))
+    assert len(gone) == 50
+    content = b"".join(each.read_bytes() for each in path.parent.iterdir())
+    assert not [seed for seed in gone if seed in content]
+
+
+def test_salts_share_their_subjects_seed_and_end_with_it(path: Path) -> None:
+    """Clients choose salts: with a seed each, they could fill the file."""
+    keyring = Keyring(path)
+    views = [(*ANN, ""), (*ANN, "salt"), (*ANN, "other salt")]
+    before = [keyring.keys(view, CHAIN) for view in views]
+    assert len({keys.cipher_key for keys in before}) == len({keys.names for keys in before}) == 3
+    assert len(seeds_in(path)) == 2, "the file's own and the subject's"
+    keyring.revoke(views[1])
+    assert not {keys.cipher_key for keys in before} & {keyring.keys(view, CHAIN).cipher_key for view in views}
 
 
 def test_others_take_a_revocation_over_at_their_next_refresh(path: Path) -> None:
     one, other = Keyring(path), Keyring(path)
     before = one.keys(ANN, CHAIN)
+    assert other.keys(ANN, CHAIN) == before
     one.revoke(ANN)
     other.refresh()
     assert other.keys(ANN, CHAIN) == one.keys(ANN, CHAIN) != before
@@ -79,29 +113,65 @@ def test_revocations_of_two_processes_add_up(path: Path) -> None:
 
 def test_no_name_is_written_down(path: Path) -> None:
     Keyring(path).revoke(("tenant-name", "user-name"))
-    assert "name" not in path.read_text()
+    assert b"name" not in path.read_bytes()
 
 
-def test_a_revocation_counts_although_it_cannot_be_written(path: Path) -> None:
+def test_a_revocation_counts_although_it_cannot_be_written_and_is_written_later(path: Path) -> None:
     keyring = Keyring(path)
     before = keyring.keys(ANN, CHAIN)
-    path.write_text("{")
+    blocking = sqlite3.connect(path, isolation_level=None)
+    blocking.execute("BEGIN EXCLUSIVE")
     keyring.revoke(ANN)
+    after = keyring.keys(ANN, CHAIN)
     keyring.refresh()
-    assert keyring.keys(ANN, CHAIN) != before
+    assert after == keyring.keys(ANN, CHAIN) != before
+    blocking.execute("ROLLBACK")
+    assert Keyring(path).keys(ANN, CHAIN) == before
+    keyring.refresh()
+    assert Keyring(path).keys(ANN, CHAIN) == keyring.keys(ANN, CHAIN) == after
 
 
-def test_a_secret_that_others_can_read_is_refused(path: Path) -> None:
+def test_while_the_file_cannot_be_used_keys_last_as_long_as_the_process(path: Path) -> None:
+    keyring = Keyring(path)
+    blocking = sqlite3.connect(path, isolation_level=None)
+    blocking.execute("BEGIN EXCLUSIVE")
+    keys = keyring.keys(ANN, CHAIN)
+    assert keyring.keys(ANN, CHAIN) == keys
+    blocking.execute("ROLLBACK")
+    assert Keyring(path).keys(ANN, CHAIN) != keys
+
+
+def test_a_destroyed_file_makes_everything_unreachable(path: Path) -> None:
+    keyring = Keyring(path)
+    before = [keyring.keys(scope, CHAIN) for scope in (ANN, PUBLIC_SCOPE)]
+    path.unlink()
+    keyring.refresh()
+    after = [keyring.keys(scope, CHAIN) for scope in (ANN, PUBLIC_SCOPE)]
+    assert not {keys.cipher_key for keys in before} & {keys.cipher_key for keys in after}
+    assert Keyring(path).keys(ANN, CHAIN) == after[0]
+
+
+def test_a_file_that_others_can_read_is_refused(path: Path) -> None:
     Keyring(path)
     path.chmod(0o640)
     with pytest.raises(ConfigurationError, match="chmod 600"):
         Keyring(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"secret": "00", "generations": {}})])
-def test_a_file_that_is_no_keyring_is_refused(path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["[]", json.dumps({"secret": "00" * 32, "generations": {}}), "x" * 9000])
+def test_a_file_that_is_no_keyring_is_refused_and_left_alone(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigurationError, match=r"keyring\.json"):
+    with pytest.raises(ConfigurationError, match=r"keyring\.db"):
+        Keyring(path)
+    assert path.read_text() == content
+
+
+def test_another_database_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE other (value)")
+    path.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="not a keyring"):
         Keyring(path)

@@ -73,7 +73,8 @@ def test_the_secret_can_be_a_setting(tmp_path: Path) -> None:
     desk = StorageDesk(settings(tmp_path / "ring", storage_secret=SecretStr("s" * 32)))
     desk.attach(make_cache().host, CAPACITY)
     assert desk._keyring is not None
-    assert desk._keyring.keys((), CHAIN) == Keyring(tmp_path / "other", b"s" * 32).keys((), CHAIN)
+    keys = desk._keyring.keys((), CHAIN)
+    assert Keyring(tmp_path / "ring", b"s" * 32).keys((), CHAIN) == keys != Keyring(tmp_path / "ring").keys((), CHAIN)
 
 
 def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
@@ -97,4 +98,4 @@ def test_the_traffic_is_told(tmp_path: Path) -> None:
 
 def test_by_default_the_keyring_is_with_the_users_other_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "pando" / "keyring.json"
+    assert default_path() == tmp_path / "pando" / "keyring.db"

@@ -71,6 +71,7 @@ plans = st.builds(
             device_pages=arrays(),
             host_pages=arrays(),
             object_keys=tuples(st.binary(max_size=8)),
+            cipher_key=st.binary(max_size=32),
         )
     ),
     jumps=tuples(st.builds(JumpLimit, row=ROW, max_tokens=COUNT)),

@@ -211,7 +211,9 @@ class WorkerCapacity(_message.Message):
     kv_bytes_per_token: _builtins.int
     """Bytes of KV per token over all layers, on this rank."""
     fingerprint: _builtins.str
-    """Digest of config, dtype, page size and shard: equal on two workers exactly if their pages are interchangeable."""
+    """SHA-256 of all ranks' weights, config, dtype, page size and shard: equal on two workers exactly if their pages are
+    interchangeable.
+    """
     device: _builtins.str
     """cpu, cuda…"""
     layers: _builtins.int
@@ -586,9 +588,12 @@ class Transfer(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     OBJECT_KEYS_FIELD_NUMBER: _builtins.int
+    CIPHER_KEY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """Never used twice in one stream."""
     direction: Global___TransferDirection.ValueType
+    cipher_key: _builtins.bytes
+    """What the objects are encrypted with, 32 bytes; empty where no object is written or read. Never logged."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One entry per page for each tier that takes part, none for the others."""
@@ -607,10 +612,11 @@ class Transfer(_message.Message):
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         host_pages: _abc.Iterable[_builtins.int] | None = ...,
         object_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        cipher_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cipher_key", b"cipher_key", "device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.transfers import TransferDirection
     from services.scheduler.cache.node import Node
+    from services.scheduler.cache.object_keys import ObjectKeys
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_pages import HostPages
 
@@ -109,15 +110,15 @@ class TransferLedger:
         self._register(OpenTransfer(transfer, nodes[-1], parts))
         return transfer
 
-    def open_stored(
-        self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: tuple[bytes, ...]
-    ) -> Transfer:
+    def open_stored(self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: ObjectKeys) -> Transfer:
         """Begin a transfer with storage; it takes over one reference on each page.
 
         It brings nothing to the path that ends in `end`, but needs it: as what is stored, or as what pages that come
         from storage are to hang below.
         """
-        transfer = Transfer(TransferId(self._next), direction, host_pages=host_pages, object_keys=keys)
+        transfer = Transfer(
+            TransferId(self._next), direction, host_pages=host_pages, object_keys=keys.names, cipher_key=keys.cipher_key
+        )
         self._next += 1
         self._register(OpenTransfer(transfer, end, {}))
         return transfer

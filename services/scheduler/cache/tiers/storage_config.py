@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.object_keys import ObjectKeys
 
 
 class PrefetchPolicy(Enum):
@@ -43,10 +44,10 @@ class StorageConfig:
 
 
 class PageNames(Protocol):
-    """Knows the names of pages in storage, and makes names unreachable."""
+    """Knows the names and keys of pages in storage, and destroys keys."""
 
-    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Return the storage keys of pages of `scope` by their chained hashes."""
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        """Return names and key of pages of `scope` by their chained hashes."""
 
     def revoke(self, scope: Scope) -> None:
-        """Make everything that was stored for `scope` unreachable."""
+        """Make everything that was stored for `scope`, or for another view of the same subject, unreadable."""

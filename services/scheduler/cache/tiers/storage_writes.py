@@ -8,6 +8,7 @@ import numpy as np
 
 from common.transfers import TransferDirection
 from services.scheduler.cache.keys import chain_hashes
+from services.scheduler.cache.object_keys import ObjectKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +55,8 @@ class StorageWrites:
     def plan(self, room: int) -> Iterable[Transfer]:
         """Begin what fits into `room` pages, but at least one node."""
         while self._dropped:
-            keys, self._dropped = tuple(self._dropped[:DROPPED_AT_ONCE]), self._dropped[DROPPED_AT_ONCE:]
+            keys = ObjectKeys(tuple(self._dropped[:DROPPED_AT_ONCE]))
+            self._dropped = self._dropped[DROPPED_AT_ONCE:]
             root = self._store.tree.root
             yield self._ledger.open_stored(TransferDirection.DROP_FROM_STORAGE, root, _NO_PAGES, keys)
         while self._noted and room > 0:
@@ -73,9 +75,9 @@ class StorageWrites:
 
     def _drop(self, node: Node) -> None:
         self._noted.pop(node, None)
-        self._dropped += self._keys(node)
+        self._dropped += self._keys(node).names
 
-    def _keys(self, node: Node) -> tuple[bytes, ...]:
+    def _keys(self, node: Node) -> ObjectKeys:
         tree = self._store.tree
         hashes = chain_hashes(tree.path_key(node), tree.page_bytes)
         return self._names.keys(node.owner_id, hashes[-node.size :])

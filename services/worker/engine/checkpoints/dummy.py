@@ -27,10 +27,15 @@ class DummyCheckpoint:
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
         """Make weights for `config`, the same on any device, where they are spread out."""
         self.config = config
-        self.identity = f"dummy-{seed}"
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
-        self._block = torch.randn(_PERIOD, generator=generator).mul_(_DEVIATION).to(device)
+        block = torch.randn(_PERIOD, generator=generator).mul_(_DEVIATION)
+        self._identity = hashlib.sha256(f"dummy {seed} ".encode() + block.numpy().tobytes()).hexdigest()
+        self._block = block.to(device)
+
+    def identity(self) -> str:
+        """Return the digest of the values that all tensors repeat, and of the seed, which says from where on."""
+        return self._identity
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""

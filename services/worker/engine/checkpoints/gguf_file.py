@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from gguf.quants import dequantize
 
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
+from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.model.config_gguf import config_from_gguf
 
 if TYPE_CHECKING:
@@ -68,13 +68,17 @@ class GgufCheckpoint:
             raise ConfigurationError(f"{path}: not a readable GGUF file: {error}") from error
         self._path = path
         self._tensors = header.tensors
+        self._digest = WeightDigest()
         stretches = "rope_freqs.weight" in self._tensors
         self.config = config_from_gguf(
             header.metadata,
             tied_embeddings="output.weight" not in self._tensors,
             divisors=tuple(self._dequantised("rope_freqs.weight").tolist()) if stretches else (),
         )
-        self.identity = hashlib.sha256(f"{self._data.size} ".encode() + self._data[: 1 << 20].tobytes()).hexdigest()
+
+    def identity(self) -> str:
+        """Return the digest of what has been read, as it is stored; see `Checkpoint.identity`."""
+        return self._digest.hexdigest()
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
@@ -105,8 +109,9 @@ class GgufCheckpoint:
         row_bytes = entry.shape[-1] // block_elements * block_bytes
         rows = rows or slice(0, math.prod(entry.shape[:-1]))
         start = entry.offset + rows.start * row_bytes
-        data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes)
-        values = dequantize(data.view(np.ndarray), quantization)
+        data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes).view(np.ndarray)
+        self._digest.add(block_name(f"{name} {quantization.name}", rows, None), data)
+        values = dequantize(data, quantization)
         shape = (rows.stop - rows.start, entry.shape[-1]) if len(entry.shape) > 1 else entry.shape
         # Unquantised tensors come back as views of the read-only map.
         return np.array(values, dtype=np.float32).reshape(shape)

@@ -18,8 +18,10 @@ class Checkpoint(Protocol):
     """
 
     config: ModelConfig
-    identity: str
-    """Changes when the weights do, without reading them all."""
+
+    def identity(self) -> str:
+        """Return a SHA-256 digest of all weights that have been read so far; waits until they have been hashed."""
+        ...
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor, or a block of a matrix, on the CPU in the file's own (or a wider) float type.

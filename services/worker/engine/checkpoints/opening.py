@@ -13,7 +13,6 @@ from services.worker.engine.checkpoints.safetensors_directory import (
     read_config,
     read_generation,
     read_json,
-    weights_identity,
 )
 from services.worker.engine.model.config_json import is_own
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint, open_transformers_checkpoint
@@ -40,8 +39,8 @@ def open_checkpoint(
     if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
         raw = read_json(files.path / "config.json")
         if not is_own(raw):
-            identity = None if load_format == "dummy" else weights_identity(files.path)
-            return open_transformers_checkpoint(files.path, raw, read_generation(files.path), identity)
+            is_dummy = load_format == "dummy"
+            return open_transformers_checkpoint(files.path, raw, read_generation(files.path), is_dummy=is_dummy)
     if load_format == "dummy":
         is_gguf = files.kind is ModelKind.GGUF
         config = GgufCheckpoint(files.path).config if is_gguf else read_config(files.path)

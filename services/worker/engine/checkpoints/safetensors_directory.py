@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.model.config_json import config_from_json
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class SafetensorsCheckpoint:
         self._prefixes = next(
             (part for part in _TEXT_PARTS if self._tensors.has(_renamed(_FIRST, part))), _TEXT_PARTS[0]
         )
-        self.identity = self._tensors.identity
+
+    def identity(self) -> str:
+        """Return the digest of what has been read; see `Checkpoint.identity`."""
+        return self._tensors.identity()
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
@@ -58,7 +61,7 @@ class SafetensorsTensors:
         """
         self._directory = directory
         self._files = _files_by_tensor(directory)
-        self.identity = _identity(directory, self._files)
+        self._digest = WeightDigest()
         self._open_name = ""
         self._open_file: Any = None  # safe_open's type comes from a compiled module without annotations
 
@@ -70,7 +73,16 @@ class SafetensorsTensors:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
         if name not in self._files:
             raise ConfigurationError(f"{self._directory}: no tensor {name!r} in the safetensors files")
-        file = self._file(self._files[name])
+        block = self._read(self._file(self._files[name]), name, rows, columns)
+        self._digest.add(block_name(name, rows, columns), block)
+        return block
+
+    def identity(self) -> str:
+        """Return the digest of what has been read; see `Checkpoint.identity`."""
+        return self._digest.hexdigest()
+
+    @staticmethod
+    def _read(file: Any, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:  # see _open_file
         if rows is None and columns is None:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
@@ -103,11 +115,6 @@ def read_generation(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def weights_identity(directory: Path) -> str:
-    """Return what changes when the weights in `directory` do, without reading them all."""
-    return _identity(directory, _files_by_tensor(directory))
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -134,16 +141,3 @@ def _files_by_tensor(directory: Path) -> dict[str, str]:
         raise ConfigurationError(f"{directory}: neither {WHOLE} nor {INDEX}; use load_format=dummy for random weights")
     with safe_open(directory / WHOLE, framework="pt", device="cpu") as file:
         return dict.fromkeys(file.keys(), WHOLE)
-
-
-def _identity(directory: Path, files: dict[str, str]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(set(files.values())):
-        status = (directory / name).stat()
-        digest.update(f"{name} {status.st_size} ".encode())
-        with (directory / name).open("rb") as file:
-            digest.update(file.read(4096))
-            # The end of the data tells a fine-tuned model from its base, whose header is the same.
-            file.seek(max(0, status.st_size - 4096))
-            digest.update(file.read())
-    return digest.hexdigest()

@@ -74,7 +74,7 @@ class EncoderRunner:
         kernels = TorchKernels(select_encoder_dtype(spec.dtype, config, device), device)
         with torch.inference_mode():
             weights = read_weights(tensors, config, kernels, device, lambda share: report(share, "loading weights"))
-        capacity = _capacity(spec, config, f"{tensors.identity} {kernels.activation_dtype}", device)
+        capacity = _capacity(spec, config, f"{tensors.identity()} {kernels.activation_dtype}", device)
         log.info(
             "model.loaded model=%s device=%s kind=encoder dtype=%s context=%d threads=%d",
             spec.model, device, kernels.activation_dtype, capacity.max_context, torch.get_num_threads(),
@@ -129,7 +129,7 @@ def select_encoder_dtype(name: str, config: EncoderConfig, device: torch.device)
 
 
 def _capacity(spec: EngineSpec, config: EncoderConfig, identity: str, device: torch.device) -> EngineCapacity:
-    fingerprint = hashlib.sha256(f"{identity}\n{asdict(config)}".encode()).hexdigest()[:32]
+    fingerprint = hashlib.sha256(f"{identity}\n{asdict(config)}".encode()).hexdigest()
     return EngineCapacity(
         device_pages=0,
         page_size=spec.page_size,

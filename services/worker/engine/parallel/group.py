@@ -57,6 +57,10 @@ class RankGroup(Protocol):
         """Return the smallest `value` of all ranks."""
         ...
 
+    def gather_digests(self, digest: str) -> list[str]:
+        """Return the digests of all ranks in their order, all of the same number of hexadecimal digits."""
+        ...
+
     def close(self) -> None:
         """Leave the group; nothing may be called after this."""
         ...
@@ -92,6 +96,10 @@ class SingleRank:
     def minimum(self, value: int) -> int:
         """Return `value`."""
         return value
+
+    def gather_digests(self, digest: str) -> list[str]:
+        """Return `digest` alone."""
+        return [digest]
 
     def close(self) -> None:
         """Do nothing."""
@@ -164,6 +172,13 @@ class DistributedGroup:
         holder = torch.tensor([value], dtype=torch.int64, device=self._device)
         dist.all_reduce(holder, op=dist.ReduceOp.MIN)
         return int(holder.item())
+
+    def gather_digests(self, digest: str) -> list[str]:
+        """Gather `digest` from all ranks."""
+        own = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8).to(self._device)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own)
+        return [bytes(each.tolist()).hex() for each in gathered]
 
     def close(self) -> None:
         """Destroy the process group."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.weight_digest import WeightDigest
 from services.worker.engine.model.config import ModelConfig
 from services.worker.engine.model.rotary import no_rotation
 from services.worker.engine.transformers_models.library import import_transformers
@@ -26,8 +29,12 @@ class TransformersCheckpoint:
 
     directory: Path
     config: ModelConfig
-    identity: str
     is_dummy: bool
+    digest: WeightDigest
+
+    def identity(self) -> str:
+        """Return a digest of the model that has been loaded, its config.json and the library that computes it."""
+        return self.digest.hexdigest()
 
     def load(self, dtype: torch.dtype, attention: str) -> Any:  # a PreTrainedModel
         """Return the model on the CPU, its attention being what is registered as `attention`.
@@ -39,13 +46,7 @@ class TransformersCheckpoint:
         try:
             # Parameters made in inference mode could not be initialised as the library does it.
             with torch.inference_mode(False), torch.no_grad():
-                if self.is_dummy:
-                    torch.manual_seed(0)
-                    described = library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
-                    factory = library.AutoModelForCausalLM.from_config
-                    return factory(described, dtype=dtype, attn_implementation=attention).eval()
-                factory = library.AutoModelForCausalLM.from_pretrained
-                return factory(self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True).eval()
+                model = self._make(library, dtype, attention).eval()
         except KeyError as error:
             raise ConfigurationError(
                 f"model family {self.config.family!r} cannot be served through transformers: its attention cannot be "
@@ -53,12 +54,25 @@ class TransformersCheckpoint:
             ) from error
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise ConfigurationError(f"transformers cannot load {self.directory}: {error}") from error
+        self.digest.note("library", str(library.__version__))
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            self.digest.add(name, tensor)
+        return model
+
+    def _make(self, library: Any, dtype: torch.dtype, attention: str) -> Any:  # see load
+        if self.is_dummy:
+            torch.manual_seed(0)
+            described = library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
+            factory = library.AutoModelForCausalLM.from_config
+            return factory(described, dtype=dtype, attn_implementation=attention)
+        factory = library.AutoModelForCausalLM.from_pretrained
+        return factory(self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True)
 
 
 def open_transformers_checkpoint(
-    directory: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], identity: str | None
+    directory: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], *, is_dummy: bool
 ) -> TransformersCheckpoint:
-    """Read the config.json `raw` of `directory` with `transformers`; without `identity`, weights are made up.
+    """Read the config.json `raw` of `directory` with `transformers`; dummy weights are random.
 
     Raises:
         ConfigurationError: the library is missing, does not know the family, or it is no decoder.
@@ -82,9 +96,10 @@ def open_transformers_checkpoint(
         "No implementation of %r here: it runs through transformers with Pando's attention, slower than the families "
         "that have one", family,
     )  # fmt: skip
-    return TransformersCheckpoint(
-        directory, _config(family, described, raw, generation), identity or "dummy-0", is_dummy=identity is None
-    )
+    digest = WeightDigest()
+    # `ModelConfig` has little of what the library computes by.
+    digest.note("config.json", json.dumps(raw, sort_keys=True))
+    return TransformersCheckpoint(directory, _config(family, described, raw, generation), is_dummy, digest)
 
 
 def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

@@ -4,48 +4,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.cache.accounts import PUBLIC_SCOPE
-from services.scheduler.cache.object_keys import object_keys, scope_tag
+from services.scheduler.cache.object_keys import ObjectKeys, scope_keys, scope_tag
 
-SECRET = b"s" * 32
-CHAIN = b"c" * 16
-SCOPES = st.one_of(st.just(PUBLIC_SCOPE), st.tuples(st.text(max_size=5), st.text(max_size=5)))
+SECRET, SEED, CHAIN = b"s" * 32, b"r" * 32, b"c" * 32
+# The public, a tenant, and views of subjects.
+SCOPES = st.lists(st.text(max_size=5), max_size=3).map(tuple)
 
 
-def key_of(
-    secret: bytes = SECRET, scope: tuple[str, ...] = ("t", "u"), generation: int = 0, chain: bytes = CHAIN
-) -> bytes:
-    return object_keys(secret, scope, generation, [chain])[0]
+def keys_of(
+    secret: bytes = SECRET, seed: bytes = SEED, scope: tuple[str, ...] = ("t", "u"), chain: bytes = CHAIN
+) -> ObjectKeys:
+    return scope_keys(secret, seed, scope).of_pages([chain])
 
 
 def test_equal_input_gives_equal_keys_of_32_bytes() -> None:
-    assert key_of() == key_of()
-    assert len(key_of()) == 32
+    assert keys_of() == keys_of()
+    assert [len(keys_of().names[0]), len(keys_of().cipher_key)] == [32, 32]
 
 
-def test_each_part_changes_the_key() -> None:
+def test_each_part_changes_the_name_and_all_but_the_tokens_the_key() -> None:
     """Storage keys without the scope let tenant B read A's pages."""
-    keys = {
-        key_of(),
-        key_of(secret=b"t" * 32),
-        key_of(scope=("t", "v")),
-        key_of(scope=("v", "u")),
-        key_of(scope=PUBLIC_SCOPE),
-        key_of(generation=1),
-        key_of(chain=b"d" * 16),
-    }
-    assert len(keys) == 7
+    different = [
+        keys_of(),
+        keys_of(secret=b"t" * 32),
+        keys_of(seed=b"q" * 32),
+        keys_of(scope=("t", "v")),
+        keys_of(scope=("v", "u")),
+        keys_of(scope=("t", "u", "salt")),
+        keys_of(scope=("t",)),
+        keys_of(scope=PUBLIC_SCOPE),
+    ]
+    assert len({keys.names for keys in different}) == len({keys.cipher_key for keys in different}) == len(different)
+    other_tokens = keys_of(chain=b"d" * 32)
+    assert other_tokens.names != keys_of().names
+    assert other_tokens.cipher_key == keys_of().cipher_key
 
 
 @given(SCOPES, SCOPES)
-def test_no_two_scopes_have_the_same_key(lhs: tuple[str, ...], rhs: tuple[str, ...]) -> None:
-    assert (key_of(scope=lhs) == key_of(scope=rhs)) == (lhs == rhs)
+def test_no_two_scopes_have_the_same_keys(lhs: tuple[str, ...], rhs: tuple[str, ...]) -> None:
+    one, other = keys_of(scope=lhs), keys_of(scope=rhs)
+    assert (one.names == other.names) == (one.cipher_key == other.cipher_key) == (lhs == rhs)
     assert (scope_tag(SECRET, lhs) == scope_tag(SECRET, rhs)) == (lhs == rhs)
 
 
 def test_names_that_are_no_text_have_keys_of_their_own() -> None:
-    assert key_of(scope=("t", "\udcff")) != key_of(scope=("t", "?"))
+    assert keys_of(scope=("t", "\udcff")) != keys_of(scope=("t", "?"))
 
 
-def test_pages_get_a_key_each_in_their_order() -> None:
-    chains = [bytes([number]) * 16 for number in range(5)]
-    assert list(object_keys(SECRET, ("t", "u"), 0, chains)) == [key_of(chain=chain) for chain in chains]
+def test_pages_get_a_name_each_in_their_order() -> None:
+    chains = [bytes([number]) * 32 for number in range(5)]
+    names = scope_keys(SECRET, SEED, ("t", "u")).of_pages(chains).names
+    assert list(names) == [keys_of(chain=chain).names[0] for chain in chains]
+
+
+def test_no_key_is_printed() -> None:
+    keys = scope_keys(SECRET, SEED, ("t", "u"))
+    for secret in (keys.cipher, keys.naming):
+        assert repr(secret) not in repr((keys, keys.of_pages([CHAIN])))

@@ -85,7 +85,7 @@ class Server:
 
 @pytest.fixture
 def keyring(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.json"
+    return tmp_path / "keyring.db"
 
 
 def test_what_one_server_computed_another_finds_for_the_same_user_and_for_nobody_else(keyring: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from services.scheduler.cache.object_keys import object_keys
+from services.scheduler.cache.object_keys import scope_keys
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.test_host_tier_properties import HostTierMachine
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.object_keys import ObjectKeys
     from tests.fakes.simulated_worker import SimulatedWorker
 
 
@@ -28,8 +29,8 @@ class Names:
     def __init__(self) -> None:
         self._generations: Counter[Scope] = Counter()
 
-    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
-        return object_keys(b"secret", scope, self._generations[scope], hashes)
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        return scope_keys(b"secret", bytes([self._generations[scope]]), scope).of_pages(hashes)
 
     def revoke(self, scope: Scope) -> None:
         self._generations[scope] += 1

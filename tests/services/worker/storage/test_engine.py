@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SPEC = EngineSpec(model="m")
 CAPACITY = EngineCapacity(4, 16, 64, 100, (2,), 1, "layout", "fake", 1, host_pages=4)
+CIPHER_KEY = b"k" * 32
 KEYS = tuple(bytes([number]) * 32 for number in range(4))
 STORE, FETCH = TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST
 
@@ -85,7 +86,9 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 def transfer(number: int, direction: TransferDirection, pages: list[int], keys: tuple[bytes, ...]) -> Transfer:
-    return Transfer(TransferId(number), direction, host_pages=np.array(pages, np.int32), object_keys=keys)
+    return Transfer(
+        TransferId(number), direction, host_pages=np.array(pages, np.int32), object_keys=keys, cipher_key=CIPHER_KEY
+    )
 
 
 async def test_a_later_result_acknowledges_what_storage_did(bench: Bench) -> None:
@@ -135,6 +138,8 @@ async def test_without_a_host_tier_there_is_no_storage() -> None:
         transfer(1, FETCH, [0, 1], KEYS[:1]),
         transfer(1, FETCH, [0], (b"short",)),
         transfer(1, TransferDirection.DROP_FROM_STORAGE, [0], KEYS[:1]),
+        replace(transfer(1, FETCH, [0], KEYS[:1]), cipher_key=b""),
+        replace(transfer(1, STORE, [0], KEYS[:1]), cipher_key=b"short"),
     ],
 )
 async def test_a_transfer_that_makes_no_sense_is_refused(bench: Bench, wrong: Transfer) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 FORM = ObjectFormat("layout", 8)
+CIPHER_KEY = b"k" * 32
 KEYS = tuple(bytes([number]) * 32 for number in range(20))
 
 
@@ -35,12 +36,18 @@ class Bench:
         self.shard = Shard(self.pages, FORM)
         self.acks: asyncio.Queue[TransferAck] = asyncio.Queue()
 
-    def begin(self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int]) -> None:
-        transfer = Transfer(TransferId(7), direction, host_pages=np.array(pages, np.int32), object_keys=keys)
+    def begin(
+        self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int], cipher_key: bytes = CIPHER_KEY
+    ) -> None:
+        transfer = Transfer(
+            TransferId(7), direction, host_pages=np.array(pages, np.int32), object_keys=keys, cipher_key=cipher_key
+        )
         self.tier.begin(transfer, self.shard, self.acks.put_nowait)
 
-    async def do(self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int]) -> int:
-        self.begin(direction, keys, pages)
+    async def do(
+        self, direction: TransferDirection, keys: tuple[bytes, ...], pages: list[int], cipher_key: bytes = CIPHER_KEY
+    ) -> int:
+        self.begin(direction, keys, pages, cipher_key)
         ack = await asyncio.wait_for(self.acks.get(), 30)
         assert ack.transfer_id == 7
         return ack.done_pages
@@ -85,6 +92,41 @@ async def test_a_truncated_object_is_a_miss_whose_page_is_not_touched_and_gives_
     assert bench.pages.pages[11:] == before[11:]
     await bench.do(STORE, KEYS[1:2], [1])
     assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 3
+
+
+async def test_a_page_is_not_stored_as_it_is(bench: Bench) -> None:
+    await bench.do(STORE, KEYS[:1], [0])
+    (blob,) = bench.storage.objects.values()
+    assert b"page" not in blob
+    assert CIPHER_KEY not in blob
+
+
+@pytest.mark.parametrize("forged", ["swapped", "flipped", "other_key", "unencrypted"])
+async def test_a_forged_object_is_a_miss_whose_page_is_not_touched_and_gives_way_to_a_whole_one(
+    bench: Bench, forged: str
+) -> None:
+    await bench.do(STORE, KEYS[:3], [0, 1, 2])
+    objects, name = bench.storage.objects, FORM.name(KEYS[1])
+    flipped = bytearray(objects[name])
+    flipped[-20] ^= 1
+    objects[name] = {
+        "swapped": objects[FORM.name(KEYS[2])],
+        "flipped": bytes(flipped),
+        "other_key": bytes(FORM.encode(KEYS[1], b"o" * 32, b"page   1")),
+        "unencrypted": objects[name][:-24] + b"page   1" + bytes(16),
+    }[forged]
+    before = list(bench.pages.pages)
+    assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 1
+    assert bench.pages.pages[11:] == before[11:]
+    await bench.do(STORE, KEYS[1:2], [1])
+    assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 3
+    assert bench.pages.pages[10:13] == bench.pages.pages[:3]
+
+
+async def test_without_the_key_that_it_was_stored_with_a_page_is_a_miss(bench: Bench) -> None:
+    await bench.do(STORE, KEYS[:1], [0])
+    assert await bench.do(FETCH, KEYS[:1], [10], b"n" * 32) == 0
+    assert bench.pages.pages[10] == b"page  10"
 
 
 async def test_what_was_dropped_is_missing(bench: Bench) -> None:
@@ -137,8 +179,9 @@ async def test_misses_are_counted_by_reason(bench: Bench) -> None:
 
     before = {reason: count(reason) for reason in Miss}
     await bench.do(FETCH, KEYS[1:2], [0])
-    blob = FORM.encode(KEYS[0], bytes(8))
-    for data in (blob[:-1], blob[:-1] + b"X", ObjectFormat("other", 8).encode(KEYS[0], bytes(8))):
+    blob = bytes(FORM.encode(KEYS[0], CIPHER_KEY, bytes(8)))
+    foreign = bytes(ObjectFormat("other", 8).encode(KEYS[0], CIPHER_KEY, bytes(8)))
+    for data in (blob[:-1], b"X" + blob[1:], blob[:-1] + bytes([blob[-1] ^ 1]), foreign):
         bench.storage.objects[FORM.name(KEYS[0])] = data
         await bench.do(FETCH, KEYS[:1], [0])
     bench.storage.is_down = True

@@ -86,7 +86,7 @@ def test_transfers_without_a_host_tier_are_a_difference() -> None:
 
 @pytest.mark.parametrize("policy", [PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
 def test_a_log_with_storage_comes_out_the_same(tmp_path: Path, policy: PrefetchPolicy) -> None:
-    keyring, objects = tmp_path / "keyring.json", Objects()
+    keyring, objects = tmp_path / "keyring.db", Objects()
     Server(keyring, objects).serve("cold", PROMPT)
     host, storage = HostConfig(pages=20), StorageConfig(policy, min_pages=2, pages_per_s=30.0)
     harness = RecordedHarness(host, storage)
