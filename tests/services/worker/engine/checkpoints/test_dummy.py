@@ -47,7 +47,7 @@ def test_weights_depend_on_seed_and_name_only(model: Path) -> None:
     assert torch.equal(DummyCheckpoint(config, seed=3).read(UP), first)
     assert not torch.equal(DummyCheckpoint(config, seed=4).read(UP), first)
     assert not torch.equal(DummyCheckpoint(config, seed=3).read(UP.replace(".0.", ".1.")), first)
-    assert DummyCheckpoint(config, seed=3).identity != DummyCheckpoint(config, seed=4).identity
+    assert DummyCheckpoint(config, seed=3).identity() != DummyCheckpoint(config, seed=4).identity()
 
 
 def test_ranks_read_parts_of_the_same_weights(model: Path) -> None:

@@ -32,6 +32,7 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, list[int]
         "gathered": group.gather_columns(mine, spans).tolist(),
         "broadcast": group.broadcast(torch.tensor([rank + 7])).tolist(),
         "minimum": group.minimum(20 - rank),
+        "digests": [[int(digest, 16)] for digest in group.gather_digests(f"0{rank + 1}")],
     }
     group.close()
     return result
@@ -59,6 +60,7 @@ def test_ranks_exchange_what_they_hold(ranks: Ranks) -> None:
     assert second["gathered"] == []
     assert first["broadcast"] == second["broadcast"] == [7]
     assert first["minimum"] == second["minimum"] == 19
+    assert first["digests"] == second["digests"] == [[1], [2]]
 
 
 @pytest.mark.parametrize(
