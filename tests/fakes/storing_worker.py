@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 STORE, FETCH = TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST
 DROP = TransferDirection.DROP_FROM_STORAGE
 
-# What each rank has stored under each key.
-Objects = dict[tuple[int, bytes], "Content"]
+# What each rank has stored under each name, and the key that it is encrypted with.
+Objects = dict[tuple[int, bytes], tuple[bytes, "Content"]]
 
 
 @dataclass
@@ -57,6 +57,7 @@ class StoringWorker(SimulatedWorker):
         assert all(0 <= page < self.host_pages for page in pages)
         assert len(set(pages)) == len(pages)
         assert all(len(key) == 32 for key in transfer.object_keys)
+        assert len(transfer.cipher_key) == (0 if transfer.direction is DROP else 32)
         content: list[Content] = []
         if transfer.direction is STORE:
             assert not any(page in self._written(False) for page in pages), "stores what is being written"
@@ -74,14 +75,14 @@ class StoringWorker(SimulatedWorker):
         content = self.open[transfer.transfer_id].content
         if transfer.direction is FETCH:
             for index, key in enumerate(transfer.object_keys):
-                found = self.objects.get((rank, key))
-                if found is None:
+                cipher_key, found = self.objects.get((rank, key), (None, []))
+                if cipher_key != transfer.cipher_key:
                     return index
                 if index < len(content):
                     content[index] = found
         elif transfer.direction is STORE:
             for key, page in zip(transfer.object_keys, content, strict=True):
-                self.objects[rank, key] = page
+                self.objects[rank, key] = transfer.cipher_key, page
         else:
             for key in transfer.object_keys:
                 self.objects.pop((rank, key), None)

@@ -120,9 +120,9 @@ class StorageTier:
         self._reads.distrust(fingerprints)
 
     def demote(self) -> None:
-        """Something public has turned out to be private: nothing that was stored as public is found any more.
+        """Destroy the key of what was stored as public, as something of it has turned out to be private.
 
-        What still is public is stored anew, under its new name.
+        What still is public is stored again, under a new name and key.
         """
         self._names.revoke(PUBLIC_SCOPE)
         for node, _ in self._store.tree.walk_public():
@@ -130,14 +130,14 @@ class StorageTier:
                 self.note(node)
 
     def renew(self, account: Account) -> None:
-        """What a principal has left is to be stored under its new names."""
+        """Store what a forgotten subject has left, under its new names and key."""
         for top in account.tops:
             for node in (top, *(node for node, _ in self._store.tree.walk(top))):
                 if node.host_pages is not None:
                     self.note(node)
 
     def forget(self, subject: Subject, accounts: Iterable[Account]) -> None:
-        """Make everything that was stored for a subject unreachable; `accounts` are its views in memory."""
+        """Destroy the key of what is stored of a subject, in any view; `accounts` are those of its views in memory."""
         for account in accounts:
             self._writes.drop(account)
         self._names.revoke((subject.tenant, subject.name))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from common.types import CacheMode, RequestId
+from common.types import CacheMode, RequestId, View
 from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import CacheConfig, Mode
 from services.scheduler.cache.invariants import violations
@@ -235,6 +236,86 @@ def test_forgetting_reaches_what_is_not_in_memory_any_more(keyring: Path) -> Non
     server = Server(keyring, objects)
     server.cache.forget(make_request("x", PROMPT).view.subject)
     assert Server(keyring, objects).serve("alice") == 0
+
+
+def under_the_names_of(new: Objects, old: Objects) -> Objects:
+    """Return old objects under new names, as somebody does it who can write to the storage."""
+    return dict(zip(new, old.values(), strict=False))
+
+
+def test_a_backup_is_of_no_use_after_its_user_was_forgotten(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    server.serve("alice")
+    backup = dict(objects)
+    server.cache.forget(make_request("x", PROMPT).view.subject)
+    objects.clear()
+    objects.update(backup)
+    assert Server(keyring, objects).serve("restored") == 0
+    assert objects.keys() > backup.keys(), "what was computed again is stored beside it"
+    new = {name: objects[name] for name in objects.keys() - backup.keys()}
+    assert Server(keyring, under_the_names_of(new, backup)).serve("renamed") == 0
+    assert Server(keyring, new).serve("new") == 44
+
+
+def test_a_backup_is_of_no_use_after_a_demotion(public: tuple[Server, Objects], keyring: Path) -> None:
+    server, objects = public
+    backup = dict(objects)
+    (node,) = [node for node, _ in server.cache.store.tree.walk_public()]
+    server.cache._demoter.demote(node)
+    objects.update(backup)
+    assert Server(keyring, objects, cache="user_aware").serve("dave", user="dave") == 0
+
+
+def test_salts_do_not_share_what_is_stored_and_are_forgotten_with_their_subject(keyring: Path) -> None:
+    objects: Objects = {}
+
+    def serve(server: Server, salt: str) -> int:
+        request = make_request(salt, PROMPT, max_tokens=2)
+        request = replace(request, view=View(request.view.subject, salt))
+        assert server.harness.core.submit(request, server.harness.now).rejected is None
+        server.finish()
+        return server.harness.cached[salt, 0]
+
+    server = Server(keyring, objects)
+    assert [serve(server, salt) for salt in ("", "one", "two")] == [0, 0, 0]
+    assert [serve(Server(keyring, objects), salt) for salt in ("one", "other")] == [44, 0]
+    # Only one of the views is in its memory.
+    last = Server(keyring, objects)
+    serve(last, "two")
+    last.cache.forget(make_request("x", PROMPT).view.subject)
+    assert [serve(Server(keyring, dict(objects)), salt) for salt in ("", "one", "two")] == [0, 0, 0]
+
+
+def test_all_views_of_a_forgotten_subject_are_dropped(keyring: Path) -> None:
+    objects: Objects = {}
+    server = Server(keyring, objects)
+    for salt in ("", "one"):
+        request = make_request(f"r{salt}", PROMPT, max_tokens=2)
+        server.harness.core.submit(replace(request, view=View(request.view.subject, salt)), server.harness.now)
+        server.finish()
+    assert len(objects) == 24
+    server.cache.forget(make_request("x", PROMPT).view.subject)
+    server.serve("other", [1, 2, 3], user="bob")
+    server.finish()
+    assert len(objects) == 1
+
+
+def test_without_the_keyring_nothing_is_found(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    assert Server(keyring, dict(objects)).serve("warm") == 44
+    keyring.unlink()
+    assert Server(keyring, objects).serve("lost") == 0
+
+
+def test_two_ranks_go_by_what_both_can_decrypt(keyring: Path) -> None:
+    objects: Objects = {}
+    Server(keyring, objects, ranks=2).serve("cold")
+    order = [name for name in objects if name[0] == 1]
+    objects[order[5]] = b"forged" * 6, objects[order[5]][1]
+    server = Server(keyring, objects, ranks=2)
+    assert server.serve("warm") == 20
 
 
 def test_storage_that_is_down_makes_misses(keyring: Path) -> None:
