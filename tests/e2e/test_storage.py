@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 from pydantic import SecretStr
 
+from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cache.replay import replay
 from tests.e2e.conftest import serve
 from tests.e2e.ring import ask
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 PROMPT = list(range(2000, 2200))
 WHOLE_PAGES = 192
+ADMIN_TOKEN = "an-administrator-of-this-test-alone"
+AS_ADMIN = [("authorization", f"Bearer {ADMIN_TOKEN}")]
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def redis_process(place: Path) -> Iterator[RedisProcess]:
 
 
 @contextmanager
-def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
+def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterator[Served]:
     """Run an engine that makes tokens up, with a host tier and a storage."""
     log = place / f"decisions-{len(logs_in(place))}.jsonl"
     log.touch()
@@ -60,10 +65,11 @@ def served_with(storage: str, place: Path, root: Path) -> Iterator[Served]:
             storage_prefetch="wait_complete",
             storage_keyring=place / "keyring.db",
             cache_decision_log=log,
+            admin_token=SecretStr(ADMIN_TOKEN),
         ),
         worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=10.0),
     )
-    yield from serve(settings, root)
+    yield from serve(settings, root, ranks)
 
 
 def logs_in(place: Path) -> list[Path]:
@@ -104,6 +110,77 @@ def test_two_deployments_share_a_directory(place: Path, run_root: Path) -> None:
 
 def test_two_deployments_share_a_redis(redis_process: RedisProcess, place: Path, run_root: Path) -> None:
     check_sharing(redis_process.url, place, run_root)
+
+
+def flush(served: Served) -> None:
+    """Empty device and host."""
+    with scheduler_of(served) as scheduler:
+        scheduler.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10, metadata=AS_ADMIN)
+
+
+@contextmanager
+def scheduler_of(served: Served) -> Iterator[scheduler_pb2_grpc.SchedulerStub]:
+    with grpc.insecure_channel(served.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
+        yield scheduler_pb2_grpc.SchedulerStub(channel)
+
+
+def stored(files: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(files.rglob("*-*")) if path.is_file()}
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whoever_can_write_the_directory_forges_nothing(place: Path, run_root: Path, ranks: int) -> None:
+    """Pages of others, altered pages and pages from backups are computed as if they were not there."""
+    files, pages = place / "files", ranks * WHOLE_PAGES // 16
+    with served_with(str(files), place, run_root, ranks) as served:
+        assert cached(served, "ann") == 0
+        wait_until(lambda: len(stored(files)) == pages)
+        own = stored(files)
+        others = [number + 5000 for number in PROMPT]
+        assert cached(served, "bob", others) == 0
+        wait_until(lambda: len(stored(files)) == 2 * pages)
+        foreign = [content for path, content in stored(files).items() if path not in own]
+        first = served.state().storage.fetched_pages
+
+        def is_found_after(forged: dict[Path, bytes]) -> bool:
+            for path, content in forged.items():
+                path.write_bytes(content)
+            flush(served)
+            return cached(served, "ann") > 0
+
+        attacks = {
+            "altered": {path: flipped(content) for path, content in own.items()},
+            "cut": {path: content[:-1] for path, content in own.items()},
+            "another page of the same user": dict(
+                zip(own, [*list(own.values())[1:], next(iter(own.values()))], strict=True)
+            ),
+            "another user's": dict(zip(own, foreign, strict=True)),
+            "empty": dict.fromkeys(own, b""),
+        }
+        for name, forged in attacks.items():
+            assert not is_found_after(forged), name
+            # A forged page gives way to a whole one, when it has been noticed or is written again.
+            for path, content in own.items():
+                path.write_bytes(content)
+        assert served.state().storage.fetched_pages == first
+        assert is_found_after(own), "its own pages are found, so the attacks were what prevented it"
+
+        with scheduler_of(served) as scheduler:
+            subject = common_pb2.Subject(tenant="test", name="ann")
+            scheduler.Forget(scheduler_pb2.ForgetRequest(subject=subject), timeout=10, metadata=AS_ADMIN)
+        wait_until(lambda: not set(own) & set(stored(files)), what=lambda: "what was stored of her is dropped")
+        assert not is_found_after(own), "under their old names, from a backup"
+        wait_until(lambda: len(stored(files)) == 3 * pages)
+        new = [path for path, content in stored(files).items() if path not in own and content not in foreign]
+        assert is_found_after({}), "what was computed again is stored under a new key"
+        assert not is_found_after(dict(zip(new, own.values(), strict=True))), "old pages under new names"
+    with served_with(str(files), place, run_root, ranks) as served:
+        assert cached(served, "bob", others) == WHOLE_PAGES
 
 
 def test_answers_go_on_while_redis_dies(redis_process: RedisProcess, place: Path, run_root: Path) -> None:

@@ -121,7 +121,7 @@ class FakeEngine:
             vocabulary_size=self._options.vocabulary_size,
             eos_token_ids=(self._options.eos_token_id,),
             kv_bytes_per_token=1,
-            fingerprint=f"fake-{spec.page_size}",
+            fingerprint=f"fake-{spec.page_size} {spec.rank}/{spec.world_size}",
             device="fake",
             layers=1,
             host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
