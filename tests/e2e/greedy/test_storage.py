@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from common import models
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
 from common.types import CacheMode
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.conftest import require_model, serve
@@ -43,7 +45,9 @@ def place() -> Iterator[Path]:
 
 
 @contextmanager
-def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterator[Served]:
+def served_with(
+    storage: str, place: Path, root: Path, ranks: int = 1, model: ModelSettings = EXACT
+) -> Iterator[Served]:
     """Run the real model with a host tier and a storage, for requests that wait for what is there."""
     require_model()
     scheduler = SchedulerSettings(
@@ -56,7 +60,7 @@ def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterat
     )
     worker = WorkerSettings(storage=storage, storage_timeout_s=10.0)  # type: ignore[arg-type]  # pydantic makes it a secret
     settings = Settings(
-        model=EXACT, gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler, worker=worker
+        model=model, gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler, worker=worker
     )
     yield from serve(settings, root, ranks)
 
@@ -101,6 +105,26 @@ def test_answers_are_the_same_from_files_after_a_restart_of_everything_and_with_
         flush(served)
         assert cached(served) < EVERYTHING
         assert cached(served) == EVERYTHING  # from the device
+
+
+def test_weights_that_differ_in_one_bit_share_no_page(place: Path, run_root: Path) -> None:
+    """As a base model and its fine-tune do not, or two files of one header."""
+    files, other = place / "files", place / "other.gguf"
+    with served_with(str(files), place, run_root) as served:
+        assert cached(served) == 0
+        store(served)
+    shutil.copy(models.resolve(EXACT.reference).path, other)
+    with other.open("r+b") as file:
+        file.seek(other.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with served_with(str(files), place, run_root, model=EXACT.model_copy(update={"reference": str(other)})) as served:
+        (answer,) = ask(served, [LONG[0].prompt_ids], OUTPUT_TOKENS, "ann").answers
+        assert answer.cached_tokens == 0
+        assert served.state().storage.fetched_pages == 0
+    with served_with(str(files), place, run_root) as served:
+        assert cached(served) == EVERYTHING
 
 
 def test_answers_are_the_same_from_redis_while_it_dies_and_when_it_is_back(place: Path, run_root: Path) -> None:
