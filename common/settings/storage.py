@@ -27,7 +27,8 @@ class StorageSettings(CacheSettings):
     storage_write: Literal["backed_up", "off"] = "backed_up"
     """What is copied to the host goes to storage as well, or nothing does."""
     storage_keyring: Path | None = None
-    """File of the secret behind the names of stored pages, and of what was revoked; made with mode 0600 when absent.
-    Schedulers that share a storage share it. By default pando/keyring.db in $XDG_STATE_HOME or ~/.local/state."""
+    """SQLite file of the random seeds that names and keys of stored pages derive from; made with mode 0600 when absent.
+    Schedulers that share a storage share it. A backup of it makes pages of forgotten users readable again, and without
+    it no page is. By default pando/keyring.db in $XDG_STATE_HOME or ~/.local/state."""
     storage_secret: SecretStr | None = Field(default=None, min_length=32)
-    """Takes the place of the secret in the file: at least 32 characters that nobody can guess."""
+    """Is needed beside the file to read stored pages, if it is set: at least 32 characters that cannot be guessed."""
