@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
@@ -30,6 +31,18 @@ _CACHED_SCOPES = 65_536
 _LOCK_TIMEOUT_S = 1.0
 # Where the file's own secret stands among the seeds; tags of scopes are longer.
 _OWN_SECRET = b""
+
+
+@dataclass(slots=True)
+class _File:
+    """A keyring that is open."""
+
+    database: sqlite3.Connection
+    # Of the deployments that share it.
+    secret: bytes = field(repr=False)
+    # Changes when the file is deleted, or another one takes its place; and when another process writes to it.
+    identity: tuple[int, int] | None
+    version: int
 
 
 class Keyring:
@@ -58,7 +71,7 @@ class Keyring:
         # Seeds that could not be written: of scopes by tag.
         self._unwritten: dict[bytes, bytes] = {}
         try:
-            self._open()
+            self._file = _open(path, secret)
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigurationError(f"scheduler.storage_keyring {path}: {error}") from error
 
@@ -66,7 +79,7 @@ class Keyring:
         """Return names and key of pages of `scope`, as they are to be written and looked up now."""
         keys = self._cached.get(scope)
         if keys is None:
-            keys = scope_keys(self._secret, self._seed(self._tag(scope)), scope)
+            keys = scope_keys(self._file.secret, self._seed(self._tag(scope)), scope)
             if len(self._cached) >= _CACHED_SCOPES:
                 self._cached.clear()
             self._cached[scope] = keys
@@ -81,16 +94,16 @@ class Keyring:
     def refresh(self) -> None:
         """Go by what others have revoked, and by a file that has taken this one's place."""
         try:
-            if self._identity() != self._opened:
+            if _identity(self._path) != self._file.identity:
                 self._log.warning("keyring.replaced", path=str(self._path))
                 self._cached.clear()
                 # They were about seeds that are gone.
                 self._unwritten.clear()
-                self._database.close()
-                self._open()
-            elif (version := self._data_version()) != self._version:
+                self._file.database.close()
+                self._file = _open(self._path, self._given)
+            elif (version := _data_version(self._file.database)) != self._file.version:
                 self._cached.clear()
-                self._version = version
+                self._file.version = version
         except (OSError, sqlite3.Error, ValueError, ConfigurationError):
             self._log.exception("keyring.unreadable", path=str(self._path))
         if self._unwritten:
@@ -98,16 +111,16 @@ class Keyring:
 
     def close(self) -> None:
         """Close the file."""
-        self._database.close()
+        self._file.database.close()
 
     def _tag(self, scope: Scope) -> bytes:
-        return scope_tag(self._secret, scope[:_ACCOUNTABLE_PARTS])
+        return scope_tag(self._file.secret, scope[:_ACCOUNTABLE_PARTS])
 
     def _seed(self, tag: bytes) -> bytes:
         if tag in self._unwritten:
             return self._unwritten[tag]
         try:
-            return _seed_in(self._database, tag)
+            return _seed_in(self._file.database, tag)
         except sqlite3.Error:
             self._log.exception("keyring.unusable", path=str(self._path))
             # What is stored under it is missing once this process has ended.
@@ -115,35 +128,34 @@ class Keyring:
 
     def _write_revocations(self) -> None:
         try:
-            with _transaction(self._database):
-                self._database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._unwritten.items()))
+            with _transaction(self._file.database) as database:
+                database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._unwritten.items()))
         except sqlite3.Error:
             self._log.exception("keyring.revocation_not_written", path=str(self._path))
         else:
             self._unwritten.clear()
 
-    def _open(self) -> None:
-        database = _open_database(self._path)
-        try:
-            self._secret = self._given or _seed_in(database, _OWN_SECRET)
-        except BaseException:
-            database.close()
-            raise
-        self._database = database
-        self._opened = self._identity()
-        self._version = self._data_version()
 
-    def _identity(self) -> tuple[int, int] | None:
-        """Return what changes when the file is deleted, or another one takes its place."""
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+def _open(path: Path, secret: bytes | None) -> _File:
+    database = _open_database(path)
+    try:
+        own_or_given = secret or _seed_in(database, _OWN_SECRET)
+        return _File(database, own_or_given, _identity(path), _data_version(database))
+    except BaseException:
+        database.close()
+        raise
 
-    def _data_version(self) -> int:
-        """Return what changes when another process writes."""
-        return int(self._database.execute("PRAGMA data_version").fetchone()[0])
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _data_version(database: sqlite3.Connection) -> int:
+    return int(database.execute("PRAGMA data_version").fetchone()[0])
 
 
 def _open_database(path: Path) -> sqlite3.Connection:
@@ -188,11 +200,11 @@ def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+def _transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """Write everything or nothing."""
     database.execute("BEGIN IMMEDIATE")
     try:
-        yield
+        yield database
     except BaseException:
         database.execute("ROLLBACK")
         raise

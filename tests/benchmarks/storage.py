@@ -61,7 +61,8 @@ class HostPages:
         self._memory = np.random.default_rng(0).integers(0, 256, (count, page_bytes), np.uint8)
 
     def read_page(self, page: int) -> bytes:
-        return self._memory[page].tobytes()
+        content: bytes = self._memory[page].tobytes()
+        return content
 
     def write_page(self, page: int, content: memoryview) -> None:
         self._memory[page] = content

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PROMPT = list(range(2000, 2200))
 WHOLE_PAGES = 192
 ADMIN_TOKEN = "an-administrator-of-this-test-alone"
-AS_ADMIN = [("authorization", f"Bearer {ADMIN_TOKEN}")]
+AS_ADMIN = (("authorization", f"Bearer {ADMIN_TOKEN}"),)
 
 
 @pytest.fixture

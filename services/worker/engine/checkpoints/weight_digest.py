@@ -66,7 +66,7 @@ class WeightDigest:
             if isinstance(block, torch.Tensor):
                 # As bytes; NumPy has no bfloat16.
                 block = block.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            hasher.update(block)
+            hasher.update(block.data)
             return hasher.digest()
         finally:
             with self._has_room:
