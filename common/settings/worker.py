@@ -27,7 +27,7 @@ class WorkerSettings(Section):
     """A grammar (JSON schema, regular expression, …) that takes longer to compile is refused."""
     storage: SecretStr | None = None
     """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as
-    redis://, rediss:// or unix:// URL; absent: nowhere. Pages are encrypted with keys from scheduler.storage_keyring."""
+    redis://, rediss:// or unix:// URL; absent: nowhere. Pages are encrypted, with keys of scheduler.storage_keyring."""
     storage_gigabytes: float = Field(default=16.0, gt=0)
     """GiB that the files of a storage directory may take; a server has a limit of its own (maxmemory)."""
     storage_timeout_s: float = Field(default=2.0, gt=0)
