@@ -105,10 +105,22 @@ class StopConditions:
     stop_patterns: tuple[str, ...] = ()
 
 
+class Sharing(Enum):
+    """How far a tenant shares text that enough of its subjects have sent.
+
+    NONE: not at all; its subjects find public text, and nothing of each other. TENANT: within the tenant. GLOBAL:
+    also with other tenants that share the same text, where the operator allows sharing across tenants.
+    """
+
+    NONE = "none"
+    TENANT = "tenant"
+    GLOBAL = "global"
+
+
 class CacheMode(Enum):
     """What a request may read from the prefix cache and put into it.
 
-    PRIVATE is the default, except that the request is no reason to make anything public.
+    PRIVATE is the default, except that the request is no reason to share its text with anybody.
     """
 
     DEFAULT = "default"

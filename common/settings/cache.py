@@ -14,23 +14,25 @@ class CacheSettings(Section):
     """Who finds what, who may keep how much. Shares are of a tier's pages, spans are in epochs."""
 
     cache: Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"] = "user_aware"
-    """Prefix cache: what enough users have computed themselves is public and the rest is theirs; only what the
-    operator pinned is public; one per user; one for all (fast and leaky: for trusted users only); or none."""
+    """Prefix cache: what enough users of a tenant have computed themselves is shared in the tenant, and the rest is
+    theirs; only what the operator pinned is shared; one per user; one for all (fast and leaky: for trusted users only);
+    or none."""
     epoch_seconds: float = Field(default=10.0, gt=0)
-    """Length of a cache epoch: windows of counters close, and prompts become public, at its end."""
+    """Length of a cache epoch: windows of counters close, and prompts are shared, at its end."""
     cache_eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
     """What goes first: longest unused, fewest uses, used only once, or used by requests of low priority."""
-    cache_promotion_principals: int = Field(default=3, ge=1)
-    """So many users must have computed a prompt before it is public (k); k - 1 colluders and victims learn nothing."""
+    cache_promotion_subjects: int = Field(default=3, ge=1)
+    """So many users of a tenant must have computed a prompt before the tenant shares it (k); k - 1 colluders and
+    victims learn nothing."""
     cache_promotion_epochs: int = Field(default=30, ge=0)
     """Their computations must lie within so many epochs of each other: five minutes."""
-    cache_tenant_counts_as_one: bool = False
-    """Count all users of a tenant as one, where who holds an API key can invent users."""
+    cache_share_across_tenants: bool = False
+    """Make public what at least two tenants share, each by its own users, if both have chosen to share globally."""
     cache_repromotion_factor: int = Field(default=2, ge=1)
-    """What was public by mistake needs so many times the users to be public again."""
+    """What was shared by mistake needs so many times the users to be shared again."""
     cache_content_check: bool = False
-    """Publish only what a content check has let pass. It runs in a process of its own; while that fails, nothing is
-    published."""
+    """Share only what a content check has let pass. It runs in a process of its own; while that fails, nothing is
+    shared."""
     content_detectors: tuple[str, ...] = ("patterns",)
     """Who checks: patterns (regular expressions), the name of an entry point in the group pando.content_detectors, or
     package.module:factory. Each can only say no."""
@@ -51,15 +53,19 @@ class CacheSettings(Section):
     cache_few_creators: int = Field(default=6, ge=0)
     """That holds for prompts with up to so many creators: more are proof enough."""
     cache_continuation_limit: int = Field(default=256, ge=1)
-    """So many different continuations tried by one user below one public prompt in a window look like guessing."""
+    """So many different continuations tried by one user below one shared prompt in a window look like guessing."""
     cache_watched_pairs: int = Field(default=65_536, ge=1)
-    """So many pairs of a user and a public prompt are watched for that in a window, at up to 700 bytes each."""
+    """So many pairs of a user and a shared prompt are watched for that in a window and tenant, at up to 700 bytes
+    each."""
     cache_demotion_quarantines: int = Field(default=2, ge=1)
-    """So many users who seem to probe a prompt show that it was private: it becomes so again."""
+    """So many users of a tenant who seem to probe a prompt take it from the tenant; its creators keep it."""
     cache_quarantine_epochs: int = Field(default=6, ge=0)
     """They are counted over so many epochs."""
+    cache_demotion_tenants: int = Field(default=2, ge=2)
+    """So many tenants that a public prompt was taken from, in as many epochs, show that it should not be public: each
+    tenant that shared it before keeps it."""
     cache_creators_limit: int = Field(default=32, ge=1)
-    """Creators kept per public prompt; they keep it when it is demoted."""
+    """Creators kept per shared prompt and tenant; they keep it when it is demoted."""
     cache_quota_share: float = Field(default=0.25, gt=0, le=1)
     """A user with more than this evicts its own pages first, so that a flood pushes nobody else out."""
     cache_floor_share: float = Field(default=1 / 1024, ge=0, le=1)
@@ -70,8 +76,9 @@ class CacheSettings(Section):
     """Pages freed ahead of need, which can be found until they are reused."""
     cache_public_bonus_epochs: int = Field(default=6, ge=0)
     """Public prompts outlive private ones by so many epochs for each doubling of their users."""
-    cache_strict_numerics: bool = False
-    """Never let users share pages unknowingly: KV computed in another batch may differ in the last bits."""
+    cache_strict_numerics: bool | Literal["auto"] = "auto"
+    """Never exchange a user's private pages for equal ones that another user's batch computed: KV may differ in the
+    last bits, and with it an answer. auto: true on GPUs, false on CPUs."""
     cache_merge_group_limit: int = Field(default=64, ge=2)
     """Users of one prefix whose pages are merged in one epoch; bounds the work at its boundary."""
     cache_host_gigabytes: float = Field(default=0.0, ge=0)

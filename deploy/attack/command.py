@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--rival-key", help="API key of another tenant, for spoofing across tenants")
     known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
     known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
-    known.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
+    known.add_argument("--promotion-subjects", type=positive_int, default=3, help="k (%(default)s)")
     known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the flood needs it")
     launch = parser.add_argument_group("--launch")
     launch.add_argument(

@@ -53,7 +53,7 @@ class Launch:
         """Return the settings that go before all others."""
         settings = [*self.overrides, f"scheduler.cache={self.mode}", f"gateway.keys_file={keys_file}"]
         if self.principals is not None:
-            settings.append(f"scheduler.cache_promotion_principals={self.principals}")
+            settings.append(f"scheduler.cache_promotion_subjects={self.principals}")
         if self.storage is not None:
             settings += [
                 f"worker.storage={self.storage}",
@@ -89,7 +89,7 @@ def launched(launch: Launch) -> Iterator[Launched]:
             settings = deployment.settings.scheduler
             server = Server(
                 mode=launch.mode,
-                promotion_principals=settings.cache_promotion_principals,
+                promotion_subjects=settings.cache_promotion_subjects,
                 epoch_seconds=settings.epoch_seconds,
                 capacity_tokens=(settings.device_pages or 0) * settings.page_size or None,
                 rival_key=launch.rival_key,

@@ -38,7 +38,7 @@ def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -
         raise ValueError("a server that runs is in one mode: name that one with --modes, or none")
     server = Server(
         mode=modes[0],
-        promotion_principals=arguments.promotion_principals,
+        promotion_subjects=arguments.promotion_subjects,
         epoch_seconds=arguments.epoch_seconds,
         capacity_tokens=arguments.capacity_tokens,
         rival_key=arguments.rival_key,

@@ -29,7 +29,7 @@ class Server:
     """
 
     mode: str = UNKNOWN
-    promotion_principals: int = 3
+    promotion_subjects: int = 3
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None
     rival_key: str | None = None
@@ -99,7 +99,7 @@ class Scene:
             await self.prober.clock.sleep(self.server.epoch_seconds + MARGIN_S)
             return
         marker = self.texts.document(f"marker/{self.name()}")
-        for _ in range(self.server.promotion_principals):
+        for _ in range(self.server.promotion_subjects):
             await self.prober.ask(marker, self.user("marker"))
         deadline = self.prober.clock.now() + self.server.epoch_seconds + PATIENCE_S
         await self.prober.clock.sleep(self.server.epoch_seconds / 2)

@@ -173,7 +173,7 @@ class SchedulerLoop:
             self.core = None
         if self.core is None:
             config = resolve(self._settings, capacity)
-            rules = resolve_cache(self._settings)
+            rules = resolve_cache(self._settings, capacity.device)
             host = resolve_host(self._settings, capacity.host_pages)
             # An encoder keeps nothing.
             name = "chunk" if capacity.is_encoder else self._settings.cache

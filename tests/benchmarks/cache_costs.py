@@ -116,7 +116,7 @@ class Grove:
 
     def _publish(self) -> None:
         for system in self._systems:
-            for number in range(self.cache.config.promotion_principals):
+            for number in range(self.cache.config.promotion_subjects):
                 self.serve(Request(View(Subject("tenant", f"early {number}")), system))
         self.close_epoch()
 

@@ -58,7 +58,7 @@ async def probe_sybils(scene: Scene) -> list[Finding]:
 
 async def sweep_sybils(scene: Scene) -> SybilSweep | None:
     """Return the sweep over (a, n) at the server's k; None if it does not tell cached tokens."""
-    threshold = scene.server.promotion_principals
+    threshold = scene.server.promotion_subjects
     texts = [scene.texts.document(scene.name()) for _ in range(threshold + 1)]
     for holders, text in enumerate(texts):
         for _ in range(holders):
@@ -90,7 +90,7 @@ def judge_sweep(sweep: SybilSweep) -> Finding:
 
 async def probe_boundary(scene: Scene) -> list[Finding]:
     """Probe texts that are one principal short of the threshold, spread over two epochs and what happens between."""
-    holders = max(scene.server.promotion_principals - 1, 1)
+    holders = max(scene.server.promotion_subjects - 1, 1)
     pairs = [
         (scene.texts.document(scene.name()), scene.texts.document(scene.name()))
         for _ in range(scene.effort.boundary_texts)
@@ -103,7 +103,7 @@ async def probe_boundary(scene: Scene) -> list[Finding]:
     for held, other in pairs:
         seen.append(await _look(scene, held, other))
         await scene.prober.clock.sleep(gap_s)
-    return [report_cached(BOUNDARY, seen, f"{holders} holders, 1 prober, k = {scene.server.promotion_principals}")]
+    return [report_cached(BOUNDARY, seen, f"{holders} holders, 1 prober, k = {scene.server.promotion_subjects}")]
 
 
 async def _look(scene: Scene, held: tuple[Segment, ...], other: tuple[Segment, ...]) -> Pair:

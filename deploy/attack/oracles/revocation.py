@@ -23,7 +23,7 @@ async def probe_revocation(scene: Scene) -> list[Finding]:
     if not scene.server.promotes:
         return [not_applicable(ORACLE, "nothing becomes public by evidence")]
     text, prober = scene.texts.document(scene.name()), scene.user("prober")
-    for _ in range(scene.server.promotion_principals):
+    for _ in range(scene.server.promotion_subjects):
         await scene.prober.ask(text, scene.user("holder"))
     await scene.pass_epoch()
     clock, epoch_s = scene.prober.clock, scene.server.epoch_seconds

@@ -53,7 +53,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-pages", type=positive_int, default=machine.device_pages, help="(%(default)s)")
     group.add_argument("--page-size", type=positive_int, default=machine.page_size, help="(%(default)s)")
     group.add_argument("--epoch-seconds", type=positive_float, default=machine.epoch_seconds, help="(%(default)s)")
-    group.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
+    group.add_argument("--promotion-subjects", type=positive_int, default=3, help="k (%(default)s)")
     group.add_argument(
         "--promotion-epochs", type=positive_int, default=CacheConfig().promotion_epochs, help="(%(default)s)"
     )
@@ -101,10 +101,10 @@ def simulate(arguments: argparse.Namespace, mode: CacheName) -> CacheFigures:
         device_pages=arguments.device_pages, page_size=arguments.page_size, epoch_seconds=arguments.epoch_seconds
     )
     config = CacheConfig(
-        promotion_principals=arguments.promotion_principals, promotion_epochs=arguments.promotion_epochs
+        promotion_subjects=arguments.promotion_subjects, promotion_epochs=arguments.promotion_epochs
     )
     rules = Rules(by_evidence=mode in ("shared", "user_aware"), by_pins=mode == "isolated_pinned")
-    tally = Tally(rules, IdealCache(keeps_answers=True, principals=config.promotion_principals))
+    tally = Tally(rules, IdealCache(keeps_answers=True, principals=config.promotion_subjects))
     simulation = Simulation(mode, machine, config, tally)
     arrivals = by_time(_sessions(arguments), machine.token_s)
     simulation.run(islice(arrivals, arguments.requests))

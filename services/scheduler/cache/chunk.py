@@ -122,7 +122,7 @@ class ChunkCache:
     @property
     def usage(self) -> CacheUsage:
         """Nothing."""
-        return CacheUsage(0, 0, 0, 0, 0)
+        return CacheUsage(0, 0, 0, 0, 0, 0)
 
     def owners(self) -> Iterator[OwnerSnapshot]:
         """Yield nobody."""

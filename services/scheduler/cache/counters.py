@@ -1,13 +1,14 @@
-"""Who used a node in an epoch: a set of principals while they are few, then a sketch, in at most 576 bytes."""
+"""Who used a node in an epoch: a set of subjects while they are few, then a sketch, in at most 576 bytes."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.config import EXACT_PRINCIPALS
+from services.scheduler.cache.config import EXACT_SUBJECTS
 
 if TYPE_CHECKING:
     from services.scheduler.cache.node import Node
@@ -20,7 +21,7 @@ _ALPHA = 0.7213 / (1 + 1.079 / _REGISTERS)
 
 
 class DistinctCount:
-    """Counts distinct 64-bit fingerprints: exactly up to `EXACT_PRINCIPALS`, then within about 7 %."""
+    """Counts distinct 64-bit fingerprints: exactly up to `EXACT_SUBJECTS`, then within about 7 %."""
 
     __slots__ = ("_members", "_registers")
 
@@ -39,7 +40,7 @@ class DistinctCount:
         if index < len(members) and members[index] == fingerprint:
             return
         members.insert(index, fingerprint)
-        if len(members) > EXACT_PRINCIPALS:
+        if len(members) > EXACT_SUBJECTS:
             self._registers = bytearray(_REGISTERS)
             for member in members:
                 self._note(self._registers, member)
@@ -59,7 +60,7 @@ class DistinctCount:
         empty = self._registers.count(0)
         if empty and estimate <= 2.5 * _REGISTERS:
             estimate = _REGISTERS * log(_REGISTERS / empty)
-        return max(round(estimate), EXACT_PRINCIPALS + 1)
+        return max(round(estimate), EXACT_SUBJECTS + 1)
 
     def copy(self) -> DistinctCount:
         """Return one that counts on by itself."""
@@ -76,8 +77,35 @@ class DistinctCount:
             registers[index] = rank
 
 
+@dataclass(slots=True)
+class Window:
+    """Hits on a node in the current epoch and the one before, by distinct subjects that have not computed it."""
+
+    hits: int = 0
+    users: DistinctCount | None = None
+    previous_hits: int = 0
+    previous_users: int = 0
+
+    @property
+    def distinct_users(self) -> int:
+        """Subjects of the current epoch; an estimate never exceeds the hits."""
+        return 0 if self.users is None else min(self.users.count, self.hits)
+
+    def add(self, fingerprint: int) -> None:
+        """Count a hit."""
+        self.hits += 1
+        if self.users is None:
+            self.users = DistinctCount()
+        self.users.add(fingerprint)
+
+    def copy(self) -> Window:
+        """Return one that counts on by itself."""
+        users = None if self.users is None else self.users.copy()
+        return Window(self.hits, users, self.previous_hits, self.previous_users)
+
+
 def distinct(node: Node) -> int:
-    """Return the distinct principals of a node's current epoch; an estimate never exceeds the hits."""
+    """Return the distinct subjects of a node's current epoch; an estimate never exceeds the hits."""
     return min(node.u_cnt_l.count, node.hit_cur) if node.u_cnt_l is not None else 0
 
 
@@ -90,3 +118,8 @@ def roll_over(node: Node, epoch: int) -> None:
     node.hit_pre, node.u_pre = (node.hit_cur, distinct(node)) if gap == 1 else (0, 0)
     node.hit_cur, node.u_cnt_l = 0, None
     node.epoch = epoch
+    if node.parties is not None:
+        closed = node.parties.items() if gap == 1 else ()
+        node.parties = {
+            party: Window(0, None, window.hits, window.distinct_users) for party, window in closed if window.hits
+        } or None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from services.scheduler.cache.interface import Visibility
+from common.types import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,6 +46,8 @@ class Recorder:
         self._depth = 0
         self._events: list[Facts] = []
         self._known: dict[LeaseId, int] = {}
+        self._choices: dict[str, str] = {}
+        self._new_choices: Facts = {}
 
     # --- PageObserver: rows ---
 
@@ -77,6 +79,11 @@ class Recorder:
         """Take in a change of the tree."""
         self._events.append(_event(event))
 
+    def chose(self, tenant: str, sharing: Sharing) -> None:
+        """Take in how far a tenant shares; what has not changed since it was last asked is not recorded again."""
+        if self._choices.get(tenant, Sharing.TENANT.value) != sharing.value:
+            self._choices[tenant] = self._new_choices[tenant] = sharing.value
+
     @contextmanager
     def operation(self, name: str, given: Facts) -> Iterator[Facts]:
         """Record an operation of the cache, whose outcome the caller puts into the yielded facts.
@@ -93,6 +100,9 @@ class Recorder:
         finally:
             self._depth -= 1
             events, self._events = tuple(self._events), []
+            choices, self._new_choices = self._new_choices, {}
+        if choices:
+            given = {**given, "sharing": choices}
         self._sink(Decision(name, given, outcome, events))
 
     def open(self, lease: Lease, tokens: int) -> None:
@@ -121,10 +131,11 @@ def _event(event: CacheEvent) -> Facts:
             parent=node.parent_id,
             edge_tokens=node.edge_tokens,
             depth_tokens=node.depth_tokens,
-            owner=None if node.visibility is Visibility.PUBLIC else str(node.owner),
+            owner=node.tenant if node.owner is None else str(node.owner),
             state=node.state.value,
             generation=node.generation,
             creators=node.creators,
             quarantined=node.quarantined,
+            quarantined_tenants=node.quarantined_tenants,
         )
     return facts

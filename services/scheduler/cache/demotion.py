@@ -1,47 +1,57 @@
-"""How something public becomes private again, without a copy of its pages."""
+"""How something shared becomes private again, or its tenants' again, without a copy of its pages."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from common.types import Sharing
+from services.scheduler.cache.config import MIN_TENANTS
 from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.leases import orphan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.leases import Hold, Leases
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
 
+# What takes the place of a shared node, by the node and the copy's owner.
+_Copies = dict[tuple["Node", "Account"], "Node"]
+
 
 class DemotedChains:
-    """Remembers where chains were demoted, so that the next promotion asks for more, also after their eviction."""
+    """Remembers where chains were demoted, so that the next promotion asks for more, also after their eviction.
+
+    What one scope has lost is nothing to others: a demotion in one tenant must not raise the bar in another.
+    """
 
     def __init__(self, limit: int) -> None:
-        """Start with none; the oldest go beyond `limit`."""
+        """Start with none; the oldest of a scope go beyond `limit`."""
         self._limit = limit
-        self._generations: OrderedDict[bytes, int] = OrderedDict()
+        self._generations: dict[Scope, OrderedDict[bytes, int]] = {}
 
     def __len__(self) -> int:
         """Return how many are remembered."""
-        return len(self._generations)
+        return sum(map(len, self._generations.values()))
 
-    def add(self, chain: bytes, generation: int) -> None:
-        """Note that what begins with `chain` may only be public again as `generation`."""
-        self._generations[chain] = generation
-        self._generations.move_to_end(chain)
-        while len(self._generations) > self._limit:
-            self._generations.popitem(last=False)
+    def add(self, scope: Scope, chain: bytes, generation: int) -> None:
+        """Note that `scope` may share what begins with `chain` only as `generation` again."""
+        generations = self._generations.setdefault(scope, OrderedDict())
+        generations[chain] = generation
+        generations.move_to_end(chain)
+        while len(generations) > self._limit:
+            generations.popitem(last=False)
 
-    def examine(self, hashes: Sequence[bytes], generation: int) -> tuple[int, int]:
-        """Return how many of a run's pages can be promoted at once, and as which generation."""
+    def examine(self, scope: Scope, hashes: Sequence[bytes], generation: int) -> tuple[int, int]:
+        """Return how many of a run's pages `scope` can share at once, and as which generation."""
+        generations = self._generations.get(scope) or {}
         for index, chain in enumerate(hashes):
-            demoted = self._generations.get(chain)
+            demoted = generations.get(chain)
             if demoted is not None and index:
                 return index, generation
             generation = max(generation, demoted or 0)
@@ -49,7 +59,7 @@ class DemotedChains:
 
 
 class Demoter:
-    """Turns public subtrees private for those who computed them."""
+    """Turns TENANT subtrees private for those who computed them, and PUBLIC ones TENANT for those who shared them."""
 
     def __init__(self, store: NodeStore, leases: Leases) -> None:
         """Work on the nodes of `store`, whose holders are in `leases`."""
@@ -57,34 +67,57 @@ class Demoter:
         self._store = store
         self._leases = leases
 
-    def demote(self, top: Node) -> None:
-        """Give the creators of a public subtree private nodes on its pages, and take it out of everybody else's view.
+    def demote(self, top: Node, *, is_suspect: bool = True) -> None:
+        """Take a shared subtree out of the view of all but its heirs, who get nodes of their own on its pages.
 
-        Rows of creators keep their paths. Rows of others keep their pages, through a closed hold; what others have
+        The heirs of a TENANT node are its creators. Those of a PUBLIC node are the tenants that shared it, or share
+        something below it, by their own evidence, and the creators of other tenants: so no tenant loses what is its.
+
+        Rows of heirs keep their paths. Rows of others keep their pages, through a closed hold; what others have
         private below it goes, as there is no path to it any more.
+
+        Args:
+            top: Where the subtree begins.
+            is_suspect: Whether it seemed to be probed, so that it takes more evidence to be shared again. Otherwise
+                tenants do not want to share it any more.
         """
-        store = self._store
+        store, owner = self._store, top.owner
         above = top.parent
         assert above is not None
-        self._remember(top)
+        if is_suspect:
+            self._remember(top)
         if store.host is not None:
+            if store.host.storage is not None:
+                store.host.storage.demote(owner)
             store.host.strip(top)
+        nodes = self._nodes(top)
         holds = self._let_go(top, above)
-        copies = self._copy(top, above)
-        self._settle_private(top, copies)
-        for node in reversed(self._public_nodes(top)):
+        copies = self._copy(nodes, above, is_suspect=is_suspect)
+        self._settle_children(nodes, copies)
+        for node in reversed(nodes):
             store.remove(node, CacheEventKind.DEMOTED)
         for hold, pages in holds:
             self._take_hold(hold, pages, above, copies)
         for copy in copies.values():
             store.offer(copy)
+        for (node, heir), copy in copies.items():
+            # A tenant that has been quarantined as a whole loses it like what it shares alone.
+            if heir.is_shared and heir.fingerprint in (node.quarantined or ()) and not copy.is_dead:
+                self.demote(copy)
+
+    def withdraw(self) -> None:
+        """Demote what is PUBLIC by evidence of tenants of which too few choose so any more."""
+        accounts = self._store.accounts
+        for node in list(self._store.tree.walk_owned(accounts.public)):
+            if node.is_dead or node.pinned or not node.tenants:
+                continue
+            if sum(accounts.sharing_of(tenant) is Sharing.GLOBAL for tenant in node.tenants) < MIN_TENANTS:
+                self.demote(node, is_suspect=False)
 
     def _remember(self, top: Node) -> None:
         tree = self._store.tree
         hashes = chain_hashes(tree.path_key(top), tree.page_bytes)
-        self.demoted.add(hashes[-top.size], top.generation + 1)
-        if self._store.host is not None and self._store.host.storage is not None:
-            self._store.host.storage.demote()
+        self.demoted.add(top.owner_id, hashes[-top.size], top.generation + 1)
 
     def _let_go(self, top: Node, above: Node) -> list[tuple[Hold, PageIds]]:
         """Unlock the subtree; return its holds with their pages in it."""
@@ -96,54 +129,106 @@ class Demoter:
         assert not top.lock_ref, "leases hold all locks"
         return found
 
-    def _public_nodes(self, top: Node) -> list[Node]:
-        """Return the public nodes of a subtree, parents first."""
-        return [top, *(node for node, _ in self._store.tree.walk(top) if node.is_public)]
+    def _nodes(self, top: Node) -> list[Node]:
+        """Return the nodes of a subtree that have the owner of its top, parents first."""
+        return [top, *self._store.tree.walk_owned(top.owner, top=top)]
 
-    def _copy(self, top: Node, above: Node) -> dict[tuple[Node, Account], Node]:
-        """Make each creator's nodes; what is not LIVE counts as gone and is not copied."""
+    def _copy(self, nodes: list[Node], above: Node, *, is_suspect: bool) -> _Copies:
+        """Make each heir's nodes; what is not LIVE counts as gone and is not copied."""
         store = self._store
-        copies: dict[tuple[Node, Account], Node] = {}
-        for node in self._public_nodes(top):
+        holders = self._holders(nodes)
+        copies: _Copies = {}
+        for node in nodes:
             if node.state is not NodeState.LIVE:
                 continue
             store.use.make_joint(node)
-            for scope, epoch in (node.creators or {}).items():
-                owner = store.accounts.owner(scope)
-                parent = above if node is top else copies.get((node.parent, owner)) if node.parent else None
+            for heir, epoch in self._heirs(node, holders[node]):
+                assert node.parent is not None
+                parent = above if node is nodes[0] else _place(copies, node.parent, heir)
                 if parent is None:
-                    store.accounts.forget_if_empty(owner)
-                    continue
-                copies[node, owner] = self._copy_node(node, parent, owner, epoch)
+                    store.accounts.forget_if_empty(heir)
+                elif heir.is_shared:
+                    copies[node, heir] = self._copy_for_tenant(node, parent, heir)
+                else:
+                    generation = 0 if node.is_public else node.generation + is_suspect
+                    copies[node, heir] = self._copy_for_view(node, parent, heir, epoch, generation)
         return copies
 
-    def _copy_node(self, node: Node, parent: Node, owner: Account, epoch: int) -> Node:
-        copy = self._store.attach(parent, owner, node.key, node.pages, is_joint=True)
-        copy.prompt_epoch = epoch
+    def _holders(self, nodes: list[Node]) -> dict[Node, dict[str, None]]:
+        """Return the tenants that keep each node of a PUBLIC subtree: those that shared it, or what is below it."""
+        accounts = self._store.accounts
+        holders: dict[Node, dict[str, None]] = {}
+        for node in reversed(nodes):
+            names = dict.fromkeys(node.tenants or ())
+            for child in self._store.tree.children(node) if node.is_public else ():
+                if child.is_public:
+                    names.update(holders[child])
+                elif child.is_shared:
+                    names[child.owner.scope[0]] = None
+            holders[node] = {name: None for name in names if accounts.sharing_of(name) is not Sharing.NONE}
+        return holders
+
+    def _heirs(self, node: Node, tenants: dict[str, None]) -> Iterator[tuple[Account, int]]:
+        """Yield who gets a copy of a node, and the epoch in which it was last computed there."""
+        accounts = self._store.accounts
+        for tenant in tenants:
+            yield accounts.owner((tenant,)), 0
+        for subject, creator in (node.creators or {}).items():
+            if subject[0] not in tenants:
+                for salt in creator.salts:
+                    yield accounts.owner((*subject, salt)), creator.epoch
+
+    def _copy_for_view(self, node: Node, parent: Node, heir: Account, epoch: int, generation: int) -> Node:
+        copy = self._copy_node(node, parent, heir, generation)
+        copy.prompt_epoch = None if heir.tenant.sharing is Sharing.NONE else epoch
+        return copy
+
+    def _copy_for_tenant(self, node: Node, parent: Node, heir: Account) -> Node:
+        """Give a tenant back what it shared, with what is known of its own subjects."""
+        (tenant,) = heir.scope
+        copy = self._copy_node(node, parent, heir, (node.tenants or {}).get(tenant, 0))
+        creators, quarantined = node.creators or {}, node.quarantined or {}
+        copy.creators = {subject: creator for subject, creator in creators.items() if subject[0] == tenant}
+        copy.quarantined = {
+            fingerprint: one for fingerprint, one in quarantined.items() if one.tenant == tenant and not one.is_whole
+        } or None
+        window = (node.parties or {}).get(heir.scope)
+        if window is not None and node.epoch == copy.epoch:
+            copy.hit_pre, copy.u_pre = window.previous_hits, window.previous_users
+        copy.promoted = len(copy.creators), self._store.epoch
+        return copy
+
+    def _copy_node(self, node: Node, parent: Node, heir: Account, generation: int) -> Node:
+        copy = self._store.attach(parent, heir, node.key, node.pages, is_joint=True)
         copy.priority, copy.uses, copy.last_access = node.priority, node.uses, node.last_access
-        copy.generation = node.generation + 1
+        copy.generation = generation
         self._store.emit(CacheEventKind.INSERTED, copy)
         return copy
 
-    def _settle_private(self, top: Node, copies: dict[tuple[Node, Account], Node]) -> None:
-        """Move creators' private continuations below their copies; drop the others'."""
-        store = self._store
-        for node in self._public_nodes(top):
+    def _settle_children(self, nodes: list[Node], copies: _Copies) -> None:
+        """Move what others have below the nodes to their own or their tenant's copies; drop what has no copy above."""
+        store, owner = self._store, nodes[0].owner
+        for node in nodes:
             for child in store.tree.children(node):
-                if child.is_public:
+                if child.owner is owner:
                     continue
-                copy = copies.get((node, child.owner))
+                copy = _place(copies, node, child.owner)
                 if copy is None:
                     store.remove_below(child)
                 else:
                     store.rehang(child, copy)
 
-    def _take_hold(self, hold: Hold, pages: PageIds, above: Node, copies: dict[tuple[Node, Account], Node]) -> None:
+    def _take_hold(self, hold: Hold, pages: PageIds, above: Node, copies: _Copies) -> None:
         node = hold.node
         assert node is not None
-        target = copies.get((node, hold.account)) if node.is_dead else node
+        target = _place(copies, node, hold.account) if node.is_dead else node
         if target is None:
             orphan(self._store, hold, above, pages)
             return
         hold.node = target
         self._store.lock_path(target, above)
+
+
+def _place(copies: _Copies, node: Node, owner: Account) -> Node | None:
+    """Return the copy of a node in which `owner` finds its tokens: its own, or its tenant's."""
+    return copies.get((node, owner)) or copies.get((node, owner.tenant))

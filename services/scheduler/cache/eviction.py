@@ -70,8 +70,8 @@ class Owner(Protocol[C]):
         """What it has on this tier."""
 
     @property
-    def is_public(self) -> bool:
-        """Whether it stands for everybody."""
+    def is_shared(self) -> bool:
+        """Whether it is a tenant or the public."""
 
     @property
     def is_active(self) -> bool:
@@ -125,8 +125,8 @@ class EvictionQueue(Generic[C]):
             heapq.heapify(account.heap)
 
     def is_over(self, account: Owner[C]) -> bool:
-        """Whether a principal has more than its quota."""
-        return account.live_pages > self.quota and not account.is_public
+        """Whether a view has more than its quota."""
+        return account.live_pages > self.quota and not account.is_shared
 
     def refresh(self, account: Owner[C]) -> None:
         """Note that an account has grown: that may have made it more urgent."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from common.settings import CacheSettings
     from common.steps import WindowPool
     from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.sharing import SharingChoices
 
 CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
 
@@ -48,15 +49,19 @@ def make_cache(
     page_size: int,
     config: CacheConfig | None = None,
     host: HostConfig | None = None,
+    choices: SharingChoices | None = None,
 ) -> PrefixCache:
-    """Return an empty cache over the pages of `allocator` and a host tier; `name` decides the mode of `config`."""
+    """Return an empty cache over the pages of `allocator` and a host tier.
+
+    `name` decides the mode of `config`. `choices` says how far tenants share; absent: each within itself.
+    """
     if name == "chunk":
         return ChunkCache(page_size)
-    return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host)
+    return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host, choices)
 
 
-def resolve(settings: CacheSettings) -> CacheConfig:
-    """Return what the settings say; the mode is left to `make_cache`.
+def resolve(settings: CacheSettings, device: str = "cpu") -> CacheConfig:
+    """Return what the settings say for workers on `device`; the mode is left to `make_cache`.
 
     Raises:
         ConfigurationError: the settings contradict each other.
@@ -64,9 +69,18 @@ def resolve(settings: CacheSettings) -> CacheConfig:
     values = {
         field.name: getattr(settings, f"cache_{field.name}")
         for field in fields(CacheConfig)
-        if field.name not in ("mode", "eviction")
+        if field.name not in ("mode", "eviction", "strict_numerics")
     }
-    return CacheConfig(eviction=EvictionPolicy(settings.cache_eviction), **values)
+    strict = resolve_strict_numerics(settings.cache_strict_numerics, device)
+    return CacheConfig(eviction=EvictionPolicy(settings.cache_eviction), strict_numerics=strict, **values)
+
+
+def resolve_strict_numerics(wanted: bool | Literal["auto"], device: str) -> bool:
+    """Return whether equal pages of different owners are never merged; "auto": they are on CPUs alone.
+
+    On other devices KV may depend on what else was in the batch, so a user could notice that its pages were exchanged.
+    """
+    return device.partition(":")[0] not in ("cpu", "fake") if wanted == "auto" else wanted
 
 
 def resolve_host(settings: CacheSettings, pages: int) -> HostConfig:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.types import Sharing
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.node import Creator
 
 if TYPE_CHECKING:
     from common.steps import PageIds
+    from services.scheduler.cache.accounts import SubjectKey
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.leases import Hold
     from services.scheduler.cache.node import Node
@@ -42,9 +45,9 @@ class Growth:
         node = deepest
         while node is not hold.node:
             start = end - node.size
-            if node.is_public:
+            if node.is_shared:
                 self._vigilance.admit(node, hold.account)
-            elif start < prompt_pages and hold.may_promote:
+            elif start < prompt_pages and self._is_evidence(hold):
                 upper = node if end <= prompt_pages else self._store.split(node, prompt_pages - start)
                 upper.prompt_epoch = self._store.epoch
                 self._promoter.note((upper,))
@@ -72,7 +75,7 @@ class Growth:
             cuts.add(prompt_pages)
         begin = start
         for end in sorted(cuts):
-            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and hold.may_promote
+            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and self._is_evidence(hold)
             part = pages[begin - start : end - start]
             node = self._add(hold, node, key.slice(begin, end), part, (is_evidence, end <= pinned))
             begin = end
@@ -106,13 +109,20 @@ class Growth:
             node.sessions = None if is_pinned else hold.sessions
             if is_pinned:
                 node.pinned, node.generation = True, parent.generation
-                node.creators = {hold.account.scope: self._store.epoch}
+                node.creators = self._sole_creator(hold)
         if self._is_user_aware and not is_pinned:
             self._promoter.note((node,))
         self._store.emit(CacheEventKind.INSERTED, node)
         return node
 
     def _is_own_work(self, node: Node, hold: Hold) -> bool:
-        """Whether all that is known of a public node is that this principal has just computed it."""
-        is_unused = not (node.hit_cur or node.hit_pre or node.quarantined)
-        return is_unused and node.creators == {hold.account.scope: self._store.epoch}
+        """Whether all that is known of a public node is that this view has just computed it."""
+        is_unused = not (node.hit_cur or node.hit_pre or node.quarantined or node.tenants)
+        return is_unused and node.creators == self._sole_creator(hold)
+
+    def _sole_creator(self, hold: Hold) -> dict[SubjectKey, Creator]:
+        return {hold.account.subject: Creator(self._store.epoch, hold.account.scope[2:])}
+
+    def _is_evidence(self, hold: Hold) -> bool:
+        """Whether prompts of this row count: not those of a tenant that shares nothing."""
+        return hold.may_promote and hold.account.tenant.sharing is not Sharing.NONE

@@ -36,8 +36,9 @@ class Lease:
     view: View
     matched_tokens: int
     pages: PageIds
-    # Of these, what everybody finds.
+    # Of these, what every view has, and then what the tenant's views have.
     public_tokens: int = 0
+    tenant_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,10 @@ class NodeState(Enum):
 
 
 class Visibility(Enum):
-    """Whose views a node is in."""
+    """Whose views a node is in: one view, those of a tenant, or all."""
 
     PRIVATE = "private"
+    TENANT = "tenant"
     PUBLIC = "public"
 
 
@@ -81,9 +83,10 @@ class Visibility(Enum):
 class NodeSnapshot:
     """A node as it is at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
-    `parent_id` is None for children of the root, `owner` for PUBLIC nodes. `pages` is [edge_tokens / page_size] int32
-    and `token_ids` [edge_tokens] int32, both read-only. Hits and users of the current and the last epoch are those of
-    principals that are not among the `creators`.
+    `parent_id` is None for children of the root. `owner` is set for PRIVATE nodes, `tenant` for TENANT ones. `pages` is
+    [edge_tokens / page_size] int32 and `token_ids` [edge_tokens] int32, both read-only. Hits and users of the current
+    and the last epoch are those of subjects that are not among the `creators`. `quarantined` subjects and
+    `quarantined_tenants` do not see the node. `promoted_tenants` shared a PUBLIC node before it was PUBLIC.
     """
 
     node_id: NodeId
@@ -92,6 +95,7 @@ class NodeSnapshot:
     depth_tokens: int
     visibility: Visibility
     owner: View | None
+    tenant: str | None
     lock_ref: int
     last_access: int
     pages: PageIds
@@ -104,21 +108,24 @@ class NodeSnapshot:
     epoch: int = 0
     creators: int = 0
     quarantined: int = 0
+    quarantined_tenants: int = 0
     generation: int = 0
     priority: int = 0
     pinned: bool = False
     no_promote: bool = False
     promoted_by: int | None = None
     promoted_epoch: int | None = None
+    promoted_tenants: int = 0
     host_pages: PageIds | None = None
     host_ref: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSnapshot:
-    """What one principal has in the cache, or with None the public; pages as if nobody else held them."""
+    """What a view has in the cache, a tenant, or without either the public; pages as if nobody else held them."""
 
     view: View | None
+    tenant: str | None
     device_pages: int
     host_pages: int
     nodes: int
@@ -131,12 +138,13 @@ class OwnerSnapshot:
 class CacheUsage:
     """The cache's totals. A device page counts for each node that names it.
 
-    `public_pages` are those of LIVE PUBLIC nodes, `private_pages` all others, so the soft-free, too.
+    `public_pages` and `tenant_pages` are those of LIVE nodes, `private_pages` all others, so the soft-free, too.
     """
 
     nodes: int
     views: int
     public_pages: int
+    tenant_pages: int
     private_pages: int
     # How many more pages were needed if no two nodes named the same one.
     merged_pages: int
@@ -150,8 +158,9 @@ class CacheEventKind(Enum):
     REVIVED: it counts no longer as free. RECLAIMED: it was soft-free and lost pages at its end, or it lost its copy on
     one tier. BACKED_UP: it has got a copy on the host. LOADED: it was ON_HOST and is LIVE again. EVICTED: it was
     dropped without having been soft-free, as somebody is forgotten or others hold the same. FLUSHED: has no node; the
-    events of all that went stand before it. PROMOTED: it is PUBLIC now. DEMOTED: it was PUBLIC and is gone; its
-    creators' copies were INSERTED before. QUARANTINED: some principals do not see it any more. MERGED: it names other
+    events of all that went stand before it. PROMOTED: it is TENANT or PUBLIC now. DEMOTED: it was one of these and is
+    gone; copies for its creators, or for the tenants that shared it before, were INSERTED before. QUARANTINED: some
+    subjects, or all of a tenant, do not see it any more. MERGED: it names other
     pages with the same content, took in its parent, or hangs below another parent with the same tokens.
     """
 
@@ -194,7 +203,7 @@ class EventSource(Protocol):
 
 
 class PrefixCache(Protocol):
-    """Finds, keeps and gives up KV pages by the tokens they hold, in each principal's own view.
+    """Finds, keeps and gives up KV pages by the tokens they hold, in each view.
 
     Matching is by whole pages, and never covers a prompt wholly, as its last token must be computed. Nothing here
     reads a clock or chance: the same calls in the same order give the same tree.
@@ -229,10 +238,10 @@ class PrefixCache(Protocol):
         """Page references the cache holds, one per page and node. O(1)."""
 
     def view_of(self, view: View) -> Hashable | None:
-        """Return what is equal for principals that find all of each other's prefixes; None: nobody finds anything."""
+        """Return what is equal for requests that find all of each other's prefixes; None: nothing is found."""
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens the principal's view covers; pure.
+        """Return how many leading tokens a view covers; pure.
 
         A multiple of the page size, and at most len(token_ids) - 1.
         """
@@ -247,15 +256,15 @@ class PrefixCache(Protocol):
         priority: int = 0,
         session: str | None = None,
     ) -> Lease:
-        """Match, lock and touch the longest prefix in the principal's view; once, when a row is admitted.
+        """Match, lock and touch the longest prefix in a view; once, when a row is admitted.
 
         The row gets a reference on each of the lease's pages and gives them back with the rest of its table.
 
         Args:
-            view: The request's.
+            view: What the request may find, and whose evidence it is.
             token_ids: [tokens] int32, the row's known ids.
             repeated: A further commit of one request (after a retraction, or another of its choices): no new hit.
-            may_promote: Whether what is inserted through the lease may be evidence that makes a chain public.
+            may_promote: Whether what is inserted through the lease may be evidence that lets others find it.
             priority: The request's priority, where the order of eviction looks at it.
             session: The conversation that the request belongs to, where its user may want it forgotten.
         """
@@ -313,13 +322,13 @@ class PrefixCache(Protocol):
 
     @property
     def usage(self) -> CacheUsage:
-        """Totals of the tree. O(1)."""
+        """Totals of the tree. O(tenants)."""
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public and each principal that holds a node or a lease; to be consumed before the cache changes."""
+        """Yield the public, the tenants and each view with a node or a lease; consume it before the cache changes."""
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield the nodes of one principal's view, or all nodes: parents before children.
+        """Yield the nodes in one view, or all nodes: parents before children.
 
         To be consumed before the cache changes.
         """

@@ -34,7 +34,7 @@ def violations(cache: RadixCache) -> list[str]:
 
 def node_violations(cache: RadixCache, node: Node) -> list[str]:
     """Return what is wrong with a node and its parent. O(pages of the node)."""
-    return [*_place(cache, node), *_use(cache, node)]
+    return [*_place(cache, node), *_knowledge(node), *_use(cache, node)]
 
 
 def _place(cache: RadixCache, node: Node) -> Iterator[str]:
@@ -48,16 +48,25 @@ def _place(cache: RadixCache, node: Node) -> Iterator[str]:
         yield f"{name} is not found under its own owner and first page"
     if node.size == 0 or len(node.key) != node.size * tree.page_bytes:
         yield f"{name} has {len(node.key)} key bytes for {node.size} pages"
-    if node.is_public and not parent.is_public:
-        yield f"{name} is PUBLIC below a PRIVATE parent"
-    if not node.is_public and not parent.is_public and parent.owner is not node.owner:
+    if not (parent.is_public or parent.owner in (node.owner, node.owner.tenant)):
         yield f"{name} of {node.owner_id} hangs below one of {parent.owner_id}"
-    if not node.is_public and isinstance(entry, dict) and cache.store.accounts.public in entry:
-        yield f"{name} has a public sibling with the same first page"
-    if node.is_public and node.prompt_epoch is not None:
-        yield f"{name} is PUBLIC and still evidence"
-    if not node.is_public and (node.creators or node.quarantined or node.hit_cur):
+    if isinstance(entry, dict) and cache.store.accounts.public in entry:
+        yield f"{name} has a public sibling with the same first page, or is one"
+    if isinstance(entry, dict) and not node.is_shared and node.owner.tenant in entry:
+        yield f"{name} has a sibling of its tenant with the same first page"
+
+
+def _knowledge(node: Node) -> Iterator[str]:
+    """What only nodes of some levels have."""
+    name = f"node {node.node_id}"
+    if node.is_shared and node.prompt_epoch is not None:
+        yield f"{name} is shared and still evidence"
+    if not node.is_shared and (node.creators or node.quarantined or node.hit_cur):
         yield f"{name} is PRIVATE and counts others"
+    if not node.is_public and (node.parties or node.tenants):
+        yield f"{name} is not PUBLIC and counts tenants"
+    if not node.is_public and any(subject[0] != node.owner_id[0] for subject in node.creators or ()):
+        yield f"{name} of {node.owner_id} knows creators of other tenants"
 
 
 def _use(cache: RadixCache, node: Node) -> Iterator[str]:
@@ -76,6 +85,9 @@ def _use(cache: RadixCache, node: Node) -> Iterator[str]:
             yield f"{name} is LIVE below a parent that is not"
     if node.hit_cur < distinct(node) or (node.u_cnt_l is not None and node.hit_cur == 0):
         yield f"{name} counts more users than hits"
+    parties = (node.parties or {}).values()
+    if node.is_public and node.hit_cur != sum(window.hits for window in parties):
+        yield f"{name} counts {node.hit_cur} hits, and not as many of all tenants"
     if node.epoch > cache.epoch:
         yield f"{name} is of a later epoch than the cache"
 
@@ -109,8 +121,10 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
 
 
 def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
-    accounts: dict[Account, list[Node]] = {account: [] for account in cache.store.accounts.all()}
-    accounts[cache.store.accounts.public] = []
+    everyone = cache.store.accounts
+    accounts: dict[Account, list[Node]] = {
+        account: [] for account in (everyone.public, *everyone.tenants(), *everyone.all())
+    }
     for node in nodes:
         if node.owner not in accounts:
             yield f"node {node.node_id} is of an owner without account"
@@ -120,10 +134,13 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         live = sum(len(node.pages) for node in owned if not node.is_soft_free)
         if (len(owned), live) != (account.nodes, account.live_pages):
             yield f"{account.scope} has {len(owned)} nodes, {live} pages, counted {account.nodes}, {account.live_pages}"
-        tops = {node for node in owned if not node.is_public and node.parent and node.parent.is_public}
+        tops = {node for node in owned if not node.is_public and node.parent and node.parent.owner is not account}
         if tops != set(account.tops):
             yield f"{account.scope} has other tops than counted"
-        if not (account.is_public or owned or account.leases):
+        views = sum(other.tenant is account for other in everyone.all()) if account.is_shared else 0
+        if views != account.views:
+            yield f"{account.scope} has {views} views, counted {account.views}"
+        if not (account.is_public or owned or account.leases or views):
             yield f"{account.scope} has an account and nothing in it"
 
 

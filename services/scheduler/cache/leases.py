@@ -26,7 +26,7 @@ NO_PAGES.flags.writeable = False
 class Hold:
     """What stands behind a lease: the path up to `node` is locked; None for a lease on nothing.
 
-    Through a closed hold nothing more is inserted: the row's path has left its principal's view while it ran, and
+    Through a closed hold nothing more is inserted: the row's path has left its view while it ran, and
     `node` is what is left of it. `held` are the pages of the rest, protected as long as the row may read them.
     """
 
@@ -48,10 +48,11 @@ class Leases:
         self._next = 0
         self._holds: dict[LeaseId, Hold] = {}
 
-    def open(self, hold: Hold, view: View, pages: PageIds, public_pages: int = 0) -> Lease:
-        """Return a new lease on `pages`, of which the first `public_pages` are public."""
+    def open(self, hold: Hold, view: View, pages: PageIds, shared_pages: tuple[int, int] = (0, 0)) -> Lease:
+        """Return a new lease on `pages`; `shared_pages` says how many are public, and then the tenant's."""
         pages.flags.writeable = False
-        lease = Lease(LeaseId(self._next), view, len(pages) * self._page_size, pages, public_pages * self._page_size)
+        public, tenant = (count * self._page_size for count in shared_pages)
+        lease = Lease(LeaseId(self._next), view, len(pages) * self._page_size, pages, public, tenant)
         self._next += 1
         self._holds[lease.lease_id] = hold
         return lease

@@ -1,4 +1,4 @@
-"""Makes the tree smaller without changing anybody's view: chains become one node, equal pages one page."""
+"""Makes the tree smaller without changing any view: chains become one node, equal pages one page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tree import PageTree
 
-# A place in a private subtree: a node, and how many of its pages lie before.
+# A place in a subtree: a node, and how many of its pages lie before.
 _Cursor = tuple["Node", int]
 
 
@@ -24,7 +25,7 @@ def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]
 
     Args:
         store: Where the nodes are.
-        groups: Parent and first page of private subtrees that have grown.
+        groups: Parent and first page of subtrees that have grown and are not public.
 
     Returns:
         Nodes that were in use and could not be repointed, to be tried again.
@@ -35,9 +36,46 @@ def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]
     missed: list[Node] = []
     for parent, page in groups:
         if not parent.is_dead:
-            members = [member for member in store.tree.group(parent, page) if member.state is not NodeState.ON_HOST]
+            members = [(member, 0) for member in store.tree.group(parent, page)]
+            members += _elsewhere(store, parent, page)
+            members = [cursor for cursor in members if cursor[0].state is not NodeState.ON_HOST]
             _merge_pages(store, members[-store.config.merge_group_limit :], missed)
     return missed
+
+
+def _elsewhere(store: NodeStore, parent: Node, page: bytes) -> list[_Cursor]:
+    """Return where the tokens up to `parent`, which is TENANT, are followed by `page` outside of its tenant."""
+    tree = store.tree
+    if parent.is_public:
+        return []
+    key, top = parent.key, parent
+    while top.parent is not None and top.parent.owner is parent.owner:
+        top = top.parent
+        key = top.key + key
+    assert top.parent is not None, "the root is public"
+    found: list[_Cursor] = []
+    for other in tree.group(top.parent, key[: tree.page_bytes]):
+        if other is not top:
+            found.extend(_places(tree, other, key, page))
+    return found
+
+
+def _places(tree: PageTree, node: Node, key: bytes, page: bytes) -> Iterable[_Cursor]:
+    """Return where `key`, from the start of `node` on and along its owner's nodes, is followed by `page`."""
+    while len(node.key) < len(key):
+        if not key.startswith(node.key):
+            return []
+        key = key[len(node.key) :]
+        followers = tree.group(node, key[: tree.page_bytes])
+        following = next((child for child in followers if child.owner is node.owner), None)
+        if following is None:
+            return []
+        node = following
+    if not node.key.startswith(key):
+        return []
+    if len(node.key) == len(key):
+        return [(child, 0) for child in tree.group(node, page)]
+    return [(node, len(key) // tree.page_bytes)] if node.key.startswith(page, len(key)) else []
 
 
 def compress_chains(store: NodeStore) -> None:
@@ -51,7 +89,7 @@ def compress_chains(store: NodeStore) -> None:
 
 
 def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
-    """Return the child that a node can be one with: nobody ends between them, and nothing sets them apart."""
+    """Return the child that a node can be one with: no row ends between them, and nothing sets them apart."""
     if len(node.children) != 1:
         return None
     children = store.tree.children(node)
@@ -68,23 +106,24 @@ def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
         and node.sessions == child.sessions
         and (node.generation, node.uses, node.promoted) == (child.generation, child.uses, child.promoted)
         and (node.creators, node.quarantined) == (child.creators, child.quarantined)
+        and (node.tenants, node.parties) == (child.tenants, child.parties)
         and (node.hit_cur, node.hit_pre, node.u_pre) == (child.hit_cur, child.hit_pre, child.u_pre)
-        # Two counts of equal size might be of different principals.
+        # Two counts of equal size might be of different subjects.
         and node.hit_cur == 0
         and (node.host_pages is None) == (child.host_pages is None)
     )
     return child if is_equal else None
 
 
-def _merge_pages(store: NodeStore, members: list[Node], missed: list[Node]) -> None:
-    """Walk private subtrees side by side; where tokens agree, repoint all to the pages of one."""
-    stack: list[list[_Cursor]] = [[(member, 0) for member in members]]
+def _merge_pages(store: NodeStore, members: list[_Cursor], missed: list[Node]) -> None:
+    """Walk subtrees side by side; where tokens agree, repoint all to the pages of one."""
+    stack = [members]
     while stack:
         cursors = stack.pop()
         if len(cursors) < 2 or cursors[0][0].is_public:
             continue
         pages = common_run([_rest(store, cursor) for cursor in cursors], store.tree.page_bytes)
-        # Who is in use cannot change its pages, so the others take its.
+        # A node in use cannot change its pages, so the others take its.
         cursors.sort(key=lambda cursor: (cursor[0].is_soft_free, -cursor[0].lock_ref, cursor[0].node_id))
         for cursor in cursors[1:]:
             _repoint(store, cursor, cursors[0], pages, missed)

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.cache.interface import NodeState, Visibility
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account, Scope
-    from services.scheduler.cache.counters import DistinctCount
+    from services.scheduler.cache.accounts import Account, Scope, SubjectKey
+    from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.counters import DistinctCount, Window
     from services.scheduler.cache.interface import NodeId
 
 # Children by first page; several owners' children with the same page stand side by side in a dict of their own. So
-# a child is found by (page, owner): one principal's child never takes the place of another's.
+# a child is found by (page, owner): one owner's child never takes the place of another's. A PUBLIC child is always the
+# only one of its page.
 Children = dict[bytes, "Node | dict[Account, Node]"]
 
 _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
+# Views of one creator that keep what is demoted.
+_SALTS_PER_CREATOR = 4
+
+
+class Creator(NamedTuple):
+    """A subject that has computed a shared node itself: the epoch in which it last did, and in which of its views."""
+
+    epoch: int
+    salts: tuple[str, ...]
+
+    def also(self, epoch: int, salt: str) -> Creator:
+        """Return the creator after one more computation."""
+        salts = (*(other for other in self.salts if other != salt), salt)
+        return Creator(max(self.epoch, epoch), salts[-_SALTS_PER_CREATOR:])
+
+
+class Quarantine(NamedTuple):
+    """Since when a shared node is hidden, from a subject of `tenant` or, with `is_whole`, from all of the tenant."""
+
+    since: int
+    tenant: str
+    is_whole: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -25,12 +49,15 @@ class Node:
     """An edge of whole pages and what hangs below it; `cache.md` section 2 explains the counters.
 
     `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32 on the device (none if its state is
-    ON_HOST), `host_pages` the same on the host; arrays are replaced and never written to. `owner` is who may find it,
-    the public account for PUBLIC nodes. `creators` of a PUBLIC node maps those who computed it themselves to the epoch
-    in which they last did; a PRIVATE one has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if
-    it did: generated tokens are no evidence. `quarantined` maps the fingerprints of principals that do not see this
-    PUBLIC node to the epoch in which that began. `promoted` says how many principals made it PUBLIC, and in which
-    epoch; a pin does without.
+    ON_HOST), `host_pages` the same on the host; arrays are replaced and never written to. `owner` is who may find it:
+    a view, a tenant or the public.
+
+    A PRIVATE node has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if it did: generated
+    tokens are no evidence. The others are called shared. Their `creators` are the subjects that computed them
+    themselves, and `quarantined` maps the fingerprints of subjects and tenants that do not see them. `promoted` says
+    how many subjects made a node shared, and in which epoch; a pin does without. A PUBLIC node has `parties`, the
+    counters of each tenant (or subject, see `Account.party`), of which `hit_cur` to `u_pre` are the totals, and
+    `tenants`, those that had it as TENANT before, with its generation there.
 
     `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the leases: neither copy of
     it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
@@ -53,8 +80,10 @@ class Node:
     u_cnt_l: DistinctCount | None = None
     hit_pre: int = 0
     u_pre: int = 0
-    creators: dict[Scope, int] | None = None
-    quarantined: dict[int, int] | None = None
+    parties: dict[Scope, Window] | None = None
+    creators: dict[SubjectKey, Creator] | None = None
+    quarantined: dict[int, Quarantine] | None = None
+    tenants: dict[str, int] | None = None
     prompt_epoch: int | None = None
     host_pages: PageIds | None = None
     host_ref: int = 0
@@ -74,18 +103,25 @@ class Node:
 
     @property
     def owner_id(self) -> Scope:
-        """The principal of a PRIVATE node, the empty scope of a PUBLIC one."""
+        """The scope of its owner: of a view, of a tenant, or the empty one of the public."""
         return self.owner.scope
 
     @property
     def visibility(self) -> Visibility:
         """Whose views it is in."""
-        return Visibility.PUBLIC if self.owner.is_public else Visibility.PRIVATE
+        if self.owner.is_public:
+            return Visibility.PUBLIC
+        return Visibility.TENANT if self.owner.is_shared else Visibility.PRIVATE
 
     @property
     def is_public(self) -> bool:
-        """Whether everybody sees it, quarantine aside."""
+        """Whether it is in every view, quarantine aside."""
         return not self.owner.scope
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is PUBLIC or TENANT."""
+        return self.owner.is_shared
 
     @property
     def is_soft_free(self) -> bool:
@@ -102,6 +138,29 @@ class Node:
         """Whether it has left the tree."""
         return not self.key and self.parent is not None
 
+    def is_hidden_from(self, viewer: Account) -> bool:
+        """Whether a shared node is not in the view of `viewer`, as its subject or its tenant seems to have probed it.
+
+        A tenant's quarantine leaves it in the views of those that computed it themselves.
+        """
+        if self.quarantined is None:
+            return False
+        if viewer.fingerprint in self.quarantined:
+            return True
+        return viewer.tenant.fingerprint in self.quarantined and viewer.subject not in (self.creators or ())
+
+    def add_creator(self, account: Account, epoch: int, config: CacheConfig) -> None:
+        """Count the subject of `account` among the creators, if its party has not too many."""
+        if self.creators is None:
+            self.creators = {}
+        subject, salt, party = account.subject, account.scope[2], account.party
+        known = self.creators.get(subject)
+        if known is None and len(self.creators) >= config.creators_limit:
+            of_party = sum(other[: len(party)] == party for other in self.creators)
+            if of_party >= config.creators_limit or len(self.creators) >= config.watched_pairs:
+                return
+        self.creators[subject] = Creator(epoch, (salt,)) if known is None else known.also(epoch, salt)
+
     def copy_history_to(self, other: Node) -> None:
         """Give `other`, a part of the same edge, everything but place, key and pages; nothing mutable is shared."""
         other.epoch, other.last_access, other.uses = self.epoch, self.last_access, self.uses
@@ -109,6 +168,9 @@ class Node:
         other.u_cnt_l = None if self.u_cnt_l is None else self.u_cnt_l.copy()
         other.creators = None if self.creators is None else dict(self.creators)
         other.quarantined = None if self.quarantined is None else dict(self.quarantined)
+        other.tenants = None if self.tenants is None else dict(self.tenants)
+        if self.parties is not None:
+            other.parties = {party: window.copy() for party, window in self.parties.items()}
         other.prompt_epoch = self.prompt_epoch
         other.lock_ref, other.host_ref, other.state = self.lock_ref, self.host_ref, self.state
         other.priority, other.pinned, other.no_promote = self.priority, self.pinned, self.no_promote

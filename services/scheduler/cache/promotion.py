@@ -1,9 +1,13 @@
-"""What becomes public: chains that enough principals have computed themselves from their prompts."""
+"""What is shared: chains that enough subjects of a tenant have computed themselves from their prompts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.types import Sharing
+from services.scheduler.cache.config import MIN_TENANTS
+from services.scheduler.cache.counters import Window
 from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes, common_run
 from services.scheduler.cache.reviews import Reviews
@@ -11,17 +15,31 @@ from services.scheduler.cache.reviews import Reviews
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.accounts import Account, Scope, SubjectKey
     from services.scheduler.cache.demotion import DemotedChains
     from services.scheduler.cache.leases import Leases
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Creator, Node, Quarantine
     from services.scheduler.cache.store import NodeStore
 
 _ON_HOST = NodeState.ON_HOST
 
 
+@dataclass(slots=True)
+class _History:
+    """What is known of nodes that become one.
+
+    `holders` are the owners of the private ones, with the epochs in which they computed them.
+    """
+
+    holders: list[tuple[Account, int]]
+    creators: dict[SubjectKey, Creator] = field(default_factory=dict)
+    quarantined: dict[int, Quarantine] = field(default_factory=dict)
+    tenants: dict[str, int] = field(default_factory=dict)
+    parties: dict[Scope, Window] = field(default_factory=dict)
+
+
 class Promoter:
-    """Publishes at epoch boundaries, where private nodes have grown."""
+    """Promotes at epoch boundaries, where nodes have grown: to TENANT, and from there to PUBLIC."""
 
     def __init__(self, store: NodeStore, leases: Leases, demoted: DemotedChains) -> None:
         """Work on the nodes of `store`, for whose holders `leases` are repointed."""
@@ -32,7 +50,7 @@ class Promoter:
         self._moved: dict[Node, Node] = {}
 
     def note(self, nodes: Iterable[Node]) -> None:
-        """Look at these private nodes at the next boundary."""
+        """Look at these nodes at the next boundary."""
         for node in nodes:
             self._store.fresh[node] = None
 
@@ -42,7 +60,7 @@ class Promoter:
         return fresh
 
     def groups(self, nodes: Iterable[Node]) -> list[tuple[Node, bytes]]:
-        """Return where the private subtrees with `nodes` hang below the public: parent and first page, each once."""
+        """Return where the subtrees of the owners of `nodes` hang below others': parent and first page, each once."""
         groups: dict[tuple[Node, bytes], None] = {}
         for node in nodes:
             if node.is_dead or node.is_public:
@@ -55,13 +73,12 @@ class Promoter:
         return list(groups)
 
     def promote(self, groups: Iterable[tuple[Node, bytes]]) -> None:
-        """Publish every chain with enough evidence that begins in one of `groups`."""
+        """Promote every chain with enough evidence that begins in one of `groups`."""
         stack = list(groups)
         while stack:
             parent, page = stack.pop()
-            published = None if parent.is_dead else self._try_promote(parent, page)
-            if published is not None:
-                stack.extend((published, following) for following in published.children)
+            promoted = [] if parent.is_dead else self._promote_at(parent, page)
+            stack.extend((node, following) for node in promoted if not node.is_dead for following in node.children)
         self._settle()
 
     def publish_pin(self, pin: bytes) -> None:
@@ -74,9 +91,9 @@ class Promoter:
                 node = self._store.split(members[0], pages) if pages < members[0].size else members[0]
                 self._revive(node)
             else:
-                node = self._publish(members, pages, generation=max(member.generation for member in members))
+                node = self._share(members, pages, self._store.accounts.public, generation=node.generation)
                 self._store.emit(CacheEventKind.PROMOTED, node)
-                # What hangs below may have had the evidence, and lacked only a public parent.
+                # What hangs below may have had the evidence, and lacked only a shared parent.
                 self.note(child for child in tree.children(node) if not child.is_public)
             self.set_pinned(node, is_pinned=True)
             rest = rest[pages * tree.page_bytes :]
@@ -93,64 +110,94 @@ class Promoter:
             self._leases.repoint(self._moved)
             self._moved = {}
 
-    def _try_promote(self, parent: Node, page: bytes) -> Node | None:
-        """Publish the first run of a group if its evidence suffices."""
+    def _promote_at(self, parent: Node, page: bytes) -> list[Node]:
+        """Promote the first runs of a group of which the evidence suffices; return the promoted nodes."""
+        members = self._store.tree.group(parent, page)
+        if not members or members[0].is_public:
+            return []
+        by_tenant: dict[Account, list[Node]] = {}
+        for member in members:
+            if not member.is_shared:
+                by_tenant.setdefault(member.owner.tenant, []).append(member)
+        promoted = [
+            node
+            for tenant, own in by_tenant.items()
+            if len(own) >= self._store.config.promotion_subjects
+            and (node := self._try_tenant(parent, own, tenant)) is not None
+        ]
+        if self._store.config.share_across_tenants and parent.is_public:
+            published = self._try_public(parent, self._store.tree.group(parent, page))
+            if published is not None:
+                promoted.append(published)
+        return promoted
+
+    def _try_tenant(self, parent: Node, members: list[Node], tenant: Account) -> Node | None:
+        """Let a tenant share what enough of its subjects have computed."""
+        if tenant.sharing is Sharing.NONE:
+            return None
+        generation = max(member.generation for member in members)
+        if parent.owner is tenant:
+            generation = max(generation, parent.generation)
+        return self._try(parent, members, members, tenant, len(self._evidence(members)), generation)
+
+    def _try_public(self, parent: Node, members: list[Node]) -> Node | None:
+        """Make public what several tenants share that choose so, whatever others have."""
+        sharing = [member for member in members if member.is_shared and member.owner.sharing is Sharing.GLOBAL]
+        if len(sharing) < MIN_TENANTS:
+            return None
+        weight = sum(len(member.creators or ()) for member in sharing)
+        return self._try(parent, members, sharing, self._store.accounts.public, weight, parent.generation)
+
+    def _try(
+        self, parent: Node, members: list[Node], evidence: list[Node], owner: Account, weight: int, generation: int
+    ) -> Node | None:
+        """Share the run that `evidence` has in common with `owner`, if `weight` subjects suffice for that."""
         config, tree = self._store.config, self._store.tree
-        members = tree.group(parent, page)
-        if len(members) < config.promotion_principals or members[0].is_public:
+        if weight < config.promotion_subjects:
             return None
-        creators = self._evidence(members)
-        if self._weight(creators) < config.promotion_principals:
-            return None
-        pages = common_run([member.key for member in members], tree.page_bytes)
-        generation = max(parent.generation, *(member.generation for member in members))
+        pages = common_run([member.key for member in evidence], tree.page_bytes)
         if config.content_check or len(self._demoted):
-            pages, generation = self._examine(parent, members, pages, generation)
-        required = config.promotion_principals * (config.repromotion_factor if generation else 1)
-        if not pages or self._weight(creators) < required:
+            pages, generation = self._examine(owner.scope, parent, evidence, pages, generation)
+        if not pages or weight < config.promotion_subjects * (config.repromotion_factor if generation else 1):
             return None
-        published = self._publish(members, pages, generation)
-        published.promoted = self._weight(creators), self._store.epoch
-        self._store.emit(CacheEventKind.PROMOTED, published)
-        return published
+        # Where others' runs end earlier, the rest follows as a group of its own.
+        pages = min(pages, common_run([member.key for member in members], tree.page_bytes))
+        promoted = self._share(members, pages, owner, generation)
+        promoted.promoted = weight, self._store.epoch
+        self._store.emit(CacheEventKind.PROMOTED, promoted)
+        return promoted
 
-    def _evidence(self, members: Iterable[Node]) -> dict[Scope, int]:
-        """Return who has computed it from a prompt lately, with the epoch."""
+    def _evidence(self, members: Iterable[Node]) -> dict[SubjectKey, int]:
+        """Return which subjects have computed it from a prompt lately, in whichever of their views, with the epoch."""
         oldest = self._store.epoch - self._store.config.promotion_epochs
-        return {
-            member.owner_id: member.prompt_epoch
-            for member in members
-            if member.prompt_epoch is not None and member.prompt_epoch >= oldest and not member.no_promote
-        }
+        found: dict[SubjectKey, int] = {}
+        for member in members:
+            epoch, subject = member.prompt_epoch, member.owner.subject
+            if epoch is not None and epoch >= oldest and not member.no_promote:
+                found[subject] = max(epoch, found.get(subject, epoch))
+        return found
 
-    def _weight(self, creators: Iterable[Scope]) -> int:
-        if self._store.config.tenant_counts_as_one:
-            return len({tenant for tenant, *_ in creators})
-        return len({scope[:2] for scope in creators})
-
-    def _examine(self, parent: Node, members: list[Node], pages: int, generation: int) -> tuple[int, int]:
-        """Cut a run where a demoted chain begins or where the content check has not let it pass."""
+    def _examine(self, scope: Scope, parent: Node, members: list[Node], pages: int, generation: int) -> tuple[int, int]:
+        """Cut a run where a chain begins that `scope` has lost, or where the content check has not let it pass."""
         tree = self._store.tree
         start = tree.depth_pages(parent)
         key = tree.path_key(parent) + members[0].key[: pages * tree.page_bytes]
         hashes = chain_hashes(key, tree.page_bytes)
-        pages, generation = self._demoted.examine(hashes[start:], generation)
+        pages, generation = self._demoted.examine(scope, hashes[start:], generation)
         if self._store.config.content_check:
             end = start + pages
-            allowed = self.reviews.allowed_pages(hashes[:end], key, members, self._store.epoch)
+            allowed = self.reviews.allowed_pages(scope, hashes[:end], key, members, self._store.epoch)
             pages = max(allowed - start, 0)
         return pages, generation
 
-    def _publish(self, members: list[Node], pages: int, generation: int) -> Node:
-        """Make the first `pages` pages of all members one PUBLIC node.
+    def _share(self, members: list[Node], pages: int, owner: Account, generation: int) -> Node:
+        """Make the first `pages` pages of all members one node of `owner`, a tenant or the public.
 
-        The owners' duplicates go, except those that running rows name; their children and locks move to the node.
+        The members' duplicates go, except those that running rows name; their children and locks move to the node.
         """
         store = self._store
         halves = [store.split(member, pages) if pages < member.size else member for member in members]
-        creators = self._evidence(halves)
-        for half in halves:
-            creators.setdefault(half.owner_id, store.epoch)
+        history = self._history(halves)
         canonical = min(
             halves, key=lambda half: (half.state is _ON_HOST, half.is_soft_free, -half.lock_ref, half.node_id)
         )
@@ -158,13 +205,40 @@ class Promoter:
         for half in halves:
             if half is not canonical:
                 self._absorb(half, canonical)
-        store.hand_over(canonical, store.accounts.public)
-        limit = store.config.creators_limit
-        canonical.creators = dict(list(creators.items())[:limit])
+        store.hand_over(canonical, owner)
         canonical.prompt_epoch, canonical.no_promote, canonical.generation = None, False, generation
         canonical.sessions = None
+        self._tell(canonical, history)
         store.offer(canonical)
         return canonical
+
+    def _history(self, halves: list[Node]) -> _History:
+        """Return what is known of nodes that are to become one."""
+        shared = [half for half in halves if half.is_shared]
+        evidence = self._evidence(halves)
+        private = [half.owner for half in halves if not half.is_shared]
+        private.sort(key=lambda owner: owner.subject not in evidence)
+        history = _History([(owner, evidence.get(owner.subject, self._store.epoch)) for owner in private])
+        for half in shared:
+            history.creators.update(half.creators or {})
+            history.quarantined.update(half.quarantined or {})
+            history.tenants[half.owner.scope[0]] = half.generation
+            if half.hit_pre and half.epoch == self._store.epoch:
+                history.parties[half.owner.scope] = Window(0, None, half.hit_pre, half.u_pre)
+        return history
+
+    def _tell(self, node: Node, history: _History) -> None:
+        """Give a shared node the history of those that it was made of."""
+        node.creators = history.creators
+        for owner, epoch in history.holders:
+            node.add_creator(owner, epoch, self._store.config)
+        node.quarantined = history.quarantined or None
+        if node.is_public:
+            node.tenants, node.parties = history.tenants or None, history.parties or None
+        if history.parties:
+            node.epoch = self._store.epoch
+        node.hit_pre = sum(window.previous_hits for window in history.parties.values())
+        node.u_pre = sum(window.previous_users for window in history.parties.values())
 
     def _revive(self, node: Node) -> None:
         """Make a node LIVE, and those above it, of which there may be an upper half that has just been cut off."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.types import Sharing
 from services.scheduler.cache.accounts import PUBLIC_SCOPE, scope_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.demotion import Demoter
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.sharing import SharingChoices
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import Match
     from services.scheduler.cache.window_pages import WindowPages
@@ -52,11 +54,15 @@ class RadixCache:
         page_size: int,
         config: CacheConfig | None = None,
         host: HostConfig | None = None,
+        choices: SharingChoices | None = None,
     ) -> None:
-        """Start empty, over the pages of `allocator` and, where `host` has some, of a host tier."""
+        """Start empty, over the pages of `allocator` and, where `host` has some, of a host tier.
+
+        `choices` says how far tenants share; absent: each within itself.
+        """
         self.page_size = page_size
         self.config = config or CacheConfig()
-        self.store = NodeStore(allocator, page_size, self.config)
+        self.store = NodeStore(allocator, page_size, self.config, choices)
         self.leases = Leases(page_size)
         self._demoter = Demoter(self.store, self.leases)
         self._promoter = Promoter(self.store, self.leases, self._demoter.demoted)
@@ -104,11 +110,11 @@ class RadixCache:
     # --- a row's life ---
 
     def view_of(self, view: View) -> Scope:
-        """Return whose view a principal has: its own, or everybody's."""
+        """Return the scope of what the view alone finds: its own, or the one that all have."""
         return self._scope(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens the principal's view covers; pure."""
+        """Return how many leading tokens a view covers; pure."""
         viewer = self._viewer(view)
         return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 
@@ -122,7 +128,7 @@ class RadixCache:
         priority: int = 0,
         session: str | None = None,
     ) -> Lease:
-        """Match, lock, revive and touch the longest prefix, and count the hit on what is public of it."""
+        """Match, lock, revive and touch the longest prefix, and count the hit on what is shared of it."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
         key = PagedKey(token_ids, self.page_size)
         match = self._match(account, key, len(token_ids))
@@ -137,7 +143,7 @@ class RadixCache:
             hold.priority = priority
             self._growth.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.leases.open(hold, view, pages, self.store.tree.public_pages(node))
+        return self.leases.open(hold, view, pages, self.store.tree.shared_pages(node))
 
     def commit_nothing(self, view: View) -> Lease:
         """Return a lease on nothing, through which nothing is inserted."""
@@ -220,9 +226,10 @@ class RadixCache:
         if storage is not None:
             storage.forget(subject, accounts)
         freed = sum(self._forget(account, session) for account in accounts)
-        if storage is not None and session is not None:
-            for account in accounts:
-                storage.renew(account)
+        if session is None:
+            self._forget_creator(subject)
+        elif storage is not None:
+            storage.renew(accounts)
         return freed
 
     def _forget(self, account: Account, session: str | None) -> int:
@@ -233,11 +240,14 @@ class RadixCache:
                 self._close(hold, hold.node, session)
         if session is not None:
             return forget_session(self.store, account, session)
-        freed = sum(self.store.remove_below(top) for top in list(account.tops))
-        for node, _ in self.store.tree.walk_public():
+        return sum(self.store.remove_below(top) for top in list(account.tops))
+
+    def _forget_creator(self, subject: Subject) -> None:
+        owners = self.store.accounts.public, self.store.accounts.owner((subject.tenant,))
+        for node in self.store.tree.walk_owned(*owners):
             if node.creators is not None:
-                node.creators.pop(account.scope, None)
-        return freed
+                node.creators.pop((subject.tenant, subject.name), None)
+        self.store.accounts.forget_if_empty(owners[1])
 
     def _free(self, pages: int) -> int:
         freed = 0
@@ -251,17 +261,17 @@ class RadixCache:
         return freed
 
     def _enforce_quota(self, account: Account) -> None:
-        """Let a principal that has more than its quota give up its own cold pages first."""
+        """Let a view that has more than its quota give up its own cold pages first."""
         queue = self.store.queue
         queue.refresh(account)
         while queue.is_over(account) and (node := queue.first_of(account)) is not None:
             self.store.soften(node, account.live_pages - queue.quota)
 
     def _close(self, hold: Hold, node: Node, session: str | None) -> None:
-        """Take that part of its path from a hold which goes with its principal, or with a session of it."""
+        """Take that part of its path from a hold which goes with its subject, or with a session of it."""
         hold.is_closed = True
         above = node
-        while not above.is_public and (session is None or is_left_by(above, session)):
+        while not above.is_shared and (session is None or is_left_by(above, session)):
             assert above.parent is not None, "the root is public"
             above = above.parent
         if above is node:
@@ -273,12 +283,13 @@ class RadixCache:
     # --- epochs and the operator ---
 
     def advance(self, epoch: int) -> None:
-        """Begin `epoch`: close the windows of the last one, publish what has evidence, merge what is equal."""
+        """Begin `epoch`: close the windows of the last one, share what has evidence, merge what is equal."""
         assert epoch >= self.store.epoch, "epochs only advance"
         if epoch == self.store.epoch:
             return
         self.store.epoch = epoch
         if self._is_user_aware:
+            self._follow_choices()
             self._vigilance.close()
         if self.config.mode.allows_pins:
             for pin in self._pins.activate():
@@ -294,6 +305,17 @@ class RadixCache:
         for account in self.store.accounts.pop_idle(epoch):
             self.store.queue.rank(account)
 
+    def _follow_choices(self) -> None:
+        """Let tenants share as they choose now: what a tenant shares no longer goes back to its creators."""
+        for tenant in self.store.accounts.refresh_sharing():
+            if tenant.sharing is Sharing.GLOBAL:
+                self._promoter.note(tenant.tops)
+            elif tenant.sharing is Sharing.NONE:
+                for top in list(tenant.tops):
+                    self._demoter.demote(top, is_suspect=False)
+        if self.config.share_across_tenants:
+            self._demoter.withdraw()
+
     def pin(self, token_ids: TokenIds) -> int:
         """Make a prompt's whole pages public from the next epoch on; return how many tokens that are."""
         return self._pins.add(token_ids)
@@ -302,7 +324,7 @@ class RadixCache:
         """Undo `pin`: what is cached stays public while it is cached; return whether there was such a pin."""
         if not self._pins.remove(token_ids):
             return False
-        for node, _ in self.store.tree.walk_public():
+        for node in self.store.tree.walk_owned(self.store.accounts.public):
             if node.pinned:
                 self._promoter.set_pinned(node, is_pinned=False)
         for pin in self._pins.active:
@@ -325,22 +347,25 @@ class RadixCache:
     def usage(self) -> CacheUsage:
         """Totals of the tree."""
         accounts, public = self.store.accounts, self.store.accounts.public.live_pages
+        tenants = sum(account.live_pages for account in accounts.tenants())
         use = self.store.use
         return CacheUsage(
             nodes=self.store.tree.node_count,
             views=len(accounts),
             public_pages=public,
-            private_pages=use.references - public,
+            tenant_pages=tenants,
+            private_pages=use.references - public - tenants,
             merged_pages=max(use.references - use.evictable - use.protected - use.soft_free, 0),
         )
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public and every principal that holds a node or a lease."""
-        for account in (self.store.accounts.public, *self.store.accounts.all()):
+        """Yield the public, the tenants and each view with a node or a lease."""
+        accounts = self.store.accounts
+        for account in (accounts.public, *accounts.tenants(), *accounts.all()):
             yield owner_snapshot(account, 0 if self.host is None else self.host.pages.pages_of(account))
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield the nodes of one principal's view, or all nodes: parents before children."""
+        """Yield the nodes in one view, or all nodes: parents before children."""
         tree = self.store.tree
         viewer = None if view is None else self.store.accounts.view(self._scope(view))
         for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):

@@ -24,20 +24,29 @@ if TYPE_CHECKING:
     )
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.sharing import SharingChoices
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 
 class RecordedCache:
     """Keeps to `PrefixCache`: does what the cache within does, and records it."""
 
-    def __init__(self, cache: PrefixCache, allocator: PageAllocator, sink: Callable[[Decision], None]) -> None:
-        """Record `cache` and what rows do with the pages of `allocator`, both of them new."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        allocator: PageAllocator,
+        sink: Callable[[Decision], None],
+        choices: SharingChoices | None = None,
+    ) -> None:
+        """Record `cache`, what it learns from `choices`, and what rows do with pages of `allocator`; all are new."""
         self._cache = cache
         self._recorder = Recorder(sink)
         allocator.observer = self._recorder
         cache.events.subscribe(self._recorder.heard)
         if cache.host is not None:
             cache.host.observer = self._recorder
+        if choices is not None:
+            choices.observer = self._recorder.chose
 
     @property
     def inner(self) -> PrefixCache:
@@ -85,11 +94,11 @@ class RecordedCache:
         return self._cache.held_references
 
     def view_of(self, view: View) -> Hashable | None:
-        """Return what is equal for principals that find all of each other's prefixes; not recorded."""
+        """Return what is equal for requests that find all of each other's prefixes; not recorded."""
         return self._cache.view_of(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens the principal's view covers; not recorded."""
+        """Return how many leading tokens a view covers; not recorded."""
         return self._cache.peek(view, token_ids)
 
     def commit(
@@ -230,9 +239,9 @@ class RecordedCache:
         return self._cache.usage
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public and every principal that holds a node or a lease; not recorded."""
+        """Yield the public, the tenants and each view with a node or a lease; not recorded."""
         return self._cache.owners()
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield the nodes of one principal's view, or all nodes; not recorded."""
+        """Yield the nodes in one view, or all nodes; not recorded."""
         return self._cache.dump(view)

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from common.transfers import TransferAck, TransferId
-from common.types import Subject, View
+from common.types import Sharing, Subject, View
 from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.factory import CacheName, make_cache
@@ -21,6 +21,7 @@ from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.reviews import CandidateId
+from services.scheduler.cache.sharing import SharingChoices
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
     from services.scheduler.cache.tiers.host_tier import HostTier
 
-VERSION = 1
+VERSION = 2
 HEADER, END = "open", "lost"
 
 
@@ -156,10 +157,12 @@ def replay(lines: Iterable[bytes]) -> Report:
 class _Run:
     """A cache that follows a log from one of its headers."""
 
-    def __init__(self, cache: PrefixCache, allocator: PageAllocator) -> None:
+    def __init__(self, make: Callable[[PageAllocator, SharingChoices], PrefixCache], allocator: PageAllocator) -> None:
         self._allocator = allocator
         self._decisions: list[Decision] = []
-        self._cache = RecordedCache(cache, allocator, self._decisions.append)
+        self._sharing: dict[str, Sharing] = {}
+        choices = SharingChoices(lambda tenant: self._sharing.get(tenant, Sharing.TENANT))
+        self._cache = RecordedCache(make(allocator, choices), allocator, self._decisions.append, choices)
         self._leases: dict[LeaseId, Lease] = {}
         self._ids: dict[LeaseId, TokenIds] = {}
         self._operations: dict[str, Callable[[Facts], object]] = {
@@ -203,8 +206,10 @@ class _Run:
             raise LogError(f"line {at}: unknown operation {facts.get('operation')!r}")
         self._decisions.clear()
         try:
+            choices = facts["given"].get("sharing", {})
+            self._sharing.update((tenant, Sharing(choice)) for tenant, choice in choices.items())
             operation(facts["given"])
-        except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
             # What was done there cannot be done here.
             failure: Facts = {"given": facts.get("given"), "outcome": {"error": repr(error)}, "events": []}
             return Difference(at, number, facts, failure)
@@ -293,11 +298,18 @@ def _open(facts: Facts, at: int) -> _Run:
         host = None
         if "host" in facts:
             host = HostConfig(**{**facts["host"], "policy": WritePolicy(facts["host"]["policy"])})
-        cache = make_cache(name, allocator, facts["page_size"], config, host)
-        if "storage" in facts and cache.host is not None:
-            rules = {**facts["storage"], "policy": PrefetchPolicy(facts["storage"]["policy"])}
-            cache.host.add_storage(StorageConfig(**rules), _NoNames())
-        return _Run(cache, allocator)
+        page_size = facts["page_size"]
+        storage = None
+        if "storage" in facts:
+            storage = StorageConfig(**{**facts["storage"], "policy": PrefetchPolicy(facts["storage"]["policy"])})
+
+        def make(allocator: PageAllocator, choices: SharingChoices) -> PrefixCache:
+            cache = make_cache(name, allocator, page_size, config, host, choices)
+            if storage is not None and cache.host is not None:
+                cache.host.add_storage(storage, _NoNames())
+            return cache
+
+        return _Run(make, allocator)
     except (KeyError, TypeError, ValueError) as error:
         raise LogError(f"line {at}: the header lacks or misnames something: {error!r}") from error
 

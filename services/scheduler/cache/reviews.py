@@ -1,9 +1,13 @@
-"""Content checks before promotion: candidates go out, verdicts come back whenever they are ready."""
+"""Content checks before promotion: candidates go out, verdicts come back whenever they are ready.
+
+Verdicts count for the scope that they were asked for: if a tenant's text were let pass at once because another tenant's
+equal text has been, it would show that there is such a text.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType
 
 import numpy as np
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.types import TokenIds
+    from services.scheduler.cache.accounts import Scope
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Node
 
@@ -20,7 +25,7 @@ CandidateId = NewType("CandidateId", int)
 
 @dataclass(frozen=True, slots=True)
 class PromotionCandidate:
-    """A chain with enough evidence, from its first token on, [tokens] int32. Whose it is stays inside."""
+    """A chain with enough evidence, from its first token on, [tokens] int32. Whose it is stays inside the cache."""
 
     candidate_id: CandidateId
     token_ids: TokenIds
@@ -28,13 +33,22 @@ class PromotionCandidate:
 
 @dataclass(slots=True, eq=False)
 class _Review:
+    book: _Book
     hashes: Sequence[bytes]
     members: list[Node]
     asked_epoch: int
 
 
+@dataclass(slots=True, eq=False)
+class _Book:
+    """What is known in one scope: what was asked, by the hash at its end, and verdicts by chained page hash."""
+
+    asked: dict[bytes, CandidateId] = field(default_factory=dict)
+    verdicts: OrderedDict[bytes, bool] = field(default_factory=OrderedDict)
+
+
 class Reviews:
-    """Remembers what was asked, and verdicts by chained page hash."""
+    """Remembers what was asked, and the verdicts."""
 
     def __init__(self, config: CacheConfig, page_size: int) -> None:
         """Start without verdicts."""
@@ -42,23 +56,24 @@ class Reviews:
         self._page_size = page_size
         self._next = 0
         self._pending: dict[CandidateId, _Review] = {}
-        self._asked: dict[bytes, CandidateId] = {}
+        self._books: dict[Scope, _Book] = {}
         self._outgoing: list[PromotionCandidate] = []
-        self._verdicts: OrderedDict[bytes, bool] = OrderedDict()
 
-    def allowed_pages(self, hashes: Sequence[bytes], key: bytes, members: list[Node], epoch: int) -> int:
-        """Return how many leading pages of a chain may be public, as far as is known; ask about the rest.
+    def allowed_pages(self, scope: Scope, hashes: Sequence[bytes], key: bytes, members: list[Node], epoch: int) -> int:
+        """Return how many leading pages of a chain may be shared, as far as is known; ask about the rest.
 
         Args:
+            scope: Whose the chain is to be: a tenant's or the public's.
             hashes: The chain's hash at each page.
             key: Its tokens.
             members: Nodes at its end, to be looked at again after the verdict.
             epoch: Now.
         """
+        book = self._books.setdefault(scope, _Book())
         allowed = 0
         end = len(hashes)
         for number, chain in enumerate(hashes, 1):
-            verdict = self._verdicts.get(chain)
+            verdict = book.verdicts.get(chain)
             if verdict:
                 allowed = number
             elif verdict is False:
@@ -66,12 +81,13 @@ class Reviews:
                 break
         if end <= allowed:
             return allowed
-        asked = self._asked.get(hashes[end - 1])
+        asked = book.asked.get(hashes[end - 1])
         if asked is not None:
             # Those it was asked for may have been evicted since.
             self._pending[asked].members = members
-        elif len(self._pending) < self._config.remembered_chains:
-            self._ask(hashes[:end], np.frombuffer(key, np.int32)[: end * self._page_size], members, epoch)
+        elif len(book.asked) < self._config.remembered_chains:
+            review = _Review(book, hashes[:end], members, epoch)
+            self._ask(review, np.frombuffer(key, np.int32)[: end * self._page_size])
         return allowed
 
     def take(self) -> tuple[PromotionCandidate, ...]:
@@ -84,12 +100,12 @@ class Reviews:
         review = self._pending.pop(candidate_id, None)
         if review is None:
             return ()
-        del self._asked[review.hashes[-1]]
+        del review.book.asked[review.hashes[-1]]
         pages = min(max(allowed_tokens, 0) // self._page_size, len(review.hashes))
         for chain in review.hashes[:pages]:
-            self._remember(chain, is_allowed=True)
+            self._remember(review.book, chain, is_allowed=True)
         if pages < len(review.hashes):
-            self._remember(review.hashes[pages], is_allowed=False)
+            self._remember(review.book, review.hashes[pages], is_allowed=False)
         return review.members
 
     def expire(self, epoch: int) -> list[Node]:
@@ -98,23 +114,24 @@ class Reviews:
         for candidate_id, review in list(self._pending.items()):
             if epoch - review.asked_epoch > self._config.verdict_epochs:
                 del self._pending[candidate_id]
-                del self._asked[review.hashes[-1]]
+                del review.book.asked[review.hashes[-1]]
                 expired.extend(review.members)
         return expired
 
     def forget_verdicts(self) -> None:
         """Forget all verdicts: they were given by rules that no longer hold."""
-        self._verdicts.clear()
+        for book in self._books.values():
+            book.verdicts.clear()
 
-    def _ask(self, hashes: Sequence[bytes], token_ids: TokenIds, members: list[Node], epoch: int) -> None:
+    def _ask(self, review: _Review, token_ids: TokenIds) -> None:
         candidate_id = CandidateId(self._next)
         self._next += 1
-        self._pending[candidate_id] = _Review(hashes, members, epoch)
-        self._asked[hashes[-1]] = candidate_id
+        self._pending[candidate_id] = review
+        review.book.asked[review.hashes[-1]] = candidate_id
         self._outgoing.append(PromotionCandidate(candidate_id, token_ids))
 
-    def _remember(self, chain: bytes, *, is_allowed: bool) -> None:
-        self._verdicts[chain] = is_allowed
-        self._verdicts.move_to_end(chain)
-        while len(self._verdicts) > self._config.remembered_chains:
-            self._verdicts.popitem(last=False)
+    def _remember(self, book: _Book, chain: bytes, *, is_allowed: bool) -> None:
+        book.verdicts[chain] = is_allowed
+        book.verdicts.move_to_end(chain)
+        while len(book.verdicts) > self._config.remembered_chains:
+            book.verdicts.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Which of a principal's nodes came from which of its sessions, so that a session alone can be forgotten."""
+"""Which of a view's nodes came from which of its sessions, so that a session alone can be forgotten."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
 
-# More sessions of one principal than this have a node in common only if it belongs to none of them, such as a prompt
-# of the principal's own app; it goes with the principal.
+# More sessions of one view than this have a node in common only if it belongs to none of them, such as a prompt of the
+# user's own app; it goes with the view.
 SESSIONS_PER_NODE = 16
 
 

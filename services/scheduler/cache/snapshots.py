@@ -8,7 +8,7 @@ import numpy as np
 
 from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.counters import distinct
-from services.scheduler.cache.interface import NodeSnapshot, OwnerSnapshot
+from services.scheduler.cache.interface import NodeSnapshot, OwnerSnapshot, Visibility
 
 if TYPE_CHECKING:
     from services.scheduler.cache.accounts import Account
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
     """Describe a node whose end is `depth_pages` pages below the root. Copies nothing: nodes replace their arrays."""
     assert node.parent is not None, "the root has no view"
+    hidden = (node.quarantined or {}).values()
     return NodeSnapshot(
         node_id=node.node_id,
         parent_id=None if node.parent is tree.root else node.parent.node_id,
         edge_tokens=node.size * tree.page_size,
         depth_tokens=depth_pages * tree.page_size,
         visibility=node.visibility,
-        owner=None if node.is_public else view_of(node.owner_id),
+        owner=None if node.is_shared else view_of(node.owner_id),
+        tenant=node.owner_id[0] if node.visibility is Visibility.TENANT else None,
         lock_ref=node.lock_ref,
         last_access=node.last_access,
         pages=node.pages,
@@ -37,22 +39,25 @@ def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
         previous_users=node.u_pre,
         epoch=node.epoch,
         creators=len(node.creators or ()),
-        quarantined=len(node.quarantined or ()),
+        quarantined=len(hidden) - sum(quarantine.is_whole for quarantine in hidden),
+        quarantined_tenants=sum(quarantine.is_whole for quarantine in hidden),
         generation=node.generation,
         priority=node.priority,
         pinned=node.pinned,
         no_promote=node.no_promote,
         promoted_by=node.promoted[0] if node.promoted else None,
         promoted_epoch=node.promoted[1] if node.promoted else None,
+        promoted_tenants=len(node.tenants or ()),
         host_pages=node.host_pages,
         host_ref=node.host_ref,
     )
 
 
 def owner_snapshot(account: Account, host_pages: int) -> OwnerSnapshot:
-    """Describe what a principal, or the public, has; of what is on the host the caller knows."""
+    """Describe what a view, a tenant or the public has; the caller knows how much is on the host."""
     return OwnerSnapshot(
-        view=None if account.is_public else view_of(account.scope),
+        view=None if account.is_shared else view_of(account.scope),
+        tenant=account.scope[0] if account.is_shared and not account.is_public else None,
         device_pages=account.live_pages,
         host_pages=host_pages,
         nodes=account.nodes,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.sharing import SharingChoices
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 _LIVE, _SOFT_FREE, _ON_HOST = NodeState.LIVE, NodeState.SOFT_FREE, NodeState.ON_HOST
@@ -32,11 +33,13 @@ class NodeStore:
     one of each.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, config: CacheConfig) -> None:
-        """Start empty."""
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, config: CacheConfig, choices: SharingChoices | None = None
+    ) -> None:
+        """Start empty; `choices` says how far tenants share."""
         self.config = config
         self.allocator = allocator
-        self.accounts = Accounts(config.active_epochs)
+        self.accounts = Accounts(config.active_epochs, choices)
         self.tree = PageTree(page_size, self.accounts.public)
         self.use = PageUse(allocator.capacity)
         self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity)
@@ -47,9 +50,10 @@ class NodeStore:
         # Soft-free nodes, the ones freed first in front; a node always stands behind its descendants. Upper halves of
         # soft-free nodes that have just been split are not in it.
         self.soft: OrderedDict[Node, None] = OrderedDict()
-        # PUBLIC nodes with hits in the current epoch, whose window has to be closed at its end.
+        # Shared nodes with hits in the current epoch, whose window has to be closed at its end.
         self.touched: list[Node] = []
-        # Private nodes that have grown since the last epoch boundary: only there can evidence have become enough.
+        # Private and TENANT nodes about which more may be known since the last epoch boundary: only there can evidence
+        # have become enough.
         self.fresh: dict[Node, None] = {}
         # Nodes whose only child may be of one piece with them.
         self.loose: dict[Node, None] = {}

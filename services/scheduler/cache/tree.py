@@ -22,7 +22,7 @@ _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 
 class Reach(Flag):
-    """How far a match goes. COMPUTED: the viewer has computed the pages itself, so that no quarantine hides them.
+    """How far a match goes. COMPUTED: the viewer has computed the pages itself, so no quarantine hides them.
 
     HOST: also along nodes that are only on the host.
     """
@@ -65,22 +65,20 @@ class PageTree:
 
         Changes nothing.
         """
+        tenant = viewer.tenant
         while first < end:
             child = node.children.get(key.page(first))
             if child is None:
                 break
             if isinstance(child, dict):
-                child = child.get(viewer)
+                child = child.get(viewer) or child.get(tenant)
                 if child is None:
                     break
-            elif child.owner is not viewer:
-                if child.owner is not self._public:
+            owner = child.owner
+            if owner is not viewer:
+                if owner is not tenant and owner is not self._public:
                     break
-                if (
-                    child.quarantined is not None
-                    and Reach.COMPUTED not in reach
-                    and viewer.fingerprint in child.quarantined
-                ):
+                if child.quarantined is not None and Reach.COMPUTED not in reach and child.is_hidden_from(viewer):
                     break
             if child.state is _ON_HOST and Reach.HOST not in reach:
                 break
@@ -235,12 +233,17 @@ class PageTree:
             at = at.parent
         return depth
 
-    def public_pages(self, node: Node) -> int:
-        """Return how many pages of the path to `node` are PUBLIC: they all come first."""
-        while not node.is_public:
+    def shared_pages(self, node: Node) -> tuple[int, int]:
+        """Return how many pages of the path to `node` are PUBLIC, and how many TENANT: they come in this order."""
+        while not node.is_shared:
             assert node.parent is not None, "the root is public"
             node = node.parent
-        return self.depth_pages(node)
+        tenant = 0
+        while not node.is_public:
+            assert node.parent is not None, "the root is public"
+            tenant += node.size
+            node = node.parent
+        return self.depth_pages(node), tenant
 
     def is_below(self, node: Node, top: Node) -> bool:
         """Whether `node` is `top` or hangs somewhere below it."""
@@ -270,20 +273,18 @@ class PageTree:
             depth = above + node.size
             stack.extend((child, depth) for child in reversed(self.children(node)) if self._is_visible(child, viewer))
 
-    def walk_public(self) -> Iterator[tuple[Node, int]]:
-        """Yield the PUBLIC nodes with their depths, parents first. O(their children)."""
-        stack = [(child, 0) for child in self.children(self.root) if child.owner is self._public]
+    def walk_owned(self, *owners: Account, top: Node | None = None) -> Iterator[Node]:
+        """Yield the nodes of `owners` that hang together below `top` (the root by default), parents first."""
+        stack = [child for child in self.children(top or self.root) if child.owner in owners]
         while stack:
-            node, above = stack.pop()
-            depth = above + node.size
-            yield node, depth
-            stack.extend((child, depth) for child in self.children(node) if child.owner is self._public)
+            node = stack.pop()
+            yield node
+            stack.extend(child for child in self.children(node) if child.owner in owners)
 
     def _is_visible(self, node: Node, viewer: Account) -> bool:
         if node.owner is viewer:
             return True
-        is_hidden = node.quarantined is not None and viewer.fingerprint in node.quarantined
-        return node.owner is self._public and not is_hidden
+        return (node.owner is self._public or node.owner is viewer.tenant) and not node.is_hidden_from(viewer)
 
     def _make(self, parent: Node | None, owner: Account, key: bytes, pages: PageIds) -> Node:
         node = Node(NodeId(self._next_id), parent, owner, key, _frozen(pages))

@@ -1,38 +1,51 @@
-"""Watches how public nodes are used, and takes them out of the view of those who seem to probe."""
+"""Watches how shared nodes are used, and takes them out of the view of subjects that seem to probe."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from services.scheduler.cache.counters import DistinctCount, distinct, roll_over
+from common.types import Sharing
+from services.scheduler.cache.counters import DistinctCount, Window, roll_over
 from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.node import Quarantine
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Account
+    from collections.abc import Iterable, Iterator
+
+    from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.demotion import Demoter
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
 
 
 class Vigilance:
-    """Counts hits on public nodes, and tests each window when it closes.
+    """Counts hits on shared nodes, and tests each window when it closes.
 
-    Probing shows as many hits by few principals. That alone is no sign: three users of an app may ask ten thousand
-    times. But only hits of principals that have not computed the text themselves are counted, and a window with as
-    many of these as a promotion asks for is healthy however many hits it has: they are the same evidence again. A
-    suspect loses sight of the node until it computes the text itself, which costs an honest one a single prefill.
+    Probing shows as many hits by few subjects. That alone is no sign: three users of an app may ask ten thousand times.
+    But only hits of subjects that have not computed the text themselves are counted, and a window with as many of these
+    as a promotion asks for is healthy however many hits it has: they are the same evidence again. A suspect loses sight
+    of the node until it computes the text itself, which costs an honest one a single prefill.
+
+    Each tenant is judged by its own subjects alone, also at PUBLIC nodes: however many a rival invents, it changes
+    only its own view. When several of a tenant's subjects are quarantined at a TENANT node, that is demoted; at a
+    PUBLIC one, the whole tenant is quarantined, and only several such tenants demote it.
     """
 
     def __init__(self, store: NodeStore, demoter: Demoter) -> None:
         """Watch the nodes of `store`."""
         self._store = store
         self._demoter = demoter
-        # Distinct missing continuations in this epoch, by node and principal.
-        self._tries: dict[tuple[Node, int], DistinctCount] = {}
+        self._enough = store.config.promotion_subjects
+        # Distinct missing continuations in this epoch, by node and subject; how many of these there are by party.
+        self._tries: dict[tuple[Node, int], tuple[Account, DistinctCount]] = {}
+        self._watched: Counter[Scope] = Counter()
+        # PUBLIC nodes that a subject of a quarantined tenant has computed itself.
+        self._proven: dict[Node, None] = {}
 
     def count(self, node: Node, account: Account, missing_page: bytes | None) -> None:
-        """Count one request's hit on each PUBLIC node up to `node`.
+        """Count one request's hit on each shared node up to `node`.
 
         Args:
             node: Where the path in the requester's view ends.
@@ -40,82 +53,135 @@ class Vigilance:
             missing_page: The whole page that it asked for next and `node` has not.
         """
         deepest = node
-        while not deepest.is_public:
+        while not deepest.is_shared:
             assert deepest.parent is not None, "the root is public"
             deepest = deepest.parent
-        at, fingerprint = deepest, account.fingerprint
+        at, subject = deepest, account.subject
         while at.parent is not None:
-            if at.creators is None or account.scope not in at.creators:
-                if not at.hit_cur:
-                    self._store.touched.append(at)
-                at.hit_cur += 1
-                if at.u_cnt_l is None:
-                    at.u_cnt_l = DistinctCount()
-                at.u_cnt_l.add(fingerprint)
+            if at.creators is None or subject not in at.creators:
+                self._count_hit(at, account)
             at = at.parent
         if missing_page is None or deepest is not node or node.parent is None:
             return
-        if account.scope not in (node.creators or ()):
-            tries = self._tries.get((node, fingerprint))
-            if tries is None and len(self._tries) < self._store.config.watched_pairs:
-                tries = self._tries[node, fingerprint] = DistinctCount()
-            if tries is not None:
-                tries.add(crc32(missing_page))
+        if subject not in (node.creators or ()):
+            self._count_try(node, account, missing_page)
+
+    def _count_hit(self, node: Node, account: Account) -> None:
+        if not node.hit_cur:
+            self._store.touched.append(node)
+        node.hit_cur += 1
+        if node.u_cnt_l is None:
+            node.u_cnt_l = DistinctCount()
+        node.u_cnt_l.add(account.fingerprint)
+        if node.is_public:
+            if node.parties is None:
+                node.parties = {}
+            node.parties.setdefault(account.party, Window()).add(account.fingerprint)
+
+    def _count_try(self, node: Node, account: Account, missing_page: bytes) -> None:
+        found = self._tries.get((node, account.fingerprint))
+        if found is None:
+            if self._watched[account.party] >= self._store.config.watched_pairs:
+                return
+            self._watched[account.party] += 1
+            found = self._tries[node, account.fingerprint] = account, DistinctCount()
+        found[1].add(crc32(missing_page))
 
     def close(self) -> None:
         """Test the windows that end as the store's epoch begins, and begin new ones."""
         touched, self._store.touched = self._store.touched, []
-        suspects: dict[Node, set[int]] = {}
+        suspects: dict[Node, dict[int, str]] = {}
         for node in touched:
-            if node.is_dead or not node.is_public:
+            if node.is_dead or not node.is_shared:
                 continue
-            if not node.pinned and (found := self._suspects(node)):
-                suspects[node] = set(found)
+            if not node.pinned and (found := dict(self._suspects(node))):
+                suspects[node] = found
             roll_over(node, self._store.epoch)
-        for (node, fingerprint), tries in self._tries.items():
-            if tries.count >= self._store.config.continuation_limit and not (node.is_dead or node.pinned):
-                suspects.setdefault(node, set()).add(fingerprint)
+        for (node, fingerprint), (account, tries) in self._tries.items():
+            is_over = tries.count >= self._store.config.continuation_limit
+            if is_over and node.is_shared and not (node.is_dead or node.pinned):
+                suspects.setdefault(node, {})[fingerprint] = account.scope[0]
         self._tries.clear()
+        self._watched.clear()
+        self._end_quarantines()
         # A demotion takes what is below along.
         for node in sorted(suspects, key=self._store.tree.depth_pages):
-            if node.is_public and not node.is_dead:
+            if node.is_shared and not node.is_dead:
                 self._quarantine(node, suspects[node])
 
     def admit(self, node: Node, account: Account) -> None:
-        """Note that a principal has computed a public node's tokens itself: it learns nothing from seeing it."""
+        """Note that a view has computed a shared node's tokens itself: its subject learns nothing from seeing it."""
         if node.quarantined is not None:
             node.quarantined.pop(account.fingerprint, None)
             node.quarantined = node.quarantined or None
-        if node.creators is None:
-            node.creators = {}
-        if account.scope in node.creators or len(node.creators) < self._store.config.creators_limit:
-            node.creators[account.scope] = self._store.epoch
+            self._proven[node] = None
+        node.add_creator(account, self._store.epoch, self._store.config)
 
-    def _suspects(self, node: Node) -> tuple[int, ...]:
-        """Return who seems to probe a node, by the window that closes and the one before."""
-        config = self._store.config
-        users, hits = distinct(node), node.hit_cur
-        enough = config.promotion_principals * (config.repromotion_factor if node.generation else 1)
-        if hits < config.hit_min or users >= enough or users > config.diversity_min * hits:
-            return ()
-        was_low = node.hit_pre >= config.hit_min and node.u_pre <= min(config.diversity_min * node.hit_pre, enough - 1)
-        has_jumped = (
-            node.u_pre <= 1
-            and hits >= config.jump_factor * max(node.hit_pre, 1)
-            and len(node.creators or ()) <= config.few_creators
-        )
-        assert node.u_cnt_l is not None, "there were hits"
-        return node.u_cnt_l.members if was_low or has_jumped else ()
+    def _suspects(self, node: Node) -> Iterator[tuple[int, str]]:
+        """Yield the fingerprints and tenants of subjects that seem to probe a node, as its window closes."""
+        if not node.is_public:
+            window = Window(node.hit_cur, node.u_cnt_l, node.hit_pre, node.u_pre)
+            parties: Iterable[tuple[Scope, Window]] = ((node.owner.scope, window),)
+        else:
+            parties = (node.parties or {}).items()
+        for party, window in parties:
+            if window.hits >= self._store.config.hit_min and self._is_suspect(node, party, window):
+                assert window.users is not None, "there were hits"
+                for fingerprint in window.users.members:
+                    yield fingerprint, party[0]
 
-    def _quarantine(self, node: Node, fingerprints: set[int]) -> None:
-        """Hide a node from suspects; if there have been several lately, it was no public text."""
-        epoch = self._store.epoch
-        quarantined = {**(node.quarantined or {}), **dict.fromkeys(sorted(fingerprints), epoch)}
-        node.quarantined = quarantined
-        self._store.emit(CacheEventKind.QUARANTINED, node)
-        if self._store.host is not None and self._store.host.storage is not None:
-            self._store.host.storage.distrust(sorted(fingerprints))
-        oldest = epoch - self._store.config.quarantine_epochs
-        recent = sum(since >= oldest for since in quarantined.values())
-        if recent >= self._store.config.demotion_quarantines:
+    def _is_suspect(self, node: Node, party: Scope, window: Window) -> bool:
+        """Whether a party's hits look like probing, by the window that closes and the one before."""
+        config, users, hits = self._store.config, window.distinct_users, window.hits
+        enough = self._enough * (config.repromotion_factor if node.generation else 1)
+        if users >= enough or users > config.diversity_min * hits:
+            return False
+        before = window.previous_hits
+        was_low = before >= config.hit_min and window.previous_users <= min(config.diversity_min * before, enough - 1)
+        has_jumped = window.previous_users <= 1 and hits >= config.jump_factor * max(before, 1)
+        if was_low or not has_jumped:
+            return was_low
+        return sum(subject[: len(party)] == party for subject in node.creators or ()) <= config.few_creators
+
+    def _quarantine(self, node: Node, suspects: dict[int, str]) -> None:
+        """Hide a node from suspects, and from all of a tenant of which there have been several lately."""
+        store, epoch = self._store, self._store.epoch
+        quarantined = node.quarantined = dict(node.quarantined or {})
+        for fingerprint, tenant in sorted(suspects.items()):
+            quarantined[fingerprint] = Quarantine(epoch, tenant)
+        store.emit(CacheEventKind.QUARANTINED, node)
+        if store.host is not None and store.host.storage is not None:
+            store.host.storage.distrust(sorted(suspects))
+        oldest = epoch - store.config.quarantine_epochs
+        recent = Counter(one.tenant for one in quarantined.values() if one.since >= oldest and not one.is_whole)
+        probing = [
+            store.accounts.owner((tenant,))
+            for tenant in sorted(set(suspects.values()))
+            if recent[tenant] >= store.config.demotion_quarantines
+        ]
+        if not node.is_public:
+            if probing:
+                self._demoter.demote(node)
+            return
+        for account in probing:
+            if account.sharing is not Sharing.NONE:
+                quarantined[account.fingerprint] = Quarantine(epoch, account.scope[0], is_whole=True)
+            store.accounts.forget_if_empty(account)
+        whole = sum(one.is_whole and one.since >= oldest for one in quarantined.values())
+        if whole >= store.config.demotion_tenants:
             self._demoter.demote(node)
+
+    def _end_quarantines(self) -> None:
+        """Show nodes again to tenants of which enough subjects have computed them since."""
+        proven, self._proven = self._proven, {}
+        required = self._enough * self._store.config.repromotion_factor
+        for node in proven:
+            if node.is_dead or node.quarantined is None:
+                continue
+            for fingerprint, quarantine in list(node.quarantined.items()):
+                if quarantine.is_whole and required <= sum(
+                    subject[0] == quarantine.tenant and creator.epoch >= quarantine.since
+                    for subject, creator in (node.creators or {}).items()
+                ):
+                    del node.quarantined[fingerprint]
+            node.quarantined = node.quarantined or None

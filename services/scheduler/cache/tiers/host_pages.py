@@ -32,9 +32,9 @@ class HostShare:
     standing: int = 0
 
     @property
-    def is_public(self) -> bool:
-        """Whether this stands for everybody."""
-        return self.account.is_public
+    def is_shared(self) -> bool:
+        """Whether this is a tenant's or the public's."""
+        return self.account.is_shared
 
     @property
     def is_active(self) -> bool:

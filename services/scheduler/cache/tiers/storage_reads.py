@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
+from common.types import Sharing
 from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.config import Mode
 from services.scheduler.cache.interface import CacheEventKind
 from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.prefetch import Prefetch, RateLimit
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
     from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
 
-# Principals whose probing is remembered.
+# Subjects whose probing is remembered.
 REMEMBERED_SUSPECTS = 65_536
 
 
@@ -53,9 +55,9 @@ class Fetch:
 class StorageReads:
     """Loads pages into new nodes on the host, in the requester's view.
 
-    They are looked up in the requester's own name and the public's, never in others'. What was stored as public is
-    public here as well, unless users have the same tokens privately already: then it is one more private copy, and
-    promotion by evidence goes on as if it had not been found.
+    They are looked up in the names of the requester's view, its tenant and the public, never in others'. What was
+    stored as the tenant's or the public's is so here as well, unless it would put others' nodes out of their sight:
+    then it is one more private copy, and promotion by evidence goes on as if it had not been found.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StorageReads:
         self._min_pages = config.min_pages
         self._names = names
         self._has_public = store.config.mode.allows_pins
+        self._has_tenants = store.config.mode is Mode.USER_AWARE
         self._rate = RateLimit(config.pages_per_s)
         self._begun = 0
         self._fetches: dict[Fetch, None] = {}
@@ -79,7 +82,7 @@ class StorageReads:
         return self._rate.available(now) >= 1 and any(fetch.prefetch.peek_run() for fetch in self._fetches)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
-        """Look nothing public up for principals that seem to have probed: what is hidden from them stays hidden."""
+        """Look nothing shared up for subjects that seem to have probed: what is hidden from them stays hidden."""
         for fingerprint in fingerprints:
             self._suspects[fingerprint] = None
             self._suspects.move_to_end(fingerprint)
@@ -93,14 +96,23 @@ class StorageReads:
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
         if end - match.pages < self._min_pages or not _can_grow(match.partial or match.node):
             return None
-        scopes = [viewer.scope]
-        if self._has_public and viewer.fingerprint not in self._suspects:
-            scopes.append(PUBLIC_SCOPE)
+        scopes = self._scopes(viewer)
         hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
         self._begun += 1
         fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end), self._begun)
         self._fetches[fetch] = None
         return fetch
+
+    def _scopes(self, viewer: Account) -> list[Scope]:
+        """Return in whose names a view's pages may be stored."""
+        scopes = [viewer.scope]
+        if viewer.fingerprint in self._suspects:
+            return scopes
+        if self._has_tenants and self._store.accounts.sharing_of(viewer.scope[0]) is not Sharing.NONE:
+            scopes.append(viewer.tenant.scope)
+        if self._has_public:
+            scopes.append(PUBLIC_SCOPE)
+        return scopes
 
     def find(self, number: int) -> Fetch | None:
         """Return the fetch with this number, if it goes on."""
@@ -184,17 +196,29 @@ class StorageReads:
         if match.pages == end:
             return len(pages)
         above = self._end_of(fetch, match.pages)
-        if above is None:
+        page = fetch.key.page(match.pages)
+        # A shared node that is hidden from the view is found again by computing it only.
+        if above is None or any(
+            node.owner_id in (PUBLIC_SCOPE, fetch.scope[:1]) for node in store.tree.group(above, page)
+        ):
             return 0
-        is_public = (
-            scope == PUBLIC_SCOPE and above.is_public and not store.tree.group(above, fetch.key.page(match.pages))
-        )
-        owner = store.accounts.public if is_public else store.accounts.owner(fetch.scope)
+        owner = self._owner(viewer, scope, above, page)
         node = store.attach_on_host(above, owner, fetch.key.slice(match.pages, end), pages[match.pages - first :])
-        if is_public and owner is not viewer:
-            node.creators, node.generation = {}, above.generation
+        if owner.is_shared and owner is not viewer:
+            node.creators = {}
+            node.generation = above.generation if above.owner is owner else 0
         store.emit(CacheEventKind.INSERTED, node)
         return len(pages)
+
+    def _owner(self, viewer: Account, scope: Scope, above: Node, page: bytes) -> Account:
+        """Return whose a page stored in the name of `scope` is to be: the same's, if no other node is in the way."""
+        accounts, siblings = self._store.accounts, self._store.tree.group(above, page)
+        if scope == PUBLIC_SCOPE and above.is_public and not siblings:
+            return accounts.public
+        is_tenants = scope == viewer.tenant.scope and accounts.sharing_of(viewer.scope[0]) is not Sharing.NONE
+        if is_tenants and above.is_shared and not any(sibling.owner_id[:1] == scope for sibling in siblings):
+            return accounts.owner(scope)
+        return accounts.owner(viewer.scope)
 
 
 def _can_grow(node: Node) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy
 from services.scheduler.cache.tiers.storage_reads import StorageReads
 from services.scheduler.cache.tiers.storage_writes import StorageWrites
@@ -116,28 +115,33 @@ class StorageTier:
             self._writes.note(node)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
-        """Some principals seem to have probed public prompts."""
+        """Some subjects seem to have probed shared prompts."""
         self._reads.distrust(fingerprints)
 
-    def demote(self) -> None:
-        """Destroy the key of what was stored as public, as something of it has turned out to be private.
+    def demote(self, account: Account) -> None:
+        """Destroy the key of what was stored as a tenant's or the public's, as some of it turned out to be private.
 
-        What still is public is stored again, under a new name and key.
+        What they still have is stored again, under new names and a new key.
         """
-        self._names.revoke(PUBLIC_SCOPE)
-        for node, _ in self._store.tree.walk_public():
-            if node.host_pages is not None:
-                self.note(node)
+        self._names.revoke(account.scope)
+        if account.is_public:
+            self._note_all(self._store.tree.walk_owned(account))
+        else:
+            self.renew((account,))
 
-    def renew(self, account: Account) -> None:
-        """Store what a forgotten subject has left, under its new names and key."""
-        for top in account.tops:
-            for node in (top, *(node for node, _ in self._store.tree.walk(top))):
-                if node.host_pages is not None:
-                    self.note(node)
+    def renew(self, accounts: Iterable[Account]) -> None:
+        """Store what these owners have left under their new names and keys."""
+        for account in accounts:
+            for top in account.tops:
+                self._note_all((top, *self._store.tree.walk_owned(account, top=top)))
 
     def forget(self, subject: Subject, accounts: Iterable[Account]) -> None:
         """Destroy the key of what is stored of a subject, in any view; `accounts` are those of its views in memory."""
         for account in accounts:
             self._writes.drop(account)
         self._names.revoke((subject.tenant, subject.name))
+
+    def _note_all(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.host_pages is not None:
+                self.note(node)

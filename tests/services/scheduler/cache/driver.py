@@ -100,6 +100,11 @@ class Driver:
         return self.nodes(Visibility.PUBLIC)
 
     @property
+    def tenants(self) -> list[list[int]]:
+        """What tenants share."""
+        return self.nodes(Visibility.TENANT)
+
+    @property
     def radix(self) -> RadixCache:
         assert isinstance(self.cache, RadixCache)
         return self.cache

@@ -56,7 +56,7 @@ def draw(seed: int, steps: int) -> Life:
     """Return the life that belongs to a seed."""
     chance = random.Random(seed)
     config = CacheConfig(
-        promotion_principals=chance.choice([1, 2, 2, 2, 3]),
+        promotion_subjects=chance.choice([1, 2, 2, 2, 3]),
         promotion_epochs=chance.randint(0, 3),
         hit_min=chance.randint(1, 3),
         diversity_min=chance.choice([0.4, 1.0]),

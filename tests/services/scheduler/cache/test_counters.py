@@ -4,7 +4,7 @@ import pytest
 
 from common.types import Subject, View
 from services.scheduler.cache.accounts import Account
-from services.scheduler.cache.config import EXACT_PRINCIPALS
+from services.scheduler.cache.config import EXACT_SUBJECTS
 from services.scheduler.cache.counters import DistinctCount, distinct, roll_over
 from services.scheduler.cache.interface import NodeId
 from services.scheduler.cache.node import Node
@@ -25,10 +25,10 @@ def fingerprint(number: int) -> int:
 
 def test_members_are_counted_exactly_and_once_while_they_are_few() -> None:
     count = DistinctCount()
-    for number in [*range(EXACT_PRINCIPALS), *range(EXACT_PRINCIPALS)]:
+    for number in [*range(EXACT_SUBJECTS), *range(EXACT_PRINCIPALS)]:
         count.add(fingerprint(number))
-    assert count.count == EXACT_PRINCIPALS
-    assert set(count.members) == {fingerprint(number) for number in range(EXACT_PRINCIPALS)}
+    assert count.count == EXACT_SUBJECTS
+    assert set(count.members) == {fingerprint(number) for number in range(EXACT_SUBJECTS)}
 
 
 @pytest.mark.parametrize("users", [65, 100, 300, 1_000, 30_000])

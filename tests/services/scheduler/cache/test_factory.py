@@ -29,18 +29,18 @@ def test_settings_name_every_constant_and_have_its_default() -> None:
 
 
 def test_settings_reach_the_cache() -> None:
-    config = resolve(SchedulerSettings(cache_promotion_principals=5, cache_eviction="slru", cache_quota_share=0.5))
+    config = resolve(SchedulerSettings(cache_promotion_subjects=5, cache_eviction="slru", cache_quota_share=0.5))
     cache = make_cache("isolated_pinned", PageAllocator(8), 16, config)
     assert isinstance(cache, RadixCache)
     assert (cache.config.mode, cache.config.eviction) == (Mode.ISOLATED_PINNED, EvictionPolicy.SLRU)
-    assert (cache.config.promotion_principals, cache.config.quota_share) == (5, 0.5)
+    assert (cache.config.promotion_subjects, cache.config.quota_share) == (5, 0.5)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"promotion_principals": 0},
-        {"promotion_principals": 33},
+        {"promotion_subjects": 0},
+        {"promotion_subjects": 33},
         {"quota_share": 0.1, "floor_share": 0.2},
         {"headroom_share": 1.0},
         {"creators_limit": 5},

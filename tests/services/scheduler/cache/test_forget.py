@@ -51,7 +51,7 @@ def test_evidence_of_the_forgotten_does_not_count() -> None:
         driver.serve(user, SYSTEM)
     driver.cache.forget(CID.subject)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_session_alone_can_be_forgotten() -> None:

@@ -30,7 +30,7 @@ def published(capacity: int = 400) -> Driver:
     for user in (ANN, BOB, CID):
         driver.serve(user, TEXT)
     driver.next_epoch()
-    assert driver.public == [TEXT]
+    assert driver.tenants == [TEXT]
     return driver
 
 
@@ -86,7 +86,7 @@ def test_key_with_one_wrong_token_never_matches_its_page(place: int, change: int
 
 @pytest.mark.parametrize("name", PRIVATE_MODES)
 def test_child_of_one_user_never_takes_the_place_of_anothers(name: CacheName) -> None:
-    driver = Driver(name, config=replace(PLAIN, promotion_principals=9, strict_numerics=True))
+    driver = Driver(name, config=replace(PLAIN, promotion_subjects=9, strict_numerics=True))
     for number, user in enumerate((ANN, BOB, CID)):
         driver.serve(user, [*TEXT, number, 0])
         driver.serve(user, [*TEXT, number, 1])
@@ -155,7 +155,7 @@ def test_subtree_with_a_running_row_inside_keeps_its_pages(cause: str) -> None:
                 for _ in range(30):
                     driver.end(driver.admit(prober, [*TEXT, 0]))
             driver.next_epoch()
-            assert driver.public == []
+            assert driver.tenants == []
         case "forgetting":
             driver.cache.forget(ANN.subject)
         case "flush":
@@ -198,6 +198,6 @@ def test_check_that_saw_nothing_makes_nothing_public(allowed: int) -> None:
     for _ in range(40):
         driver.serve(DAN, TEXT)
         driver.next_epoch()
-        assert driver.public == []
+        assert driver.tenants == []
         for again in driver.cache.take_candidates():
             driver.cache.resolve(again.candidate_id, allowed)

@@ -146,7 +146,7 @@ class TestShares:
         assert driver.cache.evictable_pages == 16
 
     def test_others_holding_the_same_pages_does_not_show_in_ones_quota(self) -> None:
-        driver = driver_with("user_aware", quota_share=4 / 64, promotion_principals=3)
+        driver = driver_with("user_aware", quota_share=4 / 64, promotion_subjects=3)
         for user in (ANN, BOB):
             driver.serve(user, [1, 2, 3, 4])
         driver.next_epoch()

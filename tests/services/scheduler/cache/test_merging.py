@@ -22,7 +22,7 @@ class TestPages:
         assert driver.allocator.free_pages == 180
         driver.next_epoch()
         assert driver.allocator.free_pages == 190
-        assert driver.public == []
+        assert driver.tenants == []
         assert driver.cache.held_references == 20
         driver.check()
 
@@ -84,11 +84,11 @@ class TestPages:
         driver.check()
 
     def test_opted_out_pages_are_merged_too_as_nobody_sees_it(self) -> None:
-        driver = driver_with(promotion_principals=2)
+        driver = driver_with(promotion_subjects=2)
         driver.serve(ANN, DOCUMENT, may_promote=False)
         driver.serve(BOB, DOCUMENT, may_promote=False)
         driver.next_epoch()
-        assert driver.public == []
+        assert driver.tenants == []
         assert driver.allocator.free_pages == 190
 
     def test_isolated_caches_merge_nothing(self) -> None:

@@ -59,7 +59,7 @@ places = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
 
 
 def both_worlds(one: list[Deed], other: list[Deed], k: int, name: CacheName = "user_aware") -> tuple[World, World]:
-    config = replace(PLAIN, promotion_principals=k, hit_min=2, jump_factor=2, continuation_limit=4)
+    config = replace(PLAIN, promotion_subjects=k, hit_min=2, jump_factor=2, continuation_limit=4)
     before: list[Deed] = [*(Ask(View(Subject("tenant", f"early {n}")), APP) for n in range(k)), Pass()]
     return World(name, config).do([*before, *one]), World(name, config).do([*before, *other])
 
@@ -145,7 +145,7 @@ class TestThreshold:
         return any(self.found(a, computing, n, k) != self.found(a, computing, 0, k) for computing in range(a + 1))
 
     def found(self, a: int, computing: int, n: int, k: int) -> list[int]:
-        driver = Driver("user_aware", config=replace(PLAIN, promotion_principals=k), capacity=400)
+        driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=k), capacity=400)
         for number in range(n):
             driver.serve(View(Subject("victims", f"{number}")), list(SECRET))
         attackers = [View(Subject("attackers", f"{number}")) for number in range(a)]

@@ -19,10 +19,10 @@ def test_chain_of_enough_principals_becomes_public_at_the_epoch_boundary() -> No
     driver = user_aware()
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SYSTEM, 7, 7])
-    assert driver.public == []
+    assert driver.tenants == []
     assert driver.peek(DAN, [*SYSTEM, 9]) == 0
     driver.next_epoch()
-    assert driver.public == [[*SYSTEM, 7, 7]]
+    assert driver.tenants == [[*SYSTEM, 7, 7]]
     assert driver.peek(DAN, [*SYSTEM, 9]) == 6
     driver.check()
 
@@ -33,7 +33,7 @@ def test_fewer_principals_promote_nothing_however_often_they_ask() -> None:
         for user in (ANN, BOB):
             driver.serve(user, [*SYSTEM, 9])
         driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     assert driver.peek(CID, [*SYSTEM, 9]) == 0
 
 
@@ -42,7 +42,7 @@ def test_only_the_common_part_is_promoted_and_the_rest_stays_with_its_owners() -
     for number, user in enumerate((ANN, BOB, CID)):
         driver.serve(user, [*SYSTEM, 10 + number, 0, 20 + number, 0])
     driver.next_epoch()
-    assert driver.public == [SYSTEM]
+    assert driver.tenants == [SYSTEM]
     assert driver.peek(ANN, [*SYSTEM, 10, 0, 20, 0, 1]) == 10
     assert driver.peek(BOB, [*SYSTEM, 10, 0, 20, 0, 1]) == 6
     driver.check()
@@ -53,7 +53,7 @@ def test_branches_with_enough_principals_are_promoted_each() -> None:
     for number in range(6):
         driver.serve(View(Subject("tenant", f"{number}")), [*SYSTEM, number % 2, 8, 30 + number, 0])
     driver.next_epoch()
-    assert sorted(driver.public) == [[0, 8], SYSTEM, [1, 8]]
+    assert sorted(driver.tenants) == [[0, 8], SYSTEM, [1, 8]]
     driver.check()
 
 
@@ -76,7 +76,7 @@ def test_running_rows_keep_their_own_pages_and_their_place() -> None:
     tables = [row.table.copy() for row in rows]
     driver.next_epoch()
     driver.check(*rows)
-    assert driver.public == [SYSTEM]
+    assert driver.tenants == [SYSTEM]
     # All three lock the canonical copy; nothing that a row names was freed.
     (public,) = [node for node in driver.cache.dump() if node.owner is None]
     assert public.lock_ref == 3
@@ -110,7 +110,7 @@ def test_generated_tokens_are_no_evidence() -> None:
     for user in (ANN, BOB, CID):
         driver.serve(user, SYSTEM, prompt_tokens=4)
     driver.next_epoch()
-    assert driver.public == [[1, 2, 3, 4]]
+    assert driver.tenants == [[1, 2, 3, 4]]
     assert driver.peek(ANN, [*SYSTEM, 9]) == 6
 
 
@@ -119,7 +119,7 @@ def test_page_that_is_half_generated_is_no_evidence() -> None:
     for user in (ANN, BOB, CID):
         driver.serve(user, SYSTEM, prompt_tokens=5)
     driver.next_epoch()
-    assert driver.public == [[1, 2, 3, 4]]
+    assert driver.tenants == [[1, 2, 3, 4]]
 
 
 def test_evidence_expires() -> None:
@@ -129,11 +129,11 @@ def test_evidence_expires() -> None:
     driver.next_epoch(4)
     driver.serve(CID, SYSTEM)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     driver.serve(DAN, SYSTEM)
     driver.serve(EVE, SYSTEM)
     driver.next_epoch()
-    assert driver.public == [SYSTEM]
+    assert driver.tenants == [SYSTEM]
 
 
 def test_opted_out_principal_is_no_evidence_but_shares_what_others_make_public() -> None:
@@ -142,10 +142,10 @@ def test_opted_out_principal_is_no_evidence_but_shares_what_others_make_public()
     driver.serve(BOB, SYSTEM)
     driver.serve(CID, SYSTEM)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     driver.serve(DAN, SYSTEM)
     driver.next_epoch()
-    assert driver.public == [SYSTEM]
+    assert driver.tenants == [SYSTEM]
     assert driver.peek(ANN, [*SYSTEM, 8, 8, 1]) == 8
     driver.check()
 
@@ -158,7 +158,7 @@ def test_request_without_cache_is_no_evidence() -> None:
     driver.insert(row)
     driver.end(row)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_principals_of_one_tenant_can_count_as_one() -> None:
@@ -166,11 +166,11 @@ def test_principals_of_one_tenant_can_count_as_one() -> None:
     for user in (ANN, BOB, CID, DAN):
         driver.serve(user, SYSTEM)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     for tenant in ("second", "third"):
         driver.serve(View(Subject(tenant, "ann")), SYSTEM)
     driver.next_epoch()
-    assert driver.public == [SYSTEM]
+    assert driver.tenants == [SYSTEM]
 
 
 def test_own_hits_are_neither_counted_nor_new_evidence() -> None:
@@ -182,7 +182,7 @@ def test_own_hits_are_neither_counted_nor_new_evidence() -> None:
     driver.serve(BOB, SYSTEM)
     driver.serve(CID, SYSTEM)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     assert all(node.hits == 0 for node in driver.cache.dump())
 
 
@@ -192,7 +192,7 @@ def test_isolated_modes_promote_nothing(mode: str) -> None:
     for user in (ANN, BOB, CID, DAN):
         driver.serve(user, SYSTEM)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     assert driver.peek(EVE, [*SYSTEM, 1]) == 0
 
 

@@ -106,7 +106,7 @@ def test_other_rules_are_found_where_they_first_matter() -> None:
     driver = RecordedDriver()
     a_day(driver)
     header = orjson.loads(driver.lines[0])
-    header["config"]["promotion_principals"] = 4
+    header["config"]["promotion_subjects"] = 4
     difference = replay([orjson.dumps(header), *driver.lines[1:]]).difference
     assert difference is not None
     assert difference.logged["operation"] == "advance"

@@ -21,7 +21,7 @@ def test_without_a_verdict_nothing_is_published() -> None:
     driver = driver_with()
     for _ in range(50):
         driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_candidate_is_handed_out_once_with_all_its_tokens_and_no_owner() -> None:
@@ -39,9 +39,9 @@ def test_allowed_chain_is_published_at_the_next_boundary() -> None:
     driver = driver_with()
     (candidate,) = driver.cache.take_candidates()
     driver.cache.resolve(candidate.candidate_id, len(candidate.token_ids))
-    assert driver.public == []
+    assert driver.tenants == []
     driver.next_epoch()
-    assert driver.public == [PROMPT]
+    assert driver.tenants == [PROMPT]
     driver.check()
 
 
@@ -51,7 +51,7 @@ def test_vetoed_chain_is_never_asked_about_again() -> None:
     driver.cache.resolve(candidate.candidate_id, 0)
     driver.serve(DAN, PROMPT)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     assert driver.cache.take_candidates() == ()
 
 
@@ -60,7 +60,7 @@ def test_part_before_the_finding_is_published() -> None:
     (candidate,) = driver.cache.take_candidates()
     driver.cache.resolve(candidate.candidate_id, 5)
     driver.next_epoch()
-    assert driver.public == [[1, 2, 3, 4]]
+    assert driver.tenants == [[1, 2, 3, 4]]
     assert driver.peek(ANN, [*PROMPT, 0]) == 8
     assert driver.cache.take_candidates() == ()
     driver.check()
@@ -72,7 +72,7 @@ def test_verdict_does_not_stand_in_for_evidence() -> None:
     driver.next_epoch(5)
     driver.cache.resolve(candidate.candidate_id, len(candidate.token_ids))
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_nonsense_from_a_check_publishes_no_more_than_was_asked() -> None:
@@ -82,10 +82,10 @@ def test_nonsense_from_a_check_publishes_no_more_than_was_asked() -> None:
     driver.cache.resolve(candidate.candidate_id, -5)
     driver.cache.resolve(candidate.candidate_id, 1_000_000)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     driver.serve(DAN, [9, 9])
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_lost_verdict_is_asked_for_again() -> None:
@@ -97,7 +97,7 @@ def test_lost_verdict_is_asked_for_again() -> None:
     (candidate,) = driver.cache.take_candidates()
     driver.cache.resolve(candidate.candidate_id, 8)
     driver.next_epoch()
-    assert driver.public == [PROMPT]
+    assert driver.tenants == [PROMPT]
 
 
 def test_continuation_of_a_published_chain_is_asked_about_with_its_prefix() -> None:
@@ -116,7 +116,7 @@ def test_pins_need_no_check() -> None:
     driver = driver_with()
     driver.cache.pin(candidate_ids := driver.cache.take_candidates()[0].token_ids)
     driver.next_epoch()
-    assert driver.public == [candidate_ids.tolist()]
+    assert driver.tenants == [candidate_ids.tolist()]
 
 
 def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
@@ -129,7 +129,7 @@ def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
     assert driver.cache.take_candidates() == ()
     driver.cache.resolve(candidate.candidate_id, 8)
     driver.next_epoch()
-    assert driver.public == [PROMPT]
+    assert driver.tenants == [PROMPT]
 
 
 def test_no_more_is_asked_than_is_remembered() -> None:

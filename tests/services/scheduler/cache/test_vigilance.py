@@ -18,7 +18,7 @@ def published(**changes: Any) -> Driver:
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SECRET, 7, 7])
     driver.next_epoch()
-    assert driver.public == [[*SECRET, 7, 7]]
+    assert driver.tenants == [[*SECRET, 7, 7]]
     return driver
 
 
@@ -98,7 +98,7 @@ def test_who_computes_it_itself_sees_it_again() -> None:
     driver.next_epoch()
     assert driver.serve(DAN, [*SECRET, 7, 7, 9]) == 0
     assert driver.peek(DAN, [*SECRET, 7, 7, 9]) == 8
-    assert driver.public == [[*SECRET, 7, 7]]
+    assert driver.tenants == [[*SECRET, 7, 7]]
     # It is one of the creators now, and its hits are no probes.
     probe(driver, DAN, times=100)
     driver.next_epoch()
@@ -122,7 +122,7 @@ def test_hot_healthy_prompt_is_not_demoted() -> None:
         for user in (DAN, EVE, FAY):
             probe(driver, user, times=2_000)
         driver.next_epoch()
-    assert driver.public == [[*SECRET, 7, 7]]
+    assert driver.tenants == [[*SECRET, 7, 7]]
     assert all(node.quarantined == 0 for node in driver.cache.dump())
     assert probe(driver, DAN) == 20
 
@@ -133,7 +133,7 @@ def test_creators_alone_may_ask_as_often_as_they_like() -> None:
         for user in (ANN, BOB, CID):
             probe(driver, user, times=1000)
         driver.next_epoch()
-    assert driver.public == [[*SECRET, 7, 7]]
+    assert driver.tenants == [[*SECRET, 7, 7]]
 
 
 def test_several_probers_demote_it_for_everybody_but_its_creators() -> None:
@@ -143,7 +143,7 @@ def test_several_probers_demote_it_for_everybody_but_its_creators() -> None:
     probe(driver, EVE)
     references = driver.cache.held_references
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     for user in (DAN, EVE, FAY):
         assert driver.peek(user, [*SECRET, 7, 7, 9]) == 0
     free = driver.allocator.free_pages
@@ -161,14 +161,14 @@ def test_what_was_demoted_needs_twice_the_principals() -> None:
     probe(driver, DAN)
     probe(driver, EVE)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     for number in range(2):
         driver.serve(View(Subject("tenant", f"{number}")), SECRET)
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
     driver.serve(View(Subject("tenant", "sixth")), SECRET)
     driver.next_epoch()
-    assert driver.public == [SECRET]
+    assert driver.tenants == [SECRET]
     assert [node.generation for node in driver.cache.dump() if node.owner is None] == [1]
     driver.check()
 
@@ -182,7 +182,7 @@ def test_demotion_is_remembered_when_all_of_it_is_gone() -> None:
     for user in (ANN, BOB, CID, FAY):
         driver.serve(user, [*SECRET, 7, 7])
     driver.next_epoch()
-    assert driver.public == []
+    assert driver.tenants == []
 
 
 def test_rows_of_creators_go_on_through_a_demotion() -> None:

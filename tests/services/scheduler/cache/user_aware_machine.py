@@ -38,7 +38,7 @@ prompts = st.one_of(
 picks = st.integers(0, 1000)
 configs = st.builds(
     CacheConfig,
-    promotion_principals=st.sampled_from([1, 2, 2, 2, 3]),
+    promotion_subjects=st.sampled_from([1, 2, 2, 2, 3]),
     promotion_epochs=st.integers(0, 3),
     hit_min=st.integers(1, 3),
     diversity_min=st.sampled_from([0.4, 1.0]),

@@ -214,7 +214,7 @@ class ViewOracle:
 
     def suspects(self, public: Public) -> set[str]:
         config = self.config
-        enough = config.promotion_principals * (config.repromotion_factor if public.generation else 1)
+        enough = config.promotion_subjects * (config.repromotion_factor if public.generation else 1)
         users = len(public.users)
         if public.epoch != self.epoch or public.hits < config.hit_min or users >= enough:
             return set()
@@ -275,7 +275,7 @@ class ViewOracle:
                 *(entry.generation for entry in owners.values()),
             )
             factor = self.config.repromotion_factor if generation else 1
-            if len(evidence) >= self.config.promotion_principals * factor:
+            if len(evidence) >= self.config.promotion_subjects * factor:
                 self.publish(path, owners, generation)
                 return True
         return False

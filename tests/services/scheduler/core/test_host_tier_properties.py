@@ -23,7 +23,7 @@ from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.scheduler.core.test_core_properties import PROMPTS
 
 USERS = ("ann", "bob", "cid")
-RULES = CacheConfig(promotion_principals=2, hit_min=2, diversity_min=1.0, headroom_share=0.0, demotion_quarantines=1)
+RULES = CacheConfig(promotion_subjects=2, hit_min=2, diversity_min=1.0, headroom_share=0.0, demotion_quarantines=1)
 
 
 class HostTierMachine(RuleBasedStateMachine):

@@ -56,7 +56,7 @@ class HostTierMachine(RuleBasedStateMachine):
     @initialize(host_pages=st.integers(1, 30), policy=st.sampled_from(WritePolicy), quota=st.sampled_from([0.2, 1.0]))
     def start(self, host_pages: int, policy: WritePolicy, quota: float) -> None:
         self.allocator = PageAllocator(CAPACITY)
-        rules = replace(PLAIN, promotion_principals=2, quota_share=quota)
+        rules = replace(PLAIN, promotion_subjects=2, quota_share=quota)
         host = HostConfig(pages=host_pages, policy=policy, window_pages=6, reserve_share=0.5)
         self.cache = RadixCache(self.allocator, PAGE_SIZE, rules, host)
 

@@ -27,7 +27,7 @@ class TieredDriver(Driver):
         self, capacity: int = 64, host_pages: int = 64, policy: WritePolicy = WritePolicy.WRITE_THROUGH
     ) -> None:
         self.allocator = PageAllocator(capacity)
-        rules = replace(PLAIN, promotion_principals=2, quota_share=1.0)
+        rules = replace(PLAIN, promotion_subjects=2, quota_share=1.0)
         self.cache = RadixCache(self.allocator, 2, rules, HostConfig(pages=host_pages, policy=policy))
 
     @property
