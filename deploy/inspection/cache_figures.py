@@ -33,7 +33,8 @@ def totals(accounting: scheduler_pb2.CacheAccounting) -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("epoch, events", f"{accounting.epoch:,}, {accounting.sequence:,}")
     table.add_row("nodes, views", f"{accounting.nodes:,}, {accounting.views:,}")
-    table.add_row("pages public, private", f"{accounting.public_pages:,}, {accounting.private_pages:,}")
+    pages = accounting.public_pages, accounting.tenant_pages, accounting.private_pages
+    table.add_row("pages public, tenants', private", ", ".join(f"{number:,}" for number in pages))
     table.add_row("pages saved by sharing", f"{accounting.merged_pages:,}")
     table.add_row("tokens found", _counts(accounting.hit_tokens))
     table.add_row("events", _counts(accounting.events))
@@ -52,8 +53,13 @@ def owners(accounts: Iterable[scheduler_pb2.OwnerAccounting]) -> Table:
     for name in ("owner", "device pages", "host pages", "nodes", "running", "last epoch", "active"):
         table.add_column(name, justify="left" if name in ("owner", "active") else "right")
     for account in accounts:
-        named = account.view if account.HasField("view") else None
-        name = name_of(named, account.fingerprint) if account.fingerprint else "public"
+        match account.visibility:
+            case scheduler_pb2.VISIBILITY_PUBLIC:
+                name = "public"
+            case scheduler_pb2.VISIBILITY_TENANT:
+                name = f"tenant {account.tenant or account.fingerprint}"
+            case _:
+                name = name_of(account.view if account.HasField("view") else None, account.fingerprint)
         numbers = (account.device_pages, account.host_pages, account.nodes, account.leases, account.last_epoch)
         table.add_row(escape(name), *(f"{number:,}" for number in numbers), "yes" if account.active else "")
     return table

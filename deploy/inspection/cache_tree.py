@@ -58,9 +58,10 @@ def describe(node: scheduler_pb2.TreeNode) -> str:
         f"{node.hits:,} hits by {node.users:,} users in epoch {node.epoch:,}": node.hits,
         f"{node.previous_hits:,} by {node.previous_users:,} before": node.previous_hits,
         f"{node.quarantined:,} users do not see it": node.quarantined,
+        f"{node.quarantined_tenants:,} tenants do not see it": node.quarantined_tenants,
         f"generation {node.generation}": node.generation,
         f"priority {node.priority}": node.priority,
-        "never to be public": node.no_promote,
+        "never to be shared": node.no_promote,
         f"ids {' '.join(map(str, node.token_ids))}": node.token_ids,
     }
     parts += [text for text, is_there in optional.items() if is_there]
@@ -70,15 +71,19 @@ def describe(node: scheduler_pb2.TreeNode) -> str:
 def _owner(node: scheduler_pb2.TreeNode) -> str:
     if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC:
         return ""
+    if node.visibility == scheduler_pb2.VISIBILITY_TENANT:
+        return f" {node.owner_tenant or node.owner_fingerprint}"
     return f" of {name_of(node.owner_view if node.HasField('owner_view') else None, node.owner_fingerprint)}"
 
 
 def _evidence(node: scheduler_pb2.TreeNode) -> str:
-    """Return why a node is public."""
+    """Return why a node is shared."""
     if node.pinned:
         return " (pinned)"
     if node.HasField("promoted_by"):
-        return f" (by {node.promoted_by:,} users in epoch {node.promoted_epoch:,}; {node.creators:,} computed it)"
+        tenants = f" of {node.promoted_tenants:,} tenants" if node.promoted_tenants else ""
+        users = f"{node.promoted_by:,} users{tenants} in epoch {node.promoted_epoch:,}"
+        return f" (by {users}; {node.creators:,} computed it)"
     return ""
 
 

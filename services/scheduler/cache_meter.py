@@ -21,7 +21,7 @@ class CacheMeter:
     def __init__(self, times: OperationTimes) -> None:
         """Start with nothing exported; `times` are the cache's operations."""
         self.times = times
-        # Prompt tokens found, by tier and whether all see them.
+        # Prompt tokens found, by tier and visibility.
         self.hit_tokens: dict[tuple[str, str], int] = {}
         self._events = dict.fromkeys(CacheEventKind, 0)
         self._calls: dict[str, int] = {}
@@ -31,17 +31,19 @@ class CacheMeter:
         """Count what a sequence found when it got its first row. What was loaded lies behind all the rest."""
         loaded = min(sequence.host_tokens, lease.matched_tokens)
         stored = min(sequence.storage_tokens, loaded)
-        public = lease.public_tokens
+        public, tenant = lease.public_tokens, lease.tenant_tokens
         for tier, tokens in (
             ("device", lease.matched_tokens - loaded),
             ("host", loaded - stored),
             ("storage", stored),
         ):
-            # What is public comes first on every path.
-            shared = min(public, tokens)
-            public -= shared
-            self._count(tier, "public", shared)
-            self._count(tier, "private", tokens - shared)
+            # On every path comes first what is public, then what is the tenant's.
+            from_public = min(public, tokens)
+            from_tenant = min(tenant, tokens - from_public)
+            public, tenant = public - from_public, tenant - from_tenant
+            self._count(tier, "public", from_public)
+            self._count(tier, "tenant", from_tenant)
+            self._count(tier, "private", tokens - from_public - from_tenant)
 
     def _count(self, tier: str, visibility: str, tokens: int) -> None:
         if tokens:
@@ -55,6 +57,7 @@ class CacheMeter:
         metrics.CACHE_VIEWS.set(usage.views)
         metrics.CACHE_EPOCH.set(cache.epoch)
         metrics.CACHE_PAGES.labels("public").set(usage.public_pages)
+        metrics.CACHE_PAGES.labels("tenant").set(usage.tenant_pages)
         metrics.CACHE_PAGES.labels("private").set(usage.private_pages)
         metrics.CACHE_MERGED_PAGES.set(usage.merged_pages)
         for kind, exported in self._events.items():

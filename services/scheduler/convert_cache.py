@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _VISIBILITIES = {
     Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
+    Visibility.TENANT: scheduler_pb2.VISIBILITY_TENANT,
     Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
 }
 _STATES = {
@@ -37,7 +38,8 @@ class Disclosure:
     """What a caller is shown of identities and prompts: names and ids only to the operator, else fingerprints."""
 
     is_admin: bool
-    fingerprint: Callable[[View], str]
+    # Of a view, or of a tenant by its name.
+    fingerprint: Callable[[View | str], str]
     with_ids: bool = False
 
 
@@ -62,17 +64,23 @@ def node_to_wire(node: NodeSnapshot, shown: Disclosure) -> scheduler_pb2.TreeNod
         epoch=node.epoch,
         creators=node.creators,
         quarantined=node.quarantined,
+        quarantined_tenants=node.quarantined_tenants,
         generation=node.generation,
         priority=node.priority,
         pinned=node.pinned,
         no_promote=node.no_promote,
         promoted_by=node.promoted_by,
         promoted_epoch=node.promoted_epoch,
+        promoted_tenants=node.promoted_tenants,
     )
     if node.owner is not None:
         message.owner_fingerprint = shown.fingerprint(node.owner)
         if shown.is_admin:
             message.owner_view.CopyFrom(view_to_wire(node.owner))
+    if node.tenant is not None:
+        message.owner_fingerprint = shown.fingerprint(node.tenant)
+        if shown.is_admin:
+            message.owner_tenant = node.tenant
     if shown.is_admin and shown.with_ids:
         message.token_ids.extend(node.token_ids.tolist())
     return message
@@ -95,6 +103,7 @@ def cache_to_wire(
         nodes=usage.nodes,
         views=usage.views,
         public_pages=usage.public_pages,
+        tenant_pages=usage.tenant_pages,
         private_pages=usage.private_pages,
         merged_pages=usage.merged_pages,
         events={kind.value: number for kind in CacheEventKind if (number := cache.events.count(kind))},
@@ -110,8 +119,9 @@ def cache_to_wire(
 
 
 def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.OwnerAccounting:
-    """Encode what one view, or the public, has."""
+    """Encode what one view, one tenant or the public has."""
     message = scheduler_pb2.OwnerAccounting(
+        visibility=scheduler_pb2.VISIBILITY_PUBLIC,
         device_pages=owner.device_pages,
         host_pages=owner.host_pages,
         nodes=owner.nodes,
@@ -120,9 +130,15 @@ def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.Owne
         active=owner.is_active,
     )
     if owner.view is not None:
+        message.visibility = scheduler_pb2.VISIBILITY_PRIVATE
         message.fingerprint = shown.fingerprint(owner.view)
         if shown.is_admin:
             message.view.CopyFrom(view_to_wire(owner.view))
+    elif owner.tenant is not None:
+        message.visibility = scheduler_pb2.VISIBILITY_TENANT
+        message.fingerprint = shown.fingerprint(owner.tenant)
+        if shown.is_admin:
+            message.tenant = owner.tenant
     return message
 
 

@@ -57,9 +57,9 @@ class Credentials:
         if self._token is not None:
             self.require_admin(metadata, what)
 
-    def fingerprint(self, view: View) -> str:
-        """Return what stands for a principal: equal for equal ones, and telling nothing of the name."""
-        parts = (view.tenant, view.subject.name, view.salt)
+    def fingerprint(self, owner: View | str) -> str:
+        """Return what stands for a view, or for a tenant by its name: equal for equal ones; it does not show names."""
+        parts = (owner,) if isinstance(owner, str) else (owner.tenant, owner.subject.name, owner.salt)
         text = "".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")
         return hmac.new(self._key, text, hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
 

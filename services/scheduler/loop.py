@@ -16,6 +16,7 @@ from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode_header
 from services.scheduler.cache.sampling import InvariantSampler
+from services.scheduler.cache.sharing import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import ScheduleRequest, SessionGrant, SessionWish, Sharing, View
     from protos.gen.pando.v1 import detokenizer_pb2
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
@@ -52,8 +53,12 @@ class SchedulerLoop:
         settings: SchedulerSettings,
         clock: Callable[[], float] = time.monotonic,
         decisions: DecisionLog | None = None,
+        sharing_of: Callable[[str], Sharing] | None = None,
     ) -> None:
-        """Start without a core: it is made when the workers have told their capacity."""
+        """Start without a core: it is made when the workers have reported their capacity.
+
+        `sharing_of` returns how far a tenant shares now; absent: each within itself.
+        """
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
         self._tier_meter: TierMeter | None = None
@@ -61,6 +66,7 @@ class SchedulerLoop:
         self._settings = settings
         self._clock = clock
         self._decisions = decisions
+        self._sharing_of = sharing_of
         self._sampler: InvariantSampler | None = None
         self._storage = StorageDesk(settings)
         self._capacity: EngineCapacity | None = None
@@ -178,12 +184,13 @@ class SchedulerLoop:
             # An encoder keeps nothing.
             name = "chunk" if capacity.is_encoder else self._settings.cache
             allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
-            cache = make_cache(name, allocator, config.page_size, rules, host)
+            choices = SharingChoices(self._sharing_of)
+            cache = make_cache(name, allocator, config.page_size, rules, host, choices)
             storage = self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
                 sizes = config.page_size, config.device_pages
                 self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
-                cache = RecordedCache(cache, allocator, self._decisions.note)
+                cache = RecordedCache(cache, allocator, self._decisions.note, choices)
             cache.advance(self.epoch)
             counters = make_counters(self._settings)
             policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)

@@ -50,12 +50,12 @@ CACHE_EVENTS_TOTAL = Counter(
 )
 CACHE_HIT_TOKENS_TOTAL = Counter(
     "pando_scheduler_cache_hit_tokens_total",
-    "Prompt tokens that started requests found, by the tier they came from and whether all users see them.",
+    "Prompt tokens that started requests found, by tier and visibility: public, tenant or private.",
     ["tier", "visibility"],
 )
 CACHE_PAGES = Gauge(
     "pando_scheduler_cache_pages",
-    "Pages that nodes of the cache name, by visibility; one that several nodes name counts for each.",
+    "Pages that nodes of the cache name, by visibility (public, tenant, private); each node counts its own.",
     ["visibility"],
 )
 CACHE_MERGED_PAGES = Gauge(

@@ -264,7 +264,10 @@ def _snapshot(
 
 
 def _is_in_view(event: CacheEvent, viewer: View | None) -> bool:
-    return event.node is None or event.node.owner in (None, viewer)
+    node = event.node
+    if node is None or node.owner is not None:
+        return node is None or node.owner == viewer
+    return node.tenant is None or (viewer is not None and node.tenant == viewer.tenant)
 
 
 def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -> None:

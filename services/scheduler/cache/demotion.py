@@ -100,6 +100,9 @@ class Demoter:
             self._take_hold(hold, pages, above, copies)
         for copy in copies.values():
             store.offer(copy)
+            if owner.is_public:
+                # Tenants whose subjects had found it may have the evidence to share it themselves.
+                store.fresh[copy] = None
         for (node, heir), copy in copies.items():
             # A tenant that has been quarantined as a whole loses it like what it shares alone.
             if heir.is_shared and heir.fingerprint in (node.quarantined or ()) and not copy.is_dead:

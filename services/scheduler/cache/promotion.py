@@ -223,8 +223,8 @@ class Promoter:
             history.creators.update(half.creators or {})
             history.quarantined.update(half.quarantined or {})
             history.tenants[half.owner.scope[0]] = half.generation
-            if half.hit_pre and half.epoch == self._store.epoch:
-                history.parties[half.owner.scope] = Window(0, None, half.hit_pre, half.u_pre)
+            if (half.hit_cur or half.hit_pre) and half.epoch == self._store.epoch:
+                history.parties[half.owner.scope] = Window(half.hit_cur, half.u_cnt_l, half.hit_pre, half.u_pre)
         return history
 
     def _tell(self, node: Node, history: _History) -> None:
@@ -235,10 +235,17 @@ class Promoter:
         node.quarantined = history.quarantined or None
         if node.is_public:
             node.tenants, node.parties = history.tenants or None, history.parties or None
-        if history.parties:
+        windows = list(history.parties.values())
+        node.hit_cur, node.hit_pre = (
+            sum(window.hits for window in windows),
+            sum(window.previous_hits for window in windows),
+        )
+        node.u_pre = sum(window.previous_users for window in windows)
+        node.u_cnt_l = next((window.users.copy() for window in windows if window.users is not None), None)
+        if windows:
             node.epoch = self._store.epoch
-        node.hit_pre = sum(window.previous_hits for window in history.parties.values())
-        node.u_pre = sum(window.previous_users for window in history.parties.values())
+        if node.hit_cur:
+            self._store.touched.append(node)
 
     def _revive(self, node: Node) -> None:
         """Make a node LIVE, and those above it, of which there may be an upper half that has just been cut off."""

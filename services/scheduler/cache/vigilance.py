@@ -104,10 +104,13 @@ class Vigilance:
         self._tries.clear()
         self._watched.clear()
         self._end_quarantines()
+        # All are hidden before any is demoted, so that it does not matter where nodes are cut.
+        for node, found in suspects.items():
+            self._quarantine(node, found)
         # A demotion takes what is below along.
         for node in sorted(suspects, key=self._store.tree.depth_pages):
-            if node.is_shared and not node.is_dead:
-                self._quarantine(node, suspects[node])
+            if not node.is_dead:
+                self._judge(node, set(suspects[node].values()))
 
     def admit(self, node: Node, account: Account) -> None:
         """Note that a view has computed a shared node's tokens itself: its subject learns nothing from seeing it."""
@@ -144,7 +147,7 @@ class Vigilance:
         return sum(subject[: len(party)] == party for subject in node.creators or ()) <= config.few_creators
 
     def _quarantine(self, node: Node, suspects: dict[int, str]) -> None:
-        """Hide a node from suspects, and from all of a tenant of which there have been several lately."""
+        """Hide a node from suspects."""
         store, epoch = self._store, self._store.epoch
         quarantined = node.quarantined = dict(node.quarantined or {})
         for fingerprint, tenant in sorted(suspects.items()):
@@ -152,11 +155,16 @@ class Vigilance:
         store.emit(CacheEventKind.QUARANTINED, node)
         if store.host is not None and store.host.storage is not None:
             store.host.storage.distrust(sorted(suspects))
+
+    def _judge(self, node: Node, tenants: set[str]) -> None:
+        """Take a node from tenants of which several subjects have been quarantined lately."""
+        store, epoch, quarantined = self._store, self._store.epoch, node.quarantined
+        assert quarantined is not None, "there are suspects"
         oldest = epoch - store.config.quarantine_epochs
         recent = Counter(one.tenant for one in quarantined.values() if one.since >= oldest and not one.is_whole)
         probing = [
             store.accounts.owner((tenant,))
-            for tenant in sorted(set(suspects.values()))
+            for tenant in sorted(tenants)
             if recent[tenant] >= store.config.demotion_quarantines
         ]
         if not node.is_public:

@@ -16,6 +16,7 @@ NODE = NodeSnapshot(
     depth_tokens=4,
     visibility=Visibility.PUBLIC,
     owner=View(Subject("acme", "ann")),
+    tenant="acme",
     lock_ref=1,
     last_access=9,
     pages=np.array([5], np.int32),
@@ -28,6 +29,7 @@ NODE = NodeSnapshot(
     epoch=15,
     creators=16,
     quarantined=17,
+    quarantined_tenants=2,
     generation=18,
     priority=-1,
     pinned=True,
@@ -36,6 +38,7 @@ NODE = NodeSnapshot(
     host_ref=1,
     promoted_by=3,
     promoted_epoch=12,
+    promoted_tenants=4,
 )
 ADMIN = Disclosure(is_admin=True, fingerprint=lambda _: "f" * 16, with_ids=True)
 STRANGER = Disclosure(is_admin=False, fingerprint=lambda _: "f" * 16, with_ids=True)
@@ -54,6 +57,7 @@ def test_every_field_of_a_node_is_told() -> None:
 def test_neither_owner_nor_tokens_without_credential() -> None:
     message = node_to_wire(NODE, STRANGER)
     assert not message.HasField("owner_view")
+    assert not message.HasField("owner_tenant")
     assert not message.token_ids
     assert message.owner_fingerprint == "f" * 16
 

@@ -30,12 +30,15 @@ class _VisibilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Visibility
     VISIBILITY_UNSPECIFIED: _Visibility.ValueType  # 0
     VISIBILITY_PRIVATE: _Visibility.ValueType  # 1
     VISIBILITY_PUBLIC: _Visibility.ValueType  # 2
+    VISIBILITY_TENANT: _Visibility.ValueType  # 3
 
-class Visibility(_Visibility, metaclass=_VisibilityEnumTypeWrapper): ...
+class Visibility(_Visibility, metaclass=_VisibilityEnumTypeWrapper):
+    """In whose views a node is: one view, those of one tenant, or all."""
 
 VISIBILITY_UNSPECIFIED: Visibility.ValueType  # 0
 VISIBILITY_PRIVATE: Visibility.ValueType  # 1
 VISIBILITY_PUBLIC: Visibility.ValueType  # 2
+VISIBILITY_TENANT: Visibility.ValueType  # 3
 Global___Visibility: _TypeAlias = Visibility  # noqa: Y015
 
 class _NodeState:
@@ -75,11 +78,11 @@ class _CacheEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheE
     CACHE_EVENT_KIND_SNAPSHOT_END: _CacheEventKind.ValueType  # 5
     """Ends the snapshot that a new subscriber is sent first."""
     CACHE_EVENT_KIND_PROMOTED: _CacheEventKind.ValueType  # 6
-    """It is PUBLIC now."""
+    """It is TENANT or PUBLIC now."""
     CACHE_EVENT_KIND_DEMOTED: _CacheEventKind.ValueType  # 7
-    """It was PUBLIC and is gone; its creators' private nodes were INSERTED before."""
+    """It was TENANT or PUBLIC and is gone; nodes of its creators, or of the tenants that shared it, were INSERTED before."""
     CACHE_EVENT_KIND_QUARANTINED: _CacheEventKind.ValueType  # 8
-    """Some principals do not see it any more."""
+    """Some subjects, or all of a tenant, do not see it any more."""
     CACHE_EVENT_KIND_SOFT_FREED: _CacheEventKind.ValueType  # 9
     """It counts as free and can still be found; then it is revived or reclaimed."""
     CACHE_EVENT_KIND_REVIVED: _CacheEventKind.ValueType  # 10
@@ -102,11 +105,11 @@ CACHE_EVENT_KIND_FLUSHED: CacheEventKind.ValueType  # 4
 CACHE_EVENT_KIND_SNAPSHOT_END: CacheEventKind.ValueType  # 5
 """Ends the snapshot that a new subscriber is sent first."""
 CACHE_EVENT_KIND_PROMOTED: CacheEventKind.ValueType  # 6
-"""It is PUBLIC now."""
+"""It is TENANT or PUBLIC now."""
 CACHE_EVENT_KIND_DEMOTED: CacheEventKind.ValueType  # 7
-"""It was PUBLIC and is gone; its creators' private nodes were INSERTED before."""
+"""It was TENANT or PUBLIC and is gone; nodes of its creators, or of the tenants that shared it, were INSERTED before."""
 CACHE_EVENT_KIND_QUARANTINED: CacheEventKind.ValueType  # 8
-"""Some principals do not see it any more."""
+"""Some subjects, or all of a tenant, do not see it any more."""
 CACHE_EVENT_KIND_SOFT_FREED: CacheEventKind.ValueType  # 9
 """It counts as free and can still be found; then it is revived or reclaimed."""
 CACHE_EVENT_KIND_REVIVED: CacheEventKind.ValueType  # 10
@@ -652,6 +655,7 @@ class CacheAccounting(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     PUBLIC_PAGES_FIELD_NUMBER: _builtins.int
+    TENANT_PAGES_FIELD_NUMBER: _builtins.int
     PRIVATE_PAGES_FIELD_NUMBER: _builtins.int
     MERGED_PAGES_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
@@ -666,6 +670,7 @@ class CacheAccounting(_message.Message):
     views: _builtins.int
     public_pages: _builtins.int
     """Pages that nodes name, by visibility; a page that several nodes name counts for each of them."""
+    tenant_pages: _builtins.int
     private_pages: _builtins.int
     merged_pages: _builtins.int
     """Pages that would be needed in addition if no two nodes named the same one."""
@@ -675,7 +680,7 @@ class CacheAccounting(_message.Message):
 
     @_builtins.property
     def hit_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Prompt tokens that started requests found: by tier, and whether all see them (device/public, host/private, …)."""
+        """Prompt tokens that started requests found: by tier and visibility (device/public, device/tenant, host/private, …)."""
 
     @_builtins.property
     def verdicts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -693,6 +698,7 @@ class CacheAccounting(_message.Message):
         nodes: _builtins.int = ...,
         views: _builtins.int = ...,
         public_pages: _builtins.int = ...,
+        tenant_pages: _builtins.int = ...,
         private_pages: _builtins.int = ...,
         merged_pages: _builtins.int = ...,
         events: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -702,7 +708,7 @@ class CacheAccounting(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "merged_pages", b"merged_pages", "nodes", b"nodes", "operations", b"operations", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "verdicts", b"verdicts", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "hit_tokens", b"hit_tokens", "merged_pages", b"merged_pages", "nodes", b"nodes", "operations", b"operations", "private_pages", b"private_pages", "public_pages", b"public_pages", "sequence", b"sequence", "tenant_pages", b"tenant_pages", "verdicts", b"verdicts", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -732,11 +738,13 @@ Global___OperationCost: _TypeAlias = OperationCost  # noqa: Y015
 
 @_typing.final
 class OwnerAccounting(_message.Message):
-    """What one view, or the public, has in the cache. Pages are counted as if no other owner held them."""
+    """What one view, one tenant or the public has in the cache. Pages are counted as if no other owner held them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VISIBILITY_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     HOST_PAGES_FIELD_NUMBER: _builtins.int
@@ -744,8 +752,11 @@ class OwnerAccounting(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
+    visibility: Global___Visibility.ValueType
+    """PRIVATE for a view."""
+    tenant: _builtins.str
     fingerprint: _builtins.str
-    """Stands for the view while this scheduler process lives; empty for the public."""
+    """Stands for the view or the tenant while this scheduler process lives; empty for the public."""
     device_pages: _builtins.int
     host_pages: _builtins.int
     nodes: _builtins.int
@@ -756,12 +767,14 @@ class OwnerAccounting(_message.Message):
     active: _builtins.bool
     @_builtins.property
     def view(self) -> _common_pb2.View:
-        """Left out for the public, and without an admin credential."""
+        """The view, or the tenant; left out without an admin credential."""
 
     def __init__(
         self,
         *,
+        visibility: Global___Visibility.ValueType = ...,
         view: _common_pb2.View | None = ...,
+        tenant: _builtins.str | None = ...,
         fingerprint: _builtins.str = ...,
         device_pages: _builtins.int = ...,
         host_pages: _builtins.int = ...,
@@ -770,12 +783,17 @@ class OwnerAccounting(_message.Message):
         last_epoch: _builtins.int = ...,
         active: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "_view", b"_view", "tenant", b"tenant", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "active", b"active", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "last_epoch", b"last_epoch", "leases", b"leases", "nodes", b"nodes", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "_view", b"_view", "active", b"active", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "host_pages", b"host_pages", "last_epoch", b"last_epoch", "leases", b"leases", "nodes", b"nodes", "tenant", b"tenant", "view", b"view", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
     _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
     _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___OwnerAccounting: _TypeAlias = OwnerAccounting  # noqa: Y015
@@ -945,6 +963,7 @@ class TreeNode(_message.Message):
     DEPTH_TOKENS_FIELD_NUMBER: _builtins.int
     VISIBILITY_FIELD_NUMBER: _builtins.int
     OWNER_VIEW_FIELD_NUMBER: _builtins.int
+    OWNER_TENANT_FIELD_NUMBER: _builtins.int
     LOCK_REF_FIELD_NUMBER: _builtins.int
     LAST_ACCESS_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
@@ -957,6 +976,7 @@ class TreeNode(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     CREATORS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    QUARANTINED_TENANTS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
@@ -966,6 +986,7 @@ class TreeNode(_message.Message):
     HOST_REF_FIELD_NUMBER: _builtins.int
     PROMOTED_BY_FIELD_NUMBER: _builtins.int
     PROMOTED_EPOCH_FIELD_NUMBER: _builtins.int
+    PROMOTED_TENANTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     parent_id: _builtins.int
     """Absent for children of the root."""
@@ -973,14 +994,16 @@ class TreeNode(_message.Message):
     """Length of this edge, and of the path up to and with it."""
     depth_tokens: _builtins.int
     visibility: Global___Visibility.ValueType
+    owner_tenant: _builtins.str
+    """Owner of a TENANT node; left out without an admin credential."""
     lock_ref: _builtins.int
     """Running requests that need it."""
     last_access: _builtins.int
     """Logical clock of the last access."""
     state: Global___NodeState.ValueType
     hits: _builtins.int
-    """PUBLIC nodes: hits of the current and the previous epoch, and distinct principals among them, by those who have
-    not computed the node themselves.
+    """TENANT and PUBLIC nodes: hits of the current and the previous epoch, and distinct subjects among them, by those who
+    have not computed the node themselves.
     """
     users: _builtins.int
     previous_hits: _builtins.int
@@ -988,21 +1011,26 @@ class TreeNode(_message.Message):
     epoch: _builtins.int
     """Epoch of these counters."""
     creators: _builtins.int
-    """PUBLIC nodes: principals that computed it themselves, and principals that do not see it."""
+    """TENANT and PUBLIC nodes: subjects that computed it themselves, and subjects that do not see it; PUBLIC ones: tenants
+    whose subjects do not see it unless they have computed it.
+    """
     quarantined: _builtins.int
+    quarantined_tenants: _builtins.int
     generation: _builtins.int
     """How often it was demoted before."""
     priority: _builtins.int
     pinned: _builtins.bool
     """The operator's pin."""
     no_promote: _builtins.bool
-    """The owner's wish that it never becomes public."""
+    """The owner's wish that it is never shared."""
     owner_fingerprint: _builtins.str
-    """Stands for the owner of a PRIVATE node while this scheduler process lives; it tells nothing of the name."""
+    """Stands for the owner of a PRIVATE or TENANT node while this scheduler process lives; it says nothing of the name."""
     host_ref: _builtins.int
     promoted_by: _builtins.int
-    """Why it is PUBLIC: so many principals had computed it when it was promoted, in this epoch. Absent: it was pinned."""
+    """Why it is shared: so many subjects had computed it when it was promoted, in this epoch. Absent: it was pinned."""
     promoted_epoch: _builtins.int
+    promoted_tenants: _builtins.int
+    """PUBLIC nodes: tenants that shared it before."""
     @_builtins.property
     def owner_view(self) -> _common_pb2.View:
         """Owner of a PRIVATE node; left out without an admin credential."""
@@ -1024,6 +1052,7 @@ class TreeNode(_message.Message):
         depth_tokens: _builtins.int = ...,
         visibility: Global___Visibility.ValueType = ...,
         owner_view: _common_pb2.View | None = ...,
+        owner_tenant: _builtins.str | None = ...,
         lock_ref: _builtins.int = ...,
         last_access: _builtins.int = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
@@ -1036,6 +1065,7 @@ class TreeNode(_message.Message):
         epoch: _builtins.int = ...,
         creators: _builtins.int = ...,
         quarantined: _builtins.int = ...,
+        quarantined_tenants: _builtins.int = ...,
         generation: _builtins.int = ...,
         priority: _builtins.int = ...,
         pinned: _builtins.bool = ...,
@@ -1045,11 +1075,14 @@ class TreeNode(_message.Message):
         host_ref: _builtins.int = ...,
         promoted_by: _builtins.int | None = ...,
         promoted_epoch: _builtins.int | None = ...,
+        promoted_tenants: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner_view", b"owner_view", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant", "_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner_tenant", b"owner_tenant", "owner_view", b"owner_view", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner_fingerprint", b"owner_fingerprint", "owner_view", b"owner_view", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "quarantined", b"quarantined", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant", "_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner_fingerprint", b"owner_fingerprint", "owner_tenant", b"owner_tenant", "owner_view", b"owner_view", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "promoted_tenants", b"promoted_tenants", "quarantined", b"quarantined", "quarantined_tenants", b"quarantined_tenants", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__owner_tenant: _TypeAlias = _typing.Literal["owner_tenant"]  # noqa: Y015
+    _WhichOneofArgType__owner_tenant: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant"]  # noqa: Y015
     _WhichOneofReturnType__owner_view: _TypeAlias = _typing.Literal["owner_view"]  # noqa: Y015
     _WhichOneofArgType__owner_view: _TypeAlias = _typing.Literal["_owner_view", b"_owner_view"]  # noqa: Y015
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
@@ -1058,6 +1091,8 @@ class TreeNode(_message.Message):
     _WhichOneofArgType__promoted_by: _TypeAlias = _typing.Literal["_promoted_by", b"_promoted_by"]  # noqa: Y015
     _WhichOneofReturnType__promoted_epoch: _TypeAlias = _typing.Literal["promoted_epoch"]  # noqa: Y015
     _WhichOneofArgType__promoted_epoch: _TypeAlias = _typing.Literal["_promoted_epoch", b"_promoted_epoch"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_tenant) -> _WhichOneofReturnType__owner_tenant | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__owner_view) -> _WhichOneofReturnType__owner_view | None: ...
     @_typing.overload

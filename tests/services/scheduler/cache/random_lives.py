@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from common.types import Sharing
 from services.scheduler.cache.config import CacheConfig
-from tests.services.scheduler.cache.user_aware_machine import SESSIONS, USERS, UserAwareMachine
+from tests.services.scheduler.cache.user_aware_machine import SESSIONS, TENANTS, USERS, UserAwareMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ WEIGHTS = {
     "forget": 2,
     "pin": 1,
     "unpin": 1,
+    "choose": 1,
     "next_epoch": 8,
 }
 # They choose among running rows.
@@ -56,6 +58,7 @@ def draw(seed: int, steps: int) -> Life:
     """Return the life that belongs to a seed."""
     chance = random.Random(seed)
     config = CacheConfig(
+        share_across_tenants=chance.random() < 0.5,
         promotion_subjects=chance.choice([1, 2, 2, 2, 3]),
         promotion_epochs=chance.randint(0, 3),
         hit_min=chance.randint(1, 3),
@@ -78,6 +81,8 @@ def draw(seed: int, steps: int) -> Life:
 def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
     makers: dict[str, Callable[[], Any]] = {
         "user": lambda: chance.choice(USERS),
+        "tenant": lambda: chance.choice(TENANTS),
+        "sharing": lambda: chance.choice([Sharing.NONE, Sharing.TENANT, Sharing.GLOBAL, Sharing.GLOBAL]),
         "ids": lambda: _prompt(chance),
         "cache_mode": lambda: chance.choice(["use", "use", "use", "use", "private", "none"]),
         "session": lambda: chance.choice(SESSIONS),
@@ -100,6 +105,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "forget": ("user", "session"),
         "pin": ("ids",),
         "unpin": ("ids",),
+        "choose": ("tenant", "sharing"),
         "next_epoch": ("epochs",),
     }.get(rule, ("pick",))
     return {name: makers[name]() for name in names}

@@ -25,7 +25,7 @@ def fingerprint(number: int) -> int:
 
 def test_members_are_counted_exactly_and_once_while_they_are_few() -> None:
     count = DistinctCount()
-    for number in [*range(EXACT_SUBJECTS), *range(EXACT_PRINCIPALS)]:
+    for number in [*range(EXACT_SUBJECTS), *range(EXACT_SUBJECTS)]:
         count.add(fingerprint(number))
     assert count.count == EXACT_SUBJECTS
     assert set(count.members) == {fingerprint(number) for number in range(EXACT_SUBJECTS)}

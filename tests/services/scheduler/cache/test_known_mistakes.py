@@ -124,7 +124,7 @@ def test_halves_of_a_split_count_on_by_themselves() -> None:
     driver.serve(DAN, [*TEXT, 0])
     driver.serve(EVE, [1, 2, 3, 4, 0])
     driver.next_epoch(0)
-    upper, lower = [node for node, _ in driver.radix.store.tree.walk() if node.is_public]
+    upper, lower = [node for node, _ in driver.radix.store.tree.walk() if node.is_shared]
     assert (distinct(upper), distinct(lower)) == (2, 1)
     assert upper.u_cnt_l is not lower.u_cnt_l
     assert upper.creators is not lower.creators

@@ -161,18 +161,6 @@ def test_request_without_cache_is_no_evidence() -> None:
     assert driver.tenants == []
 
 
-def test_principals_of_one_tenant_can_count_as_one() -> None:
-    driver = user_aware(tenant_counts_as_one=True)
-    for user in (ANN, BOB, CID, DAN):
-        driver.serve(user, SYSTEM)
-    driver.next_epoch()
-    assert driver.tenants == []
-    for tenant in ("second", "third"):
-        driver.serve(View(Subject(tenant, "ann")), SYSTEM)
-    driver.next_epoch()
-    assert driver.tenants == [SYSTEM]
-
-
 def test_own_hits_are_neither_counted_nor_new_evidence() -> None:
     driver = user_aware(promotion_epochs=1)
     driver.serve(ANN, SYSTEM)

@@ -116,7 +116,7 @@ def test_pins_need_no_check() -> None:
     driver = driver_with()
     driver.cache.pin(candidate_ids := driver.cache.take_candidates()[0].token_ids)
     driver.next_epoch()
-    assert driver.tenants == [candidate_ids.tolist()]
+    assert driver.public == [candidate_ids.tolist()]
 
 
 def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.types import Subject, View
+from common.types import Sharing, Subject, View
 from services.scheduler.cache.accounting import account, audit
+from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.interface import NodeState, Visibility
 from services.scheduler.cache.invariants import violations
@@ -18,15 +19,28 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import encode, encode_header, replay
+from services.scheduler.cache.sharing import SharingChoices
 from tests.services.scheduler.cache.driver import int32
-from tests.services.scheduler.cache.view_oracle import Held, Path, ViewOracle
+from tests.services.scheduler.cache.view_oracle import Entry, Held, Path, ViewOracle
 
 if TYPE_CHECKING:
     from services.scheduler.cache.decisions import Decision
     from services.scheduler.cache.interface import Lease
 
 PAGE_SIZE = 2
-USERS = ("ann", "bob", "cid", "dan")
+# Three subjects of one tenant, one of them in two views, and two of another.
+USERS = tuple(
+    View(Subject(tenant, name), salt)
+    for tenant, name, salt in (
+        ("acme", "user/ann", ""),
+        ("acme", "user/bob", ""),
+        ("acme", "user/cid", ""),
+        ("blue", "key/dan", ""),
+        ("blue", "key/eve", ""),
+        ("acme", "user/ann", "salt"),
+    )
+)
+TENANTS = ("acme", "blue")
 SESSIONS = (None, None, "one", "other")
 
 users = st.sampled_from(USERS)
@@ -39,6 +53,7 @@ picks = st.integers(0, 1000)
 configs = st.builds(
     CacheConfig,
     promotion_subjects=st.sampled_from([1, 2, 2, 2, 3]),
+    share_across_tenants=st.booleans(),
     promotion_epochs=st.integers(0, 3),
     hit_min=st.integers(1, 3),
     diversity_min=st.sampled_from([0.4, 1.0]),
@@ -55,7 +70,7 @@ configs = st.builds(
 
 @dataclass(slots=True, eq=False)
 class Row:
-    user: str
+    user: View
     ids: list[int]
     prompt_tokens: int
     computed: int
@@ -71,9 +86,12 @@ class UserAwareMachine(RuleBasedStateMachine):
     @initialize(config=configs, capacity=st.sampled_from([24, 60]))
     def start(self, config: CacheConfig, capacity: int) -> None:
         self.allocator = PageAllocator(capacity)
-        self.tree = RadixCache(self.allocator, PAGE_SIZE, config)
+        self.wanted: dict[str, Sharing] = {}
+        self.sharing: dict[str, Sharing] = {}
+        choices = SharingChoices(lambda tenant: self.sharing.get(tenant, Sharing.TENANT))
+        self.tree = RadixCache(self.allocator, PAGE_SIZE, config, None, choices)
         self.log = [encode_header("user_aware", PAGE_SIZE, capacity, config)]
-        self.cache = RecordedCache(self.tree, self.allocator, self.record)
+        self.cache = RecordedCache(self.tree, self.allocator, self.record, choices)
         self.oracle = ViewOracle(config, PAGE_SIZE)
         self.rows: list[Row] = []
         # The tokens whose KV each page holds, all from the first on: what attention would read.
@@ -89,14 +107,14 @@ class UserAwareMachine(RuleBasedStateMachine):
         session=st.sampled_from(SESSIONS),
     )
     def admit(
-        self, user: str, ids: list[int], cache_mode: str, session: str | None = None, *, repeated: bool = False
+        self, user: View, ids: list[int], cache_mode: str, session: str | None = None, *, repeated: bool = False
     ) -> None:
-        view = View(Subject("tenant", user))
+        view = user
         held = None
         if cache_mode == "none":
             lease = self.cache.commit_nothing(view)
         else:
-            held = self.oracle.commit(user, ids, repeated=repeated, session=session)
+            held = self.oracle.commit(scope_of(user), ids, repeated=repeated, session=session)
             may_promote = cache_mode == "use"
             lease = self.cache.commit(view, int32(ids), repeated=repeated, may_promote=may_promote, session=session)
         assert lease.matched_tokens == (held.length if held else 0)
@@ -108,7 +126,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             self.end(row)
 
     @rule(user=users, ids=prompts, generated=st.lists(st.integers(0, 1), max_size=4))
-    def serve(self, user: str, ids: list[int], generated: list[int]) -> None:
+    def serve(self, user: View, ids: list[int], generated: list[int]) -> None:
         before = len(self.rows)
         self.admit(user, ids, "use")
         if len(self.rows) > before:
@@ -127,7 +145,7 @@ class UserAwareMachine(RuleBasedStateMachine):
             self.serve(user, ids, [])
 
     @rule(user=users, ids=prompts, times=st.integers(2, 4))
-    def probe(self, user: str, ids: list[int], times: int) -> None:
+    def probe(self, user: View, ids: list[int], times: int) -> None:
         for _ in range(times):
             self.admit(user, ids, "use")
             self.end_last(user)
@@ -190,9 +208,9 @@ class UserAwareMachine(RuleBasedStateMachine):
         assert self.oracle.entries() == self.oracle.locked()
 
     @rule(user=users, session=st.sampled_from(SESSIONS))
-    def forget(self, user: str, session: str | None) -> None:
-        self.oracle.forget(user, session)
-        self.cache.forget((Subject("tenant", user)), session)
+    def forget(self, user: View, session: str | None) -> None:
+        self.oracle.forget(scope_of(user)[:2], session)
+        self.cache.forget(user.subject, session)
 
     @rule(ids=prompts)
     def pin(self, ids: list[int]) -> None:
@@ -202,10 +220,16 @@ class UserAwareMachine(RuleBasedStateMachine):
     def unpin(self, ids: list[int]) -> None:
         assert self.cache.unpin(int32(ids)) == self.oracle.unpin(ids)
 
+    @rule(tenant=st.sampled_from(TENANTS), sharing=st.sampled_from(Sharing))
+    def choose(self, tenant: str, sharing: Sharing) -> None:
+        """Change how far a tenant shares, from the next epoch on."""
+        self.wanted[tenant] = sharing
+
     @rule(epochs=st.sampled_from([1, 1, 1, 1, 2, 5]))
     def next_epoch(self, epochs: int) -> None:
-        soft = {path for (owner, path), state in self.entries().items() if owner is None and state}
-        self.oracle.advance(self.oracle.epoch + epochs, soft)
+        soft = {entry for entry, is_soft in self.entries().items() if is_soft}
+        self.sharing.update(self.wanted)
+        self.oracle.advance(self.oracle.epoch + epochs, soft, self.sharing)
         self.cache.advance(self.cache.epoch + epochs)
 
     # --- a row's steps ---
@@ -254,42 +278,51 @@ class UserAwareMachine(RuleBasedStateMachine):
         if row.held is not None:
             self.oracle.release(row.held)
 
-    def end_last(self, user: str) -> None:
+    def end_last(self, user: View) -> None:
         if self.rows and self.rows[-1].user == user:
             self.end(self.rows[-1])
 
     # --- comparison ---
 
-    def entries(self) -> dict[tuple[str | None, Path], bool]:
+    def entries(self) -> dict[Entry, bool]:
         """Return what the cache holds, page by page, and whether it is soft-free."""
-        held: dict[tuple[str | None, Path], bool] = {}
+        held: dict[Entry, bool] = {}
         tokens_above: dict[int, Path] = {}
         for node in self.cache.dump():
             above = () if node.parent_id is None else tokens_above[node.parent_id]
             tokens = above + tuple(node.token_ids.tolist())
             tokens_above[node.node_id] = tokens
             assert len(tokens) == node.depth_tokens
-            assert (node.owner is None) == (node.visibility is Visibility.PUBLIC)
-            owner = None if node.owner is None else node.owner.subject.name
+            assert (node.owner is not None) == (node.visibility is Visibility.PRIVATE)
+            assert (node.tenant is not None) == (node.visibility is Visibility.TENANT)
+            owner = scope_of(node.owner) if node.owner else (node.tenant,) if node.tenant else ()
             for number, page in enumerate(node.pages.tolist(), 1):
                 path = tokens[: len(above) + number * PAGE_SIZE]
                 held[owner, path] = node.state is NodeState.SOFT_FREE
                 assert self.content[page] == path, "the page holds what the node says"
         return held
 
-    def standing(self) -> dict[tuple[str | None, Path], tuple[object, ...]]:
-        """Return, page by page, what a private node is evidence of and how a public one is used."""
-        found: dict[tuple[str | None, Path], tuple[object, ...]] = {}
+    def standing(self) -> dict[Entry, tuple[object, ...]]:
+        """Return, page by page, what a private node is evidence of and how a shared one is used."""
+        found: dict[Entry, tuple[object, ...]] = {}
         for node, depth in self.tree.store.tree.walk():
             tokens = tuple(np.frombuffer(self.tree.store.tree.path_key(node), np.int32).tolist())
-            owner = None if node.is_public else node.owner_id[1]
             facts: tuple[object, ...] = (node.prompt_epoch, node.no_promote, node.generation, node.sessions)
-            if node.is_public:
-                creators = {scope[1] for scope in node.creators or ()}
+            if node.is_shared:
+                creators = {who: (made.epoch, set(made.salts)) for who, made in (node.creators or {}).items()}
                 is_current = node.epoch == self.tree.epoch
-                facts = (creators, node.hit_cur if is_current else 0, node.generation, node.pinned)
+                hidden = (node.quarantined or {}).values()
+                facts = (
+                    creators,
+                    node.hit_cur if is_current else 0,
+                    node.generation,
+                    node.pinned,
+                    sum(not one.is_whole for one in hidden),
+                    {one.tenant for one in hidden if one.is_whole},
+                    set(node.tenants or ()),
+                )
             for number in range(len(node.pages)):
-                found[owner, tokens[: (depth - number) * PAGE_SIZE]] = facts
+                found[node.owner_id, tokens[: (depth - number) * PAGE_SIZE]] = facts
         return found
 
     def adopt(self) -> None:
@@ -309,8 +342,8 @@ class UserAwareMachine(RuleBasedStateMachine):
         for user in USERS:
             for path in {path for _, path in self.oracle.entries()} | {(0,) * 5}:
                 for probe in ([*path, 0], [*path, 1]):
-                    length = self.oracle.match(user, probe)
-                    assert self.cache.peek(View(Subject("tenant", user)), int32(probe)) == length
+                    length = self.oracle.match(scope_of(user), probe)
+                    assert self.cache.peek(user, int32(probe)) == length
 
     @invariant()
     def rows_read_their_own_tokens(self) -> None:
@@ -338,5 +371,5 @@ class UserAwareMachine(RuleBasedStateMachine):
             self.end(row)
         self.cache.flush()
         assert self.allocator.free_pages == self.allocator.capacity
-        assert len(self.tree.store.accounts) == 0
+        assert len(self.tree.store.accounts) == len(self.tree.store.accounts.tenants()) == 0
         assert replay(self.log).difference is None

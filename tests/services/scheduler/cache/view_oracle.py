@@ -1,15 +1,19 @@
-"""What each user may see, page by page and in so few words that it is plainly right."""
+"""What each view has, page by page and in so few words that it is plainly right."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.types import Sharing
+
 if TYPE_CHECKING:
+    from services.scheduler.cache.accounts import Scope, SubjectKey
     from services.scheduler.cache.config import CacheConfig
 
 # All tokens from the first one to a page's last.
 Path = tuple[int, ...]
+Entry = tuple["Scope", Path]
 
 
 @dataclass(slots=True)
@@ -21,29 +25,47 @@ class Private:
 
 
 @dataclass(slots=True)
-class Public:
-    creators: dict[str, int]
-    generation: int
-    epoch: int
+class Use:
     hits: int = 0
-    users: set[str] = field(default_factory=set)
+    users: set[SubjectKey] = field(default_factory=set)
     previous_hits: int = 0
     previous_users: int = 0
-    quarantined: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Shared:
+    # By subject: when it last computed the page, and in which of its views.
+    creators: dict[SubjectKey, tuple[int, tuple[str, ...]]]
+    generation: int
+    epoch: int
+    parties: dict[Scope, Use] = field(default_factory=dict)
+    quarantined: dict[SubjectKey, int] = field(default_factory=dict)
+    quarantined_tenants: dict[str, int] = field(default_factory=dict)
+    tenants: dict[str, int] = field(default_factory=dict)
     pinned: bool = False
+
+    @property
+    def hits(self) -> int:
+        return sum(use.hits for use in self.parties.values())
 
     def roll(self, epoch: int) -> None:
         gap = epoch - self.epoch
         if gap:
-            self.previous_hits, self.previous_users = (self.hits, len(self.users)) if gap == 1 else (0, 0)
-            self.hits, self.users, self.epoch = 0, set(), epoch
+            closed = self.parties if gap == 1 else {}
+            self.parties = {party: Use(0, set(), use.hits, len(use.users)) for party, use in closed.items() if use.hits}
+            self.epoch = epoch
+
+    def add_creator(self, view: Scope, epoch: int) -> None:
+        before, salts = self.creators.get(view[:2], (epoch, ()))
+        salts = (*(salt for salt in salts if salt != view[2]), view[2])
+        self.creators[view[:2]] = max(before, epoch), salts
 
 
 @dataclass(slots=True, eq=False)
 class Held:
     """What a row's lease stands for: the first `length` tokens."""
 
-    user: str
+    view: Scope
     ids: list[int]
     length: int
     is_closed: bool = False
@@ -55,111 +77,144 @@ class ViewOracle:
         self.config = config
         self.page_size = page_size
         self.epoch = 0
-        self.private: dict[str, dict[Path, Private]] = {}
-        self.public: dict[Path, Public] = {}
-        self.demoted: dict[Path, int] = {}
+        self.sharing: dict[str, Sharing] = {}
+        self.private: dict[Scope, dict[Path, Private]] = {}
+        # Of the public, (), and of tenants.
+        self.shared: dict[Scope, dict[Path, Shared]] = {(): {}}
+        self.demoted: dict[Entry, int] = {}
         self.held: list[Held] = []
         self.pins: list[Path] = []
         self.pending_pins: list[Path] = []
+
+    @property
+    def public(self) -> dict[Path, Shared]:
+        return self.shared[()]
+
+    def of_tenant(self, tenant: str) -> dict[Path, Shared]:
+        return self.shared.setdefault((tenant,), {})
+
+    def choice(self, tenant: str) -> Sharing:
+        return self.sharing.get(tenant, Sharing.TENANT)
 
     def paths(self, ids: list[int], limit: int | None = None) -> list[Path]:
         limit = len(ids) if limit is None else limit
         return [tuple(ids[:end]) for end in range(self.page_size, limit + 1, self.page_size)]
 
-    def sees(self, user: str, path: Path) -> bool:
-        if path in self.public:
-            return user not in self.public[path].quarantined
-        return path in self.private.get(user, {})
+    def scope_at(self, view: Scope, path: Path) -> Scope | None:
+        """Return whose page a view has there, hidden or not."""
+        for scope in ((), view[:1]):
+            if path in self.shared.get(scope, {}):
+                return scope
+        return view if path in self.private.get(view, {}) else None
 
-    def match(self, user: str, ids: list[int]) -> int:
+    def sees(self, view: Scope, path: Path) -> bool:
+        scope = self.scope_at(view, path)
+        if scope is None or scope == view:
+            return scope is not None
+        page, subject = self.shared[scope][path], view[:2]
+        if subject in page.quarantined:
+            return False
+        return view[0] not in page.quarantined_tenants or subject in page.creators
+
+    def match(self, view: Scope, ids: list[int]) -> int:
         length = 0
         for path in self.paths(ids, len(ids) - 1):
-            if not self.sees(user, path):
+            if not self.sees(view, path):
                 break
             length = len(path)
         return length
 
-    def commit(self, user: str, ids: list[int], *, repeated: bool, session: str | None) -> Held:
-        held = Held(user, ids, self.match(user, ids), session=session)
+    def commit(self, view: Scope, ids: list[int], *, repeated: bool, session: str | None) -> Held:
+        held = Held(view, ids, self.match(view, ids), session=session)
         self.tag(held)
-        for path in self.paths(ids, held.length):
-            if path in self.public and not repeated and user not in self.public[path].creators:
-                public = self.public[path]
-                public.roll(self.epoch)
-                public.hits += 1
-                public.users.add(user)
+        party = view[:2] if self.choice(view[0]) is Sharing.NONE else view[:1]
+        for path in [] if repeated else self.paths(ids, held.length):
+            scope = self.scope_at(view, path)
+            assert scope is not None
+            if scope != view and view[:2] not in (page := self.shared[scope][path]).creators:
+                page.roll(self.epoch)
+                use = page.parties.setdefault(party, Use())
+                use.hits += 1
+                use.users.add(view[:2])
         self.held.append(held)
         return held
 
     def insert(self, held: Held, ids: list[int], prompt_tokens: int, *, may_promote: bool) -> None:
         if held.is_closed:
             return
-        mine = self.private.setdefault(held.user, {})
+        view = held.view
+        mine = self.private.setdefault(view, {})
         whole_prompt = prompt_tokens // self.page_size * self.page_size
+        is_evidence = may_promote and self.choice(view[0]) is not Sharing.NONE
         for path in self.paths(ids)[held.length // self.page_size :]:
-            evidence = self.epoch if may_promote and len(path) <= whole_prompt else None
-            if path in self.public:
-                self.public[path].creators[held.user] = self.epoch
-                self.public[path].quarantined.pop(held.user, None)
-            elif path not in mine and self.is_pinned(path):
+            evidence = self.epoch if is_evidence and len(path) <= whole_prompt else None
+            scope = self.scope_at(view, path)
+            if scope == view:
+                if evidence is not None:
+                    mine[path].evidence = evidence
+            elif scope is not None:
+                page = self.shared[scope][path]
+                page.add_creator(view, self.epoch)
+                page.quarantined.pop(view[:2], None)
+            elif self.is_pinned(path):
                 above = path[: -self.page_size]
                 generation = self.public[above].generation if above else 0
-                self.public[path] = Public({held.user: self.epoch}, generation, self.epoch, pinned=True)
-            elif path not in mine:
+                self.public[path] = Shared({}, generation, self.epoch, pinned=True)
+                self.public[path].add_creator(view, self.epoch)
+            else:
                 sessions = None if held.session is None else {held.session}
                 mine[path] = Private(evidence, no_promote=not may_promote, sessions=sessions)
-            elif evidence is not None:
-                mine[path].evidence = evidence
         held.ids = ids
         held.length = max(held.length, len(ids) // self.page_size * self.page_size)
         self.tag(held)
 
     def tag(self, held: Held) -> None:
-        """Note whose a held path is; what requests without session have used is nobody's alone."""
+        """Note whose a held path is; what requests without session have used is of no session alone."""
         for path in self.paths(held.ids, held.length):
-            entry = self.private.get(held.user, {}).get(path)
+            entry = self.private.get(held.view, {}).get(path)
             if entry is not None and entry.sessions is not None:
                 entry.sessions = None if held.session is None else entry.sessions | {held.session}
 
     def release(self, held: Held) -> None:
         self.held.remove(held)
 
-    def locked(self) -> set[tuple[str | None, Path]]:
-        found: set[tuple[str | None, Path]] = set()
-        for held in self.held:
-            found.update(self.key(held.user, path) for path in self.paths(held.ids, held.length))
+    def locked(self) -> set[Entry]:
+        return {
+            (self.scope_at(held.view, path) or (), path)
+            for held in self.held
+            for path in self.paths(held.ids, held.length)
+        }
+
+    def entries(self) -> set[Entry]:
+        found: set[Entry] = {(scope, path) for scope, pages in self.shared.items() for path in pages}
+        found.update((view, path) for view, mine in self.private.items() for path in mine)
         return found
 
-    def key(self, user: str, path: Path) -> tuple[str | None, Path]:
-        return (None if path in self.public else user), path
-
-    def entries(self) -> set[tuple[str | None, Path]]:
-        found: set[tuple[str | None, Path]] = {(None, path) for path in self.public}
-        found.update((user, path) for user, mine in self.private.items() for path in mine)
-        return found
-
-    def drop(self, entries: set[tuple[str | None, Path]]) -> None:
-        for user, path in entries:
-            if user is None:
-                del self.public[path]
+    def drop(self, entries: set[Entry]) -> None:
+        for scope, path in entries:
+            if len(scope) < 3:
+                del self.shared[scope][path]
             else:
-                del self.private[user][path]
+                del self.private[scope][path]
 
-    def forget(self, user: str, session: str | None) -> None:
-        mine = self.private.pop(user, {})
-        if session is not None:
-            for entry in mine.values():
-                entry.sessions = None if entry.sessions is None else entry.sessions - {session}
-            self.private[user] = {path: entry for path, entry in mine.items() if entry.sessions != set()}
+    def forget(self, subject: SubjectKey, session: str | None) -> None:
+        for view in [view for view in self.private if view[:2] == subject]:
+            mine = self.private.pop(view)
+            if session is not None:
+                for entry in mine.values():
+                    entry.sessions = None if entry.sessions is None else entry.sessions - {session}
+                self.private[view] = {path: entry for path, entry in mine.items() if entry.sessions != set()}
         for held in self.held:
-            if held.user == user and (held.is_closed or session in (None, held.session)):
+            if held.view[:2] == subject and (held.is_closed or session in (None, held.session)):
                 held.is_closed = True
-                left = {*self.public, *self.private.get(user, {})}
-                held.length = sum(self.page_size for path in self.paths(held.ids, held.length) if path in left)
-        if session is not None:
-            return
-        for public in self.public.values():
-            public.creators.pop(user, None)
+                left = [
+                    path for path in self.paths(held.ids, held.length) if self.scope_at(held.view, path) is not None
+                ]
+                held.length = len(left) * self.page_size
+        if session is None:
+            for scope in ((), subject[:1]):
+                for page in self.shared.get(scope, {}).values():
+                    page.creators.pop(subject, None)
 
     # --- pins ---
 
@@ -177,8 +232,8 @@ class ViewOracle:
         if path not in self.pins:
             return False
         self.pins.remove(path)
-        for path, public in self.public.items():
-            public.pinned = public.pinned and self.is_pinned(path)
+        for path, page in self.public.items():
+            page.pinned = page.pinned and self.is_pinned(path)
         return True
 
     def is_pinned(self, path: Path) -> bool:
@@ -189,122 +244,233 @@ class ViewOracle:
         self.pending_pins = []
         for pin in self.pins:
             for path in self.paths(list(pin)):
-                owners = {user: mine[path] for user, mine in self.private.items() if path in mine}
+                above = path[: -self.page_size]
                 if path in self.public:
                     self.public[path].pinned = True
-                elif owners:
-                    self.publish(path, owners, max(entry.generation for entry in owners.values()))
+                elif any(entry[1] == path for entry in self.entries()):
+                    self.share((), path, self.public[above].generation if above else 0)
                     self.public[path].pinned = True
                 else:
                     break
 
     # --- epochs ---
 
-    def advance(self, epoch: int, soft: set[Path]) -> None:
-        for path in sorted(self.public, key=len):
-            if path in self.public and not self.public[path].pinned and (suspects := self.suspects(self.public[path])):
-                self.quarantine(path, suspects, epoch, soft)
-        for public in self.public.values():
-            if public.hits:
-                public.roll(epoch)
-        self.epoch = epoch
+    def advance(self, epoch: int, soft: set[Entry], sharing: dict[str, Sharing]) -> None:
+        before, self.epoch = self.epoch, epoch
+        changed = {tenant for tenant in sharing if sharing[tenant] is not self.choice(tenant)}
+        self.sharing = dict(sharing)
+        for tenant in changed:
+            if sharing[tenant] is Sharing.NONE:
+                for path in sorted(self.of_tenant(tenant), key=len):
+                    if path in self.of_tenant(tenant):
+                        self.demote((tenant,), path, soft, is_suspect=False)
+        if self.config.share_across_tenants:
+            self.withdraw(soft)
+        self.close_windows(before, soft)
         self.publish_pins()
         while self.promote_one():
             pass
 
-    def suspects(self, public: Public) -> set[str]:
-        config = self.config
-        enough = config.promotion_subjects * (config.repromotion_factor if public.generation else 1)
-        users = len(public.users)
-        if public.epoch != self.epoch or public.hits < config.hit_min or users >= enough:
-            return set()
-        if users > config.diversity_min * public.hits:
-            return set()
-        was_low = (
-            public.previous_hits >= config.hit_min
-            and public.previous_users < enough
-            and public.previous_users <= config.diversity_min * public.previous_hits
-        )
-        jumped = (
-            public.previous_users <= 1
-            and public.hits >= config.jump_factor * max(public.previous_hits, 1)
-            and len(public.creators) <= config.few_creators
-        )
-        return public.users if was_low or jumped else set()
+    def withdraw(self, soft: set[Entry]) -> None:
+        for path in sorted(self.public, key=len):
+            page = self.public.get(path)
+            if page is None or page.pinned or not page.tenants:
+                continue
+            if sum(self.choice(tenant) is Sharing.GLOBAL for tenant in page.tenants) < 2:
+                self.demote((), path, soft, is_suspect=False)
 
-    def quarantine(self, path: Path, suspects: set[str], epoch: int, soft: set[Path]) -> None:
-        public = self.public[path]
-        public.quarantined.update(dict.fromkeys(suspects, epoch))
-        recent = sum(since >= epoch - self.config.quarantine_epochs for since in public.quarantined.values())
-        if recent >= self.config.demotion_quarantines:
-            self.demote(path, soft)
+    def close_windows(self, closing: int, soft: set[Entry]) -> None:
+        suspects: dict[Entry, set[SubjectKey]] = {}
+        for scope, pages in self.shared.items():
+            for path, page in pages.items():
+                if not page.pinned and page.epoch == closing:
+                    suspects[scope, path] = self.suspects(page)
+                if page.hits:
+                    page.roll(self.epoch)
+                required = self.config.promotion_subjects * self.config.repromotion_factor
+                for tenant, since in list(page.quarantined_tenants.items()):
+                    proofs = [made for subject, (made, _) in page.creators.items() if subject[0] == tenant]
+                    if sum(made >= since for made in proofs) >= required:
+                        del page.quarantined_tenants[tenant]
+        found = sorted((entry for entry, them in suspects.items() if them), key=lambda entry: len(entry[1]))
+        for scope, path in found:
+            self.shared[scope][path].quarantined.update(dict.fromkeys(suspects[scope, path], self.epoch))
+        for scope, path in found:
+            if path in self.shared[scope]:
+                self.judge(scope, path, {subject[0] for subject in suspects[scope, path]}, soft)
 
-    def demote(self, top: Path, soft: set[Path]) -> None:
-        below = sorted((path for path in self.public if path[: len(top)] == top), key=len)
-        self.demoted[top] = self.public[top].generation + 1
-        gone = {path: self.public.pop(path) for path in below}
-        for path, public in gone.items():
-            for user, evidence in public.creators.items():
-                mine = self.private.setdefault(user, {})
-                is_reached = path == top or path[: -self.page_size] in mine
-                if is_reached and path not in soft:
-                    mine[path] = Private(evidence, public.generation + 1)
-        for mine in self.private.values():
-            for path in sorted(mine, key=len):
-                if len(path) > len(top) and path[: len(top)] == top and path[: -self.page_size] not in mine:
-                    del mine[path]
+    def suspects(self, page: Shared) -> set[SubjectKey]:
+        config, found = self.config, set()
+        enough = config.promotion_subjects * (config.repromotion_factor if page.generation else 1)
+        for party, use in page.parties.items():
+            users = len(use.users)
+            if use.hits < config.hit_min or users >= enough or users > config.diversity_min * use.hits:
+                continue
+            was_low = (
+                use.previous_hits >= config.hit_min
+                and use.previous_users < enough
+                and use.previous_users <= config.diversity_min * use.previous_hits
+            )
+            jumped = (
+                use.previous_users <= 1
+                and use.hits >= config.jump_factor * max(use.previous_hits, 1)
+                and sum(subject[: len(party)] == party for subject in page.creators) <= config.few_creators
+            )
+            if was_low or jumped:
+                found |= use.users
+        return found
+
+    def judge(self, scope: Scope, path: Path, tenants: set[str], soft: set[Entry]) -> None:
+        page, oldest = self.shared[scope][path], self.epoch - self.config.quarantine_epochs
+        for tenant in tenants:
+            recent = [since for subject, since in page.quarantined.items() if subject[0] == tenant and since >= oldest]
+            if len(recent) < self.config.demotion_quarantines:
+                continue
+            if scope:
+                self.demote(scope, path, soft)
+            elif self.choice(tenant) is not Sharing.NONE:
+                page.quarantined_tenants[tenant] = self.epoch
+        if not scope:
+            whole = sum(since >= oldest for since in page.quarantined_tenants.values())
+            if whole >= self.config.demotion_tenants:
+                self.demote(scope, path, soft)
+
+    def demote(self, scope: Scope, top: Path, soft: set[Entry], *, is_suspect: bool = True) -> None:
+        pages = self.shared[scope]
+        below = sorted((path for path in pages if path[: len(top)] == top), key=len)
+        if is_suspect:
+            self.demoted[scope, top] = pages[top].generation + 1
+        gone = {path: pages.pop(path) for path in below}
+        holders = self.holders(gone) if not scope else {path: set() for path in below}
+        for path, page in gone.items():
+            if (scope, path) in soft:
+                continue
+            for tenant in holders[path]:
+                if path == top or path[: -self.page_size] in self.of_tenant(tenant):
+                    self.of_tenant(tenant)[path] = self.given_back(page, tenant)
+            for (tenant, name), (made, salts) in page.creators.items():
+                for view in [] if tenant in holders[path] else [(tenant, name, salt) for salt in salts]:
+                    if path == top or self.scope_at(view, path[: -self.page_size]) is not None:
+                        evidence = None if self.choice(tenant) is Sharing.NONE else made
+                        generation = page.generation + is_suspect if scope else 0
+                        self.private.setdefault(view, {})[path] = Private(evidence, generation)
+        self.drop_unreached(top)
         for held in self.held:
             path = tuple(held.ids[: held.length])
-            if path[: len(top)] == top and path not in self.private.get(held.user, {}):
+            if path[: len(top)] == top and self.scope_at(held.view, path) is None:
                 held.is_closed = True
                 held.length = len(top) - self.page_size
+        for path, page in gone.items():
+            for tenant in page.quarantined_tenants:
+                if path in self.of_tenant(tenant):
+                    self.demote((tenant,), path, soft)
+
+    def holders(self, gone: dict[Path, Shared]) -> dict[Path, set[str]]:
+        found: dict[Path, set[str]] = {}
+        for path in reversed(gone):
+            names = set(gone[path].tenants)
+            for scope, pages in self.shared.items():
+                names.update(scope[:1] if any(other[: -self.page_size] == path for other in pages) else ())
+            for other in found:
+                names |= found[other] if other[: -self.page_size] == path else set()
+            found[path] = {name for name in names if self.choice(name) is not Sharing.NONE}
+        return found
+
+    def given_back(self, page: Shared, tenant: str) -> Shared:
+        creators = {subject: made for subject, made in page.creators.items() if subject[0] == tenant}
+        quarantined = {subject: since for subject, since in page.quarantined.items() if subject[0] == tenant}
+        use = page.parties.get((tenant,)) if page.epoch == self.epoch else None
+        parties = {} if use is None else {(tenant,): use}
+        return Shared(creators, page.tenants.get(tenant, 0), self.epoch, parties, quarantined)
+
+    def drop_unreached(self, top: Path) -> None:
+        for scope, pages in [*self.shared.items(), *self.private.items()]:
+            for path in sorted(pages, key=len):
+                above = path[: -self.page_size]
+                is_below = len(path) > len(top) and path[: len(top)] == top
+                if is_below and not any(above in self.level(other) for other in ((), scope[:1], scope)):
+                    del pages[path]
+
+    def level(self, scope: Scope) -> dict[Path, Shared] | dict[Path, Private]:
+        return self.private.get(scope, {}) if len(scope) == 3 else self.shared.get(scope, {})
 
     def promote_one(self) -> bool:
-        """Publish one page that has the evidence and whose parent is public."""
-        for path in sorted(
-            {path for mine in self.private.values() for path in mine}, key=lambda path: (len(path), path)
-        ):
+        """Share one page that has the evidence and whose parent is shared as widely."""
+        paths = {path for _, path in self.entries()}
+        for path in sorted(paths, key=lambda path: (len(path), path)):
             above = path[: -self.page_size]
-            if above and above not in self.public:
+            is_top = not above or above in self.public
+            if path in self.public:
                 continue
-            owners = {user: mine[path] for user, mine in self.private.items() if path in mine}
-            evidence = self.evidence(owners)
-            generation = max(
-                self.public[above].generation if above else 0,
-                self.demoted.get(path, 0),
-                *(entry.generation for entry in owners.values()),
-            )
-            factor = self.config.repromotion_factor if generation else 1
-            if len(evidence) >= self.config.promotion_subjects * factor:
-                self.publish(path, owners, generation)
-                return True
+            for tenant in sorted({view[0] for view in self.private}):
+                mine = self.of_tenant(tenant)
+                owners = [one[path] for view, one in self.private.items() if view[0] == tenant and path in one]
+                if path in mine or self.choice(tenant) is Sharing.NONE or not (is_top or above in mine):
+                    continue
+                generations = [owner.generation for owner in owners]
+                generations += [mine[above].generation] if above in mine else []
+                weight = len(self.evidence(path, tenant))
+                if owners and self.try_share((tenant,), path, weight, max(generations)):
+                    return True
+            sharing = [
+                pages[path]
+                for scope, pages in self.shared.items()
+                if scope and path in pages and self.choice(scope[0]) is Sharing.GLOBAL
+            ]
+            if self.config.share_across_tenants and is_top and len(sharing) >= 2:
+                generation = self.public[above].generation if above else 0
+                if self.try_share((), path, sum(len(page.creators) for page in sharing), generation):
+                    return True
         return False
 
-    def evidence(self, owners: dict[str, Private]) -> dict[str, int]:
-        oldest = self.epoch - self.config.promotion_epochs
-        return {
-            user: entry.evidence
-            for user, entry in owners.items()
-            if entry.evidence is not None and not entry.no_promote and entry.evidence >= oldest
-        }
+    def try_share(self, scope: Scope, path: Path, weight: int, generation: int) -> bool:
+        generation = max(generation, self.demoted.get((scope, path), 0))
+        factor = self.config.repromotion_factor if generation else 1
+        if weight < self.config.promotion_subjects * factor:
+            return False
+        self.share(scope, path, generation)
+        return True
 
-    def publish(self, path: Path, owners: dict[str, Private], generation: int) -> None:
-        evidence = self.evidence(owners)
-        creators = {user: evidence.get(user, self.epoch) for user in owners}
-        self.public[path] = Public(creators, generation, self.epoch)
-        for user in owners:
-            del self.private[user][path]
+    def evidence(self, path: Path, tenant: str | None = None) -> dict[SubjectKey, int]:
+        oldest, found = self.epoch - self.config.promotion_epochs, {}
+        for view, mine in self.private.items():
+            entry = mine.get(path) if tenant in (None, view[0]) else None
+            if entry and entry.evidence is not None and not entry.no_promote and entry.evidence >= oldest:
+                found[view[:2]] = max(entry.evidence, found.get(view[:2], 0))
+        return found
+
+    def share(self, scope: Scope, path: Path, generation: int) -> None:
+        """Make one shared page of all that `scope` covers."""
+        page = Shared({}, generation, self.epoch)
+        evidence = self.evidence(path)
+        for tenant in [other[0] for other in self.shared if other and not scope and path in self.shared[other]]:
+            part = self.of_tenant(tenant).pop(path)
+            page.creators.update(part.creators)
+            page.quarantined.update(part.quarantined)
+            page.tenants[tenant] = part.generation
+            if part.epoch == self.epoch:
+                page.parties.update(part.parties)
+        for view, mine in self.private.items():
+            if view[: len(scope)] == scope and path in mine:
+                del mine[path]
+                page.add_creator(view, evidence.get(view[:2], self.epoch))
+        self.shared[scope][path] = page
 
     # --- comparison ---
 
-    def standing(self) -> dict[tuple[str | None, Path], tuple[object, ...]]:
-        found: dict[tuple[str | None, Path], tuple[object, ...]] = {}
-        for user, mine in self.private.items():
+    def standing(self) -> dict[Entry, tuple[object, ...]]:
+        found: dict[Entry, tuple[object, ...]] = {}
+        for view, mine in self.private.items():
             found.update(
-                ((user, path), (one.evidence, one.no_promote, one.generation, one.sessions))
+                ((view, path), (one.evidence, one.no_promote, one.generation, one.sessions))
                 for path, one in mine.items()
             )
-        for path, public in self.public.items():
-            hits = public.hits if public.epoch == self.epoch else 0
-            found[None, path] = (set(public.creators), hits, public.generation, public.pinned)
+        for scope, pages in self.shared.items():
+            for path, page in pages.items():
+                hits = page.hits if page.epoch == self.epoch else 0
+                hidden = set(page.quarantined_tenants)
+                creators = {subject: (made, set(salts)) for subject, (made, salts) in page.creators.items()}
+                quarantined = len(page.quarantined)
+                facts = (creators, hits, page.generation, page.pinned, quarantined, hidden, set(page.tenants))
+                found[scope, path] = facts
         return found
