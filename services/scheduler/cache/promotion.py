@@ -138,32 +138,38 @@ class Promoter:
         generation = max(member.generation for member in members)
         if parent.owner is tenant:
             generation = max(generation, parent.generation)
-        return self._try(parent, members, members, tenant, len(self._evidence(members)), generation)
+        return self._try(parent, members, members, tenant, generation)
 
     def _try_public(self, parent: Node, members: list[Node]) -> Node | None:
         """Make public what several tenants share that choose so, whatever others have."""
         sharing = [member for member in members if member.is_shared and member.owner.sharing is Sharing.GLOBAL]
         if len(sharing) < MIN_TENANTS:
             return None
-        weight = sum(len(member.creators or ()) for member in sharing)
-        return self._try(parent, members, sharing, self._store.accounts.public, weight, parent.generation)
+        return self._try(parent, members, sharing, self._store.accounts.public, parent.generation)
 
     def _try(
-        self, parent: Node, members: list[Node], evidence: list[Node], owner: Account, weight: int, generation: int
+        self, parent: Node, members: list[Node], evidence: list[Node], owner: Account, generation: int
     ) -> Node | None:
-        """Share the run that `evidence` has in common with `owner`, if `weight` subjects suffice for that."""
+        """Share the run that `evidence` has in common with `owner`, if it suffices."""
         config, tree = self._store.config, self._store.tree
-        if weight < config.promotion_subjects:
+        if owner.is_public:
+            subjects, tenants = sum(len(member.creators or ()) for member in evidence), len(evidence)
+        else:
+            subjects, tenants = len(self._evidence(evidence)), MIN_TENANTS
+        if subjects < config.promotion_subjects:
             return None
         pages = common_run([member.key for member in evidence], tree.page_bytes)
         if config.content_check or len(self._demoted):
             pages, generation = self._examine(owner.scope, parent, evidence, pages, generation)
-        if not pages or weight < config.promotion_subjects * (config.repromotion_factor if generation else 1):
+        # Two tenants that share a text have 2k subjects anyway, so what was public by mistake needs more tenants, too.
+        factor = config.repromotion_factor if generation else 1
+        least = MIN_TENANTS * (factor if owner.is_public else 1)
+        if not pages or subjects < config.promotion_subjects * factor or tenants < least:
             return None
         # Where others' runs end earlier, the rest follows as a group of its own.
         pages = min(pages, common_run([member.key for member in members], tree.page_bytes))
         promoted = self._share(members, pages, owner, generation)
-        promoted.promoted = weight, self._store.epoch
+        promoted.promoted = subjects, self._store.epoch
         self._store.emit(CacheEventKind.PROMOTED, promoted)
         return promoted
 

@@ -15,8 +15,12 @@ from services.scheduler.cache.interface import Visibility
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.sharing import SharingChoices
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.types import Sharing
     from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
 
 ANN = View(Subject("tenant", "ann"))
@@ -50,9 +54,11 @@ class Driver:
         capacity: int = 64,
         page_size: int = 2,
         config: CacheConfig = PLAIN,
+        sharing_of: Callable[[str], Sharing] | None = None,
     ) -> None:
         self.allocator = PageAllocator(capacity)
-        self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config)
+        choices = SharingChoices(sharing_of)
+        self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config, choices=choices)
 
     def admit(self, view: View, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)

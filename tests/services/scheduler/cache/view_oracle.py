@@ -419,14 +419,15 @@ class ViewOracle:
             ]
             if self.config.share_across_tenants and is_top and len(sharing) >= 2:
                 generation = self.public[above].generation if above else 0
-                if self.try_share((), path, sum(len(page.creators) for page in sharing), generation):
+                weight = sum(len(page.creators) for page in sharing)
+                if self.try_share((), path, weight, generation, len(sharing)):
                     return True
         return False
 
-    def try_share(self, scope: Scope, path: Path, weight: int, generation: int) -> bool:
+    def try_share(self, scope: Scope, path: Path, weight: int, generation: int, tenants: int | None = None) -> bool:
         generation = max(generation, self.demoted.get((scope, path), 0))
         factor = self.config.repromotion_factor if generation else 1
-        if weight < self.config.promotion_subjects * factor:
+        if weight < self.config.promotion_subjects * factor or (tenants is not None and tenants < 2 * factor):
             return False
         self.share(scope, path, generation)
         return True
