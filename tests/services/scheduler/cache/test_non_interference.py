@@ -1,4 +1,4 @@
-"""What is claimed of the user-aware cache: non-interference, threshold, revocation, whole pages (B1 to B4)."""
+"""What is claimed of the user-aware cache: non-interference, threshold, revocation, whole pages (B1 to B4), and no inventions (B5)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.types import Subject, View
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
-from tests.services.scheduler.cache.two_worlds import Ask, Deed, Pass, World
+from common.types import Sharing, Subject, View
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, int32
+from tests.services.scheduler.cache.two_worlds import Ask, Deed, Pass, World, pages_of
 
 if TYPE_CHECKING:
     from services.scheduler.cache.factory import CacheName
@@ -147,8 +147,8 @@ class TestThreshold:
     def found(self, a: int, computing: int, n: int, k: int) -> list[int]:
         driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=k), capacity=400)
         for number in range(n):
-            driver.serve(View(Subject("victims", f"{number}")), list(SECRET))
-        attackers = [View(Subject("attackers", f"{number}")) for number in range(a)]
+            driver.serve(View(Subject("tenant", f"victim {number}")), list(SECRET))
+        attackers = [View(Subject("tenant", f"attacker {number}")) for number in range(a)]
         for attacker in attackers[:computing]:
             driver.serve(attacker, list(SECRET))
         driver.next_epoch()
@@ -171,13 +171,17 @@ class TestThreshold:
         found = [[set(view) for view in world.views_of(OTHERS)] for world in (left, right)]
         assert found[0] == found[1]
 
-    def test_invented_users_of_one_tenant_do_not_help_where_tenants_count(self) -> None:
-        driver = Driver("user_aware", config=replace(PLAIN, tenant_counts_as_one=True), capacity=400)
-        driver.serve(View(Subject("victims", "one")), list(SECRET))
-        for number in range(20):
-            driver.serve(View(Subject("attackers", f"{number}")), list(SECRET))
+    @pytest.mark.parametrize("k", [1, 2, 3])
+    @pytest.mark.parametrize("n", [1, 5])
+    def test_subjects_of_other_tenants_learn_nothing_however_many_there_are(self, k: int, n: int) -> None:
+        driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=k), capacity=400)
+        for number in range(n):
+            driver.serve(View(Subject("victims", f"{number}")), list(SECRET))
+        attackers = [View(Subject("attackers", f"{number}"), f"{number % 3}") for number in range(20)]
+        for attacker in attackers[: k - 1]:
+            driver.serve(attacker, list(SECRET))
         driver.next_epoch()
-        assert driver.peek(View(Subject("attackers", "the last")), [*SECRET, 0]) == 0
+        assert [driver.peek(attacker, [*SECRET, 0]) for attacker in attackers[k:]] == [0] * (20 - k)
 
 
 class TestRevocation:
@@ -211,6 +215,118 @@ class TestRevocation:
         row = driver.admit(prober, [*SECRET, 0])
         driver.end(row)
         return row.lease.matched_tokens
+
+
+CROWD = (1, 2, 1, 2, 1, 2, 1, 2)
+INVENTED = [
+    View(Subject("rival", name), salt)
+    for name in ("key/1", "user/a", "user/b", "user/c", "user/d")
+    for salt in ("", "s")
+]
+ACME = [View(Subject("acme", f"user/{number}"), salt) for number in range(4) for salt in ("", "s")]
+QUIET = [View(Subject("quiet", f"user/{number}"), salt) for number in range(6) for salt in ("", "s")]
+texts = st.one_of(
+    parts_of_the_secret,
+    tails,
+    st.sampled_from([APP, CROWD]).flatmap(
+        lambda stem: st.one_of(tails, parts_of_the_secret).map(lambda end: stem + end)
+    ),
+)
+choices = st.sampled_from(Sharing)
+
+
+def deeds_of(views: list[View], ids: st.SearchStrategy[tuple[int, ...]] = texts) -> st.SearchStrategy[list[Deed]]:
+    """Asks of any of the views, some of them many times in a row as a prober does it."""
+    runs = st.tuples(asks(st.sampled_from(views), ids), st.sampled_from([1, 1, 1, 6])).map(
+        lambda run: [run[0]] * run[1]
+    )
+    return st.lists(runs, max_size=16).map(lambda lists: [deed for run in lists for deed in run])
+
+
+class TestNoInventions:
+    """B5: whatever names, salts and keys somebody makes up, in another tenant or in one that shares nothing."""
+
+    def worlds(self, one: list[Deed], other: list[Deed], sharing: dict[str, Sharing]) -> tuple[World, World]:
+        """Pinned text, and text that two further tenants have made public by evidence, are there before."""
+        chosen = {"one": Sharing.GLOBAL, "two": Sharing.GLOBAL, "quiet": Sharing.NONE, **sharing}
+        config = replace(PLAIN, share_across_tenants=True, hit_min=2, jump_factor=2, continuation_limit=4)
+        crowd = [View(Subject(tenant, f"user/{number}")) for tenant in ("one", "two") for number in range(3)]
+        before: list[Deed] = [*(Ask(view, CROWD) for view in crowd), Ask(crowd[0], APP), Pass()]
+        pair = []
+        for deeds in (one, other):
+            world = World("user_aware", config, chosen)
+            world.cache.pin(int32(APP))
+            pair.append(world.do([*before, Pass(), *deeds, Pass(), Pass()]))
+        left, right = pair
+        for world in pair:
+            assert world.peek(View(Subject("else", "key/1")), [*CROWD, 0]) == len(CROWD)
+            assert world.peek(View(Subject("else", "key/1")), [*APP, 0]) == len(APP)
+        return left, right
+
+    def assert_equal_for(self, users: list[View], left: World, right: World) -> None:
+        assert left.observations_of(users) == right.observations_of(users)
+        for user in users:
+            seen = [
+                {path: (page[0], page[1]) for path, page in pages_of(world.cache.dump(user)).items()}
+                for world in (left, right)
+            ]
+            assert seen[0] == seen[1]
+
+    @settings(max_examples=60, deadline=None)
+    @given(deeds_of(INVENTED), deeds_of(ACME), places, choices, st.sampled_from([Sharing.TENANT, Sharing.NONE]))
+    def test_a_rival_tenant_changes_no_view_of_another(
+        self, rivals: list[Deed], ours: list[Deed], at: list[int], rival: Sharing, victim: Sharing
+    ) -> None:
+        ours = mixed(ours, [Pass()] * 4, at)
+        both = interleaved(ours, rivals, at)
+        self.assert_equal_for(ACME, *self.worlds(both, ours, {"rival": rival, "acme": victim}))
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        deeds_of(INVENTED),
+        deeds_of(ACME),
+        deeds_of(ACME),
+        places,
+        choices,
+        st.sampled_from([Sharing.TENANT, Sharing.NONE]),
+    )
+    def test_a_rival_tenant_learns_nothing_of_private_text_or_of_what_another_shares(
+        self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int], rival: Sharing, victim: Sharing
+    ) -> None:
+        rivals = mixed(rivals, [Pass()] * 4, at)
+        left, right = (interleaved(rivals, ours, at) for ours in (one, other))
+        self.assert_equal_for(INVENTED, *self.worlds(left, right, {"rival": rival, "acme": victim}))
+
+    @settings(max_examples=60, deadline=None)
+    @given(deeds_of(QUIET[2:]), deeds_of(QUIET[:2]), deeds_of(QUIET[:2]), places)
+    def test_subjects_of_a_tenant_that_shares_nothing_neither_learn_nor_change_anything(
+        self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int]
+    ) -> None:
+        rivals = mixed(rivals, [Pass()] * 4, at)
+        left, right = (interleaved(rivals, ours, at) for ours in (one, other))
+        self.assert_equal_for(QUIET[2:], *self.worlds(left, right, {}))
+        alone = mixed(one, [Pass()] * 4, at)
+        self.assert_equal_for(QUIET[:2], *self.worlds(interleaved(alone, rivals_without_time(rivals), at), alone, {}))
+
+    def test_what_two_tenants_choose_to_share_is_seen_to_cross(self) -> None:
+        """Otherwise equal worlds would prove nothing."""
+        rivals: list[Deed] = [Ask(view, SECRET) for view in INVENTED]
+        ours: list[Deed] = [Ask(view, SECRET) for view in ACME]
+        both = dict.fromkeys(("rival", "acme"), Sharing.GLOBAL)
+        with pytest.raises(AssertionError):
+            self.assert_equal_for(INVENTED, *self.worlds([*ours, *rivals], rivals, both))
+
+
+def interleaved(ours: list[Deed], theirs: list[Deed], at: list[int]) -> list[Deed]:
+    """Put further deeds among ours."""
+    deeds = list(ours)
+    for number, deed in enumerate(theirs):
+        deeds.insert(at[number % len(at)] * (number + 1) % (len(deeds) + 1), deed)
+    return deeds
+
+
+def rivals_without_time(deeds: list[Deed]) -> list[Deed]:
+    return [deed for deed in deeds if isinstance(deed, Ask)]
 
 
 class TestGuessCost:

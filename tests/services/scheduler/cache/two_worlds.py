@@ -1,4 +1,4 @@
-"""The same requests of everybody else in two worlds that differ in what one user holds privately."""
+"""The same requests of everybody else in two worlds that differ in what some hold or do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.types import Sharing
 from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
+from services.scheduler.cache.sharing import SharingChoices
 from tests.services.scheduler.cache.driver import Driver, int32
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from common.types import View
     from services.scheduler.cache.config import CacheConfig
@@ -56,11 +58,13 @@ Deed = Ask | Pass
 class World(Driver):
     """Does deeds, and keeps what each user could observe."""
 
-    def __init__(self, name: CacheName, config: CacheConfig) -> None:
+    def __init__(self, name: CacheName, config: CacheConfig, sharing: Mapping[str, Sharing] | None = None) -> None:
         self.allocator = PageAllocator(CAPACITY)
         self.decisions: list[Decision] = []
-        cache = make_cache(name, self.allocator, PAGE_SIZE, config)
-        self.cache = RecordedCache(cache, self.allocator, self.decisions.append)
+        chosen = sharing or {}
+        choices = SharingChoices(lambda tenant: chosen.get(tenant, Sharing.TENANT))
+        cache = make_cache(name, self.allocator, PAGE_SIZE, config, choices=choices)
+        self.cache = RecordedCache(cache, self.allocator, self.decisions.append, choices)
         self.running: dict[View, Row] = {}
         self.observed: list[tuple[View, Any]] = []
 
@@ -99,7 +103,10 @@ class World(Driver):
         insertion = self.insert(row, end, prompt_tokens=prompt_tokens)
         return len(insertion.pages), len(insertion.duplicates), insertion.first_duplicate
 
-    # --- what others than one principal observe ---
+    def observations_of(self, users: Container[View]) -> list[tuple[View, Any]]:
+        return [seen for seen in self.observed if seen[0] in users]
+
+    # --- what others than one view observe ---
 
     def observations_but(self, victim: View) -> list[tuple[View, Any]]:
         return [seen for seen in self.observed if seen[0] != victim]
@@ -138,7 +145,7 @@ def _logical(given: Facts, outcome: Facts) -> tuple[Any, ...]:
 
 
 def public_changes(events: Sequence[Facts]) -> list[Any]:
-    """Return what was published, demoted or hidden, page by page: where nodes are cut is nobody's business."""
+    """Return what was shared, demoted or hidden, page by page: it does not matter where nodes are cut."""
     changed = [event for event in events if event["kind"] in ("promoted", "demoted", "quarantined")]
     return sorted(
         (event["kind"], depth, event["generation"], event["quarantined"])
