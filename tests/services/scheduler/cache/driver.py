@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from common.types import Sharing
     from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
+    from services.scheduler.cache.tiers.config import HostConfig
 
 ANN = View(Subject("tenant", "ann"))
 BOB = View(Subject("tenant", "bob"))
@@ -55,10 +56,11 @@ class Driver:
         page_size: int = 2,
         config: CacheConfig = PLAIN,
         sharing_of: Callable[[str], Sharing] | None = None,
+        host: HostConfig | None = None,
     ) -> None:
         self.allocator = PageAllocator(capacity)
         choices = SharingChoices(sharing_of)
-        self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config, choices=choices)
+        self.cache: PrefixCache = make_cache(name, self.allocator, page_size, config, host, choices)
 
     def admit(self, view: View, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)
