@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.transfers import TransferAck, TransferDirection
 from common.types import Sharing, Subject, View
+from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
@@ -31,9 +32,9 @@ class SharedNames:
     def __init__(self) -> None:
         self.generations: Counter[Scope] = Counter()
 
-    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
         name = repr((scope, self.generations[scope[:2]])).encode()
-        return tuple(hmac.digest(b"secret", name + chain, "sha256") for chain in hashes)
+        return ObjectKeys(tuple(hmac.digest(b"secret", name + chain, "sha256") for chain in hashes))
 
     def revoke(self, scope: Scope) -> None:
         self.generations[scope[:2]] += 1
