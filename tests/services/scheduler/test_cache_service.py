@@ -49,11 +49,11 @@ async def serve_all(ring: Ring, *users: str) -> None:
     await ring.finished(*(f"{user}'s" for user in users))
 
 
-async def until_public(ring: Ring) -> scheduler_pb2.TreeNode:
+async def until_shared(ring: Ring) -> scheduler_pb2.TreeNode:
     async with asyncio.timeout(30):
         while True:
             for node in await nodes_of(ring):
-                if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC:
+                if node.visibility == scheduler_pb2.VISIBILITY_TENANT:
                     return node
             await asyncio.sleep(0.02)
 
@@ -143,7 +143,7 @@ async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_a
 
 async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Ring) -> None:
     await serve_all(aware, *USERS)
-    node = await until_public(aware)
+    node = await until_shared(aware)
     assert (node.promoted_by, node.creators) == (3, 3)
     await aware.submit("dan's", user="dan")
     await aware.finished("dan's")
@@ -153,15 +153,19 @@ async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Rin
     assert accounting.nodes == len(await nodes_of(aware))
     assert accounting.events["inserted"] >= 3
     assert accounting.events["promoted"] == 1
-    assert accounting.hit_tokens == {"device/public": 28}
+    assert accounting.hit_tokens == {"device/tenant": 28}
     assert accounting.operations["commit"].calls == 4
     assert accounting.operations["commit"].cpu_seconds > 0
     assert {"peek", "insert", "release", "advance"} <= set(accounting.operations)
-    owners = {owner.view.subject.name or "public": owner for owner in state.owners}
+    owners = {owner.view.subject.name or owner.tenant or "public": owner for owner in state.owners}
+    tenant = owners.pop("tenant")
+    assert tenant.visibility == scheduler_pb2.VISIBILITY_TENANT
+    assert tenant.device_pages == accounting.tenant_pages == 7
+    assert tenant.fingerprint == node.owner_fingerprint != ""
     assert set(owners) == {"public", "alice", "bob", "cid", "dan"}
-    assert owners["public"].device_pages == accounting.public_pages == 7
+    assert owners["public"].device_pages == accounting.public_pages == 0
     assert owners["public"].fingerprint == ""
-    private = sum(owner.device_pages for name, owner in owners.items() if name != "public")
+    private = sum(owner.device_pages for name, owner in owners.items())
     assert private == accounting.private_pages
     for tier in state.tiers:
         parts = tier.free_pages + tier.soft_free_pages + tier.evictable_pages + tier.protected_pages
@@ -176,9 +180,9 @@ async def test_every_count_is_a_metric(aware: Ring) -> None:
         return REGISTRY.get_sample_value(f"pando_scheduler_{name}", labels) or 0.0
 
     before = sample("cache_events_total", kind="promoted"), sample("cache_operations_total", operation="commit")
-    hits = sample("cache_hit_tokens_total", tier="device", visibility="public")
+    hits = sample("cache_hit_tokens_total", tier="device", visibility="tenant")
     await serve_all(aware, *USERS)
-    await until_public(aware)
+    await until_shared(aware)
     await aware.submit("dan's", user="dan")
     await aware.finished("dan's")
     async with asyncio.timeout(30):
@@ -186,9 +190,9 @@ async def test_every_count_is_a_metric(aware: Ring) -> None:
             await asyncio.sleep(0.02)
     # Counts are brought over by and by.
     await until(lambda: sample("cache_operations_total", operation="commit") == before[1] + 4)
-    await until(lambda: sample("cache_hit_tokens_total", tier="device", visibility="public") == hits + 28)
+    await until(lambda: sample("cache_hit_tokens_total", tier="device", visibility="tenant") == hits + 28)
     assert sample("cache_operation_cpu_seconds_total", operation="insert") > 0
-    assert sample("cache_pages", visibility="public") == 7
+    assert sample("cache_pages", visibility="tenant") == 7
     assert sample("cache_nodes") == len(await nodes_of(aware))
     for kind in ("split", "demoted", "quarantined", "evicted", "merged", "soft_freed", "revived", "reclaimed"):
         assert REGISTRY.get_sample_value("pando_scheduler_cache_events_total", {"kind": kind}) is not None

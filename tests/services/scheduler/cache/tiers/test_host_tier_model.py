@@ -164,9 +164,9 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), really=RARELY)
     def demote(self, data: st.DataObject, really: bool) -> None:
-        public = [node for node, _ in self.cache.store.tree.walk_public()]
-        if public and really:
-            node = data.draw(st.sampled_from(public))
+        shared = [node for node, _ in self.cache.store.tree.walk() if node.is_shared]
+        if shared and really:
+            node = data.draw(st.sampled_from(shared))
             Demoter(self.cache.store, self.cache.leases).demote(node)
 
     @rule(really=RARELY)

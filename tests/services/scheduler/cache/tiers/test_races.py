@@ -136,12 +136,12 @@ def test_a_backup_is_worth_nothing_once_the_copy_above_it_has_gone() -> None:
     for user in (ANN, BOB):
         driver.serve(user, A)
     driver.next_epoch()
-    assert driver.public == [A]
+    assert driver.tenants == [A]
     driver.back_up()
     driver.serve(ANN, [*A, *B])
     (backup,) = driver.tier.plan_backups()
-    (public,) = (node for node, _ in driver.radix.store.tree.walk_public())
-    Demoter(driver.radix.store, driver.radix.leases).demote(public)
+    (shared,) = (node for node, _ in driver.radix.store.tree.walk() if node.is_shared)
+    Demoter(driver.radix.store, driver.radix.leases).demote(shared)
     driver.check()
     driver.done(backup)
     driver.check()
@@ -181,7 +181,7 @@ def test_a_promotion_takes_over_the_copy_and_voids_what_is_on_its_way() -> None:
     driver.serve(BOB, A)
     driver.serve(ANN, A)
     driver.next_epoch()
-    assert driver.public == [A]
+    assert driver.tenants == [A]
     driver.check()
     driver.done(load)
     driver.check()
@@ -237,7 +237,7 @@ def test_a_copy_that_is_being_read_stays_when_another_node_takes_it_over() -> No
     load = driver.load(A)
     driver.serve(BOB, A)
     driver.next_epoch()
-    assert driver.public == [A]
+    assert driver.tenants == [A]
     driver.check()
     driver.cache.flush()
     driver.check()
