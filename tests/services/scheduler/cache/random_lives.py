@@ -31,6 +31,7 @@ WEIGHTS = {
     "pin": 1,
     "unpin": 1,
     "choose": 1,
+    "cross": 4,
     "next_epoch": 8,
 }
 # They choose among running rows.
@@ -81,6 +82,7 @@ def draw(seed: int, steps: int) -> Life:
 def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
     makers: dict[str, Callable[[], Any]] = {
         "user": lambda: chance.choice(USERS),
+        "probers": lambda: chance.choices([6, 7, 6, 7, 6, 7, 1, 2, 3, 5], k=chance.randint(0, 4)),
         "tenant": lambda: chance.choice(TENANTS),
         "sharing": lambda: chance.choice([Sharing.NONE, Sharing.TENANT, Sharing.GLOBAL, Sharing.GLOBAL]),
         "ids": lambda: _prompt(chance),
@@ -106,6 +108,7 @@ def _arguments(rule: str, chance: random.Random) -> dict[str, Any]:
         "pin": ("ids",),
         "unpin": ("ids",),
         "choose": ("tenant", "sharing"),
+        "cross": ("ids", "probers", "times"),
         "next_epoch": ("epochs",),
     }.get(rule, ("pick",))
     return {name: makers[name]() for name in names}

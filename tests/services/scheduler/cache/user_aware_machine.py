@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import Lease
 
 PAGE_SIZE = 2
-# Three subjects of one tenant, one of them in two views, and two of another.
+# Three subjects of one tenant, one of them in two views, two of another, and two tenants with a single one.
 USERS = tuple(
     View(Subject(tenant, name), salt)
     for tenant, name, salt in (
@@ -38,9 +38,11 @@ USERS = tuple(
         ("blue", "key/dan", ""),
         ("blue", "key/eve", ""),
         ("acme", "user/ann", "salt"),
+        ("cyan", "key/fay", ""),
+        ("dust", "key/gus", ""),
     )
 )
-TENANTS = ("acme", "blue")
+TENANTS = ("acme", "blue", "cyan", "dust")
 SESSIONS = (None, None, "one", "other")
 
 users = st.sampled_from(USERS)
@@ -224,6 +226,18 @@ class UserAwareMachine(RuleBasedStateMachine):
     def choose(self, tenant: str, sharing: Sharing) -> None:
         """Change how far a tenant shares, from the next epoch on."""
         self.wanted[tenant] = sharing
+
+    @rule(ids=prompts, probers=st.lists(st.sampled_from([6, 7, 6, 7, 2, 5]), max_size=4), times=st.integers(1, 4))
+    def cross(self, ids: list[int], probers: list[int], times: int) -> None:
+        """Let two tenants share a text globally, and some look for it."""
+        for tenant in TENANTS[:2]:
+            self.choose(tenant, Sharing.GLOBAL)
+        for user in (USERS[0], USERS[1], USERS[3], USERS[4]):
+            self.serve(user, ids, [])
+        self.next_epoch(1)
+        for prober in probers:
+            self.probe(USERS[prober], [*ids, 1, 1], times)
+        self.next_epoch(1)
 
     @rule(epochs=st.sampled_from([1, 1, 1, 1, 2, 5]))
     def next_epoch(self, epochs: int) -> None:
