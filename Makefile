@@ -125,9 +125,9 @@ $(STAMPS)/encoders: $(ENCODERS) $(STAMPS)/runtime
 	@$(PIP) install --quiet --no-deps -r $(ENCODERS)
 	@touch $@
 
-$(STAMPS)/operators: $(STAMPS)/runtime $(wildcard $(KERNELS)/native_build.py $(KERNELS)/native/*)
+$(STAMPS)/operators: $(STAMPS)/runtime $(wildcard $(KERNELS)/cpu/build.py $(KERNELS)/cpu/operators/*)
 	@echo "Compiling the worker's CPU operators"
-	@$(BIN)/python -m services.worker.engine.kernels.native_build >/dev/null || true
+	@$(BIN)/python -m services.worker.engine.kernels.cpu.build >/dev/null || true
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/runtime $(STAMPS)/encoders

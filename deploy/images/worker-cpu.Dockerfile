@@ -34,7 +34,7 @@ COPY deploy/__init__.py deploy/health.py deploy/ranks.py /opt/pando/source/deplo
 COPY deploy/supervisor /opt/pando/source/deploy/supervisor
 # For the processors that there are: which one it will run on is not known here.
 RUN PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 \
-    /opt/pando/bin/python -m services.worker.engine.kernels.native_prebuilt /opt/pando/operators \
+    /opt/pando/bin/python -m services.worker.engine.kernels.cpu.prebuilt /opt/pando/operators \
     && /opt/pando/bin/pip uninstall -y pip setuptools
 
 FROM ${BASE}

@@ -27,7 +27,7 @@ from services.worker.storage.factory import make_storage
 from services.worker.storage.tier import StorageTier
 
 if TYPE_CHECKING:
-    from services.worker.engine.engine import Engine
+    from services.worker.engine.execution.interface import Engine
 
 NAME = "pando.v1.Worker"
 # Exit status that says: start me again. EX_TEMPFAIL of sysexits.h.
@@ -105,8 +105,8 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
 
     def make_real() -> Engine:
         from services.worker.engine.backends import RunnerOptions
-        from services.worker.engine.loading import load_runner
-        from services.worker.engine.torch_engine import TorchEngine
+        from services.worker.engine.execution.torch_engine import TorchEngine
+        from services.worker.engine.loader import load_model
 
         runner_options = RunnerOptions(
             device=settings.device,
@@ -114,7 +114,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
             threads=settings.threads,
             backend=settings.backend,
         )
-        return TorchEngine(lambda spec, report: load_runner(spec, report, runner_options), library)
+        return TorchEngine(lambda spec, report: load_model(spec, report, runner_options), library)
 
     return SelectedEngine(lambda: FakeEngine(options), make_real)
 

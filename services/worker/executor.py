@@ -12,7 +12,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.steps import StepResult
 from services.worker import metrics
-from services.worker.engine.engine import InvalidPlanError, OutOfMemoryError
+from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
 from services.worker.engine_thread import EngineThread
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import Session, SessionEndedError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.engine import Engine, ProgressReport
+    from services.worker.engine.execution.interface import Engine, ProgressReport
     from services.worker.profiles import Recorder
 
 # A plan lasts far less, so a thread that is not free by then never will be.

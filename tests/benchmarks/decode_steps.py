@@ -26,8 +26,8 @@ from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, spec: EngineSpec) -> None:
         """Load what `spec` says on the GPU of its rank."""
         options = RunnerOptions(device="cuda", device_index=spec.rank)
-        self._engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
+        self._engine = TorchEngine(lambda spec, report: load_decoder(spec, report, options))
         capacity = self._engine.configure(spec, lambda _share, _stage: None)
         self.page_size, self.pages = capacity.page_size, capacity.device_pages
         self._next_step = 1

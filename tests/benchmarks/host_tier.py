@@ -29,6 +29,7 @@ from deploy.bench.figures import Spread
 from deploy.bench.report import output_console
 from deploy.bench.results import Provenance, Result, ResultSheet, write_results
 from services.worker.engine.host import limit_spinning
+from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,6 @@ class Bench:
         """Load it; `arguments` are those of the command line."""
         from services.worker.engine.backends import RunnerOptions
         from services.worker.engine.measuring.random_batches import random_batch
-        from services.worker.engine.model_runner import ModelRunner
 
         self._make_batch = random_batch
         longest = -(-max(arguments.lengths) // arguments.page_size)
@@ -89,7 +89,7 @@ class Bench:
             host_pages=longest,
         )
         options = RunnerOptions(device=arguments.device, threads=arguments.threads)
-        self.runner: ModelRunner = ModelRunner.load(spec, lambda *_: None, options)
+        self.runner: ModelRunner = load_decoder(spec, lambda *_: None, options)
         self.decode = self._make_batch(self.runner, [(CONTEXT - 1, 1)] * arguments.rows)
         self._first_page = own
         self._repeats = arguments.repeats

@@ -12,7 +12,7 @@ import torch
 from common.models import resolve
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.loader import load_decoder
 from tests.benchmarks.precision import TEXTS, Comparison, compare
 from tests.services.worker.engine.driving import Driver
 
@@ -50,7 +50,7 @@ class Predictor:
             max_step_tokens=max(longest, rows * (PROMPT_TOKENS + arguments.new_tokens)),
             device_pages=max(-(-longest // 16), rows * -(-(PROMPT_TOKENS + arguments.new_tokens) // 16)) + 1,
         )  # fmt: skip
-        self._runner = ModelRunner.load(spec, lambda *_: None, RunnerOptions(device=arguments.device))
+        self._runner = load_decoder(spec, lambda *_: None, RunnerOptions(device=arguments.device))
 
     @torch.inference_mode()
     def log_probabilities(self, texts: Ids) -> list[torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 from services.worker.engine.backends import RunnerOptions, find_library, select_backend, select_device
 from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.host import available_cores
-from services.worker.engine.kernels.fp8 import quantise
 from services.worker.engine.parallel.shards import shard_model
+from services.worker.engine.quantization.fp8 import quantise
 
 if TYPE_CHECKING:
     import argparse
@@ -96,7 +96,7 @@ def ways(device: torch.device) -> list[Way]:
         return engine_ways(kernels)
     # Only here: the CPU does without.
     from services.worker.engine.kernels.gpu.fp8_linear import multiply, multiply_few, quantise_rows
-    from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+    from services.worker.engine.kernels.gpu.kernels import GpuKernels
 
     def library_product(layer: Layer, weight: torch.Tensor) -> Multiply:
         matrix = quantise(weight)

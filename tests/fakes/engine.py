@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.engine import Emit, HostPages, ProgressReport
+    from services.worker.engine.execution.interface import Emit, HostPages, ProgressReport
 
 
 def nothing() -> None:

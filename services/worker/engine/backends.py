@@ -5,23 +5,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.host import available_cores
-from services.worker.engine.kernels.native_attention import NativeAttention, fits
-from services.worker.engine.kernels.native_build import BuildError, build_library, find_openmp
-from services.worker.engine.kernels.native_kernels import NativeKernels
-from services.worker.engine.kernels.native_library import NativeLibrary
-from services.worker.engine.kernels.native_prebuilt import find_prebuilt
-from services.worker.engine.kernels.torch_attention import TorchAttention
-from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.kernels.cpu.backend import CpuBackend
+from services.worker.engine.kernels.cpu.build import BuildError, build_library, find_openmp
+from services.worker.engine.kernels.cpu.library import CpuLibrary
+from services.worker.engine.kernels.cpu.prebuilt import find_prebuilt
+from services.worker.engine.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec
-    from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
+    from services.worker.engine.kernels.interface import Backend
     from services.worker.engine.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -43,53 +41,6 @@ class RunnerOptions:
     """auto, torch, compiled or gpu; auto compiles operators for CPUs, and takes Triton and FlashInfer on GPUs."""
 
 
-class Backend(Protocol):
-    """A family of kernels that fit together."""
-
-    name: str
-    kernels: Kernels
-
-    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        """Return the attention for one model shape; `rotary` is `rotary_table`'s."""
-        ...
-
-
-class TorchBackend:
-    """Plain torch, on any device."""
-
-    name = "torch"
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compute in `dtype` on `device`."""
-        self.kernels: Kernels = TorchKernels(dtype, device)
-
-    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        """Return the reference attention."""
-        return TorchAttention(shape, rotary)
-
-
-class NativeBackend:
-    """Compiled operators, on CPUs."""
-
-    name = "compiled"
-
-    def __init__(self, library: NativeLibrary, dtype: torch.dtype, threads: int) -> None:
-        """Hold weights as `dtype`, compute on `threads` threads."""
-        self.kernels: Kernels = NativeKernels(library, dtype, threads)
-        self._library = library
-        self._threads = threads
-
-    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        """Return compiled attention where the shape allows, else the reference."""
-        if fits(self._library, shape):
-            return NativeAttention(self._library, shape, rotary, self._threads)
-        log.warning(
-            "Compiled attention needs page_size and head_dim in multiples of %d and uncapped scores; %d, %d and %s "
-            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.score_cap,
-        )  # fmt: skip
-        return TorchAttention(shape, rotary)
-
-
 def select_device(options: RunnerOptions) -> torch.device:
     """Return the device to run on.
 
@@ -108,7 +59,7 @@ def select_device(options: RunnerOptions) -> torch.device:
             raise ConfigurationError(f"device {other!r} is not one of auto, cpu, cuda")
 
 
-def select_dtype(name: str, config: ModelConfig, device: torch.device, library: NativeLibrary | None) -> torch.dtype:
+def select_dtype(name: str, config: ModelConfig, device: torch.device, library: CpuLibrary | None) -> torch.dtype:
     """Return the type of the weights: unless asked otherwise, the checkpoint's own on GPUs.
 
     On CPUs that is bfloat16 where the processor multiplies pairs of them, at twice the rate, and float32 elsewhere.
@@ -145,7 +96,7 @@ def ranks_on_host(spec: EngineSpec) -> int:
     return spec.world_size if is_local else 1
 
 
-def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary | None:
+def find_library(options: RunnerOptions, device: torch.device) -> CpuLibrary | None:
     """Return the compiled operators, built if they are not there yet; without a compiler None, with a warning.
 
     Raises:
@@ -160,7 +111,7 @@ def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary 
     if options.backend == "torch" or device.type != "cpu":
         return None
     try:
-        return NativeLibrary(find_prebuilt() or build_library(find_openmp()))
+        return CpuLibrary(find_prebuilt() or build_library(find_openmp()))
     except (BuildError, OSError) as error:
         if options.backend == "compiled":
             raise ConfigurationError(f"backend=compiled: {error}") from error
@@ -170,9 +121,9 @@ def find_library(options: RunnerOptions, device: torch.device) -> NativeLibrary 
         return None
 
 
-def select_backend(library: NativeLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
+def select_backend(library: CpuLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
     """Return the kernels to use: the compiled ones if they are there, else those of torch."""
-    return TorchBackend(dtype, device) if library is None else NativeBackend(library, dtype, threads)
+    return TorchBackend(dtype, device) if library is None else CpuBackend(library, dtype, threads)
 
 
 def select_gpu_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int) -> Backend:

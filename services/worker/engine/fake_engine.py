@@ -13,9 +13,10 @@ from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import RowSlot
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.pass_output import Sampled
+from services.worker.engine.execution.synchronous_runner import PlanRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.plans.scoring import ScoringTable
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.types import TokenIds
-    from services.worker.engine.engine import Emit, ProgressReport
+    from services.worker.engine.execution.interface import Emit, ProgressReport
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.scoring import Scored
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.engine import Emit, Engine, HostPages, ProgressReport
+    from services.worker.engine.execution.interface import Emit, Engine, HostPages, ProgressReport
 
 FAKE = "fake"
 

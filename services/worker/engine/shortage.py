@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 import torch
 
-from services.worker.engine.engine import OutOfMemoryError
+from services.worker.engine.execution.interface import OutOfMemoryError
 from services.worker.engine.plans.halves import halves, without
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.shard import Shard
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import Transfer
-    from services.worker.engine.engine import Emit, Engine, HostPages, ProgressReport
+    from services.worker.engine.execution.interface import Emit, Engine, HostPages, ProgressReport
     from services.worker.storage.tier import StorageTier
 
 # How long an engine without work stays with a plan if storage may be done with something: the next plan waits for it.

@@ -10,7 +10,7 @@ from services.worker.storage.objects import Miss
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from services.worker.engine.engine import HostPages
+    from services.worker.engine.execution.interface import HostPages
     from services.worker.storage.interface import Blob
     from services.worker.storage.objects import ObjectFormat
 

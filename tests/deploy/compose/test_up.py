@@ -85,7 +85,7 @@ def test_nobody_but_the_gateway_is_published(project: Project, service: str) -> 
 
 def test_the_worker_runs_operators_compiled_for_its_processor(project: Project) -> None:
     program = (
-        "from services.worker.engine.kernels.native_prebuilt import find_prebuilt, processor_flags\n"
+        "from services.worker.engine.kernels.cpu.prebuilt import find_prebuilt, processor_flags\n"
         "print(find_prebuilt() or ('avx2' not in processor_flags() and 'too old'))"
     )
     assert project.inside("worker", program) not in ("None", "False")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import asyncio
     from pathlib import Path
 
-    from services.worker.engine.engine import Engine
+    from services.worker.engine.execution.interface import Engine
     from services.worker.profiles import ProfileRules
 
 Serve = Callable[..., Awaitable["worker_pb2_grpc.WorkerAsyncStub"]]

@@ -17,12 +17,12 @@ from services.worker.engine.checkpoints.safetensors_directory import Safetensors
 from services.worker.engine.encoder.config import encoder_config
 from services.worker.engine.encoder.model import Encoder
 from services.worker.engine.encoder.weights import read_weights
+from services.worker.engine.execution.pass_output import Sampled, join
+from services.worker.engine.execution.pooler import Pooler
 from services.worker.engine.host_memory import keep_freed_memory
-from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.plans.halves import row_halves
 from services.worker.engine.plans.passes import gather
-from services.worker.engine.plans.plan_runner import Sampled, join
-from services.worker.engine.pooler import Pooler
 from services.worker.engine.shortage import compute_in_parts
 
 if TYPE_CHECKING:

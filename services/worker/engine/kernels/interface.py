@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from services.worker.engine.kernels.fp8 import Fp8Matrix
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.fp8 import Fp8Matrix
 
 
 class KvLayout(Enum):
@@ -181,4 +181,15 @@ class AttentionBackend(Protocol):
         self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Do both, in one go where that is faster."""
+        ...
+
+
+class Backend(Protocol):
+    """A family of kernels that fit together."""
+
+    name: str
+    kernels: Kernels
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return the attention for one model shape; `rotary` is `rotary_table`'s."""
         ...

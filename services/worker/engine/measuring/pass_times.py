@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.loader import load_decoder
 from services.worker.engine.measuring.random_batches import random_batch
-from services.worker.engine.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
     from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace, show: Callable[[Measurement], None]) -> l
             quantization=arguments.quantization,
         )  # fmt: skip
         options = RunnerOptions(device=arguments.device, threads=arguments.threads, backend=backend)
-        runner = ModelRunner.load(spec, lambda *_: None, options)
+        runner = load_decoder(spec, lambda *_: None, options)
         works = [
             (f"decode, {rows} rows at context {arguments.context}", [(arguments.context - 1, 1)] * rows)
             for rows in arguments.rows

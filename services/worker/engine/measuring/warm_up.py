@@ -11,7 +11,7 @@ import numpy as np
 
 from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
-from services.worker.engine.plans.lagged_plan_runner import LaggedPlanRunner, LaggedStepper
+from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner, LaggedStepper
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.engine.kernels.fp8 import above
 from services.worker.engine.kernels.interface import ExpertMatrices, HeadNorms
 from services.worker.engine.model.feed_forward import DenseFeedForward, MixtureFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
+from services.worker.engine.quantization.fp8 import above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

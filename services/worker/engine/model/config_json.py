@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import FAMILIES, Activation, MixtureConfig, ModelConfig, RotaryConfig
 from services.worker.engine.model.rotary import read_rotary
-from services.worker.engine.model.stored_quantization import stored_scales
+from services.worker.engine.quantization.checkpoint_scheme import stored_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,8 +9,8 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.tensor_shapes import block_shape
-from services.worker.engine.kernels.fp8 import FP8, Fp8Matrix, quantise
 from services.worker.engine.model.config import StoredScales
+from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, quantise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

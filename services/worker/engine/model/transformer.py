@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.worker.engine.kernels.cpu.layers import JoinedLayers
     from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, KvLayout, Linear
-    from services.worker.engine.kernels.native_layers import JoinedLayers
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import Pooling
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.plans.passes import NO_CHUNKS, Chunks
 from services.worker.engine.plans.rows import Phase, RowTable
 

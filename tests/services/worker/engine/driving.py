@@ -10,19 +10,21 @@ import torch
 
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.loader import load_decoder
 from services.worker.engine.model.batch import ForwardBatch
-from services.worker.engine.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from services.worker.engine.model_runner import ModelRunner
 
 
 def load(model: str | Path, *, backend: str = "auto", threads: int = 1, **changes: object) -> ModelRunner:
     """Load a runner with a small pool, in float32 as references are; `changes` go into its spec."""
     fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, "dtype": "float32", **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    return ModelRunner.load(spec, lambda *_: None, RunnerOptions(backend=backend, threads=threads))
+    return load_decoder(spec, lambda *_: None, RunnerOptions(backend=backend, threads=threads))
 
 
 @dataclass

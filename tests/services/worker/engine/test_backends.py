@@ -18,8 +18,8 @@ from services.worker.engine.backends import (
     select_kv_dtype,
 )
 from services.worker.engine.host import available_cores
-from services.worker.engine.kernels.native_build import build_library, find_openmp
-from services.worker.engine.kernels.native_library import NativeLibrary
+from services.worker.engine.kernels.cpu.build import build_library, find_openmp
+from services.worker.engine.kernels.cpu.library import CpuLibrary
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -71,7 +71,7 @@ def test_compiled_operators_are_for_cpus() -> None:
 
 
 def test_weights_are_bfloat16_on_processors_that_multiply_pairs_of_them() -> None:
-    library = NativeLibrary(build_library(find_openmp()))
+    library = CpuLibrary(build_library(find_openmp()))
     expected = torch.bfloat16 if library.rounds_inputs else torch.float32
     assert select_dtype("auto", SMOL, CPU, library) == expected
     assert select_dtype("float32", SMOL, CPU, library) == torch.float32

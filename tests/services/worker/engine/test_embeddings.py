@@ -13,9 +13,9 @@ import torch
 from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.engine import InvalidPlanError
-from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
 from tests.services.worker.engine.scenario import chunk, open_row
@@ -52,7 +52,7 @@ def reference(model: Path, prompt: list[int], pooling: Pooling) -> NDArray[np.fl
 def engine(model: Path, **changes: object) -> TorchEngine:
     fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, "dtype": "float32", **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    made = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, RunnerOptions(threads=1)))
+    made = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
     made.configure(spec, lambda _fraction, _stage: None)
     return made
 

@@ -11,7 +11,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import Pooling, SamplingParams, StepId
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeEngine, FakeOptions
 from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
 

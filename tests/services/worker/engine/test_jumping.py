@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from common.steps import JumpLimit, StepPlan
 from common.types import FinishReason, RequestId, RowSlot, StepId
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.torch_engine import TorchEngine
 from services.worker.engine.grammars.matcher import mask_words
-from services.worker.engine.torch_engine import TorchEngine
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker, next_token
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request

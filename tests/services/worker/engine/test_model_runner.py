@@ -10,12 +10,14 @@ import torch
 
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from services.worker.engine.model_runner import ModelRunner
 
 BACKENDS = ("torch", "compiled")
 PROMPT = random_ids(70, VOCABULARY)
@@ -163,7 +165,7 @@ def test_fingerprints_are_equal_exactly_if_pages_are_interchangeable(model: Path
 
 def test_progress_rises_to_one_and_names_its_stages(model: Path) -> None:
     seen: list[tuple[float, str]] = []
-    ModelRunner.load(EngineSpec(str(model), device_pages=4), lambda progress, stage: seen.append((progress, stage)))
+    load_decoder(EngineSpec(str(model), device_pages=4), lambda progress, stage: seen.append((progress, stage)))
     progress = [value for value, _ in seen]
     assert progress == sorted(progress)
     assert progress[-1] == 1.0

@@ -13,10 +13,10 @@ from common.prompt_logprobs import MAX_PART_VALUES, PromptLogprobs, PromptLogpro
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.engine import InvalidPlanError
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_decoder
 from services.worker.engine.sampling import prompt_scores
-from services.worker.engine.torch_engine import TorchEngine
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk, open_row
 from tests.services.worker.engine.tiny_llama import VOCABULARY, save_tiny_llama
@@ -49,7 +49,7 @@ def expected(model: Path) -> torch.Tensor:
 
 
 def load(model: Path, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> TorchEngine:
-    engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, RunnerOptions(threads=1)))
+    engine = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
     spec = EngineSpec(
         str(model), dtype="float32", rank=rank, world_size=world_size, rendezvous=rendezvous, max_rows=4,
         max_context=256, page_size=16, device_pages=64,

@@ -9,8 +9,8 @@ import pytest
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from common.types import FinishReason
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_decoder
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.worker.engine.driving import random_ids
@@ -52,7 +52,7 @@ def load(
         "window_pages": POOL, "window_ratio": 0.5, "dtype": "float32", **changes,
     }  # fmt: skip
     options = RunnerOptions(device=device, threads=1, backend=backend)
-    engine = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, options))
+    engine = TorchEngine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(str(directory), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
     return engine, engine.configure(spec, lambda _fraction, _stage: None)
 

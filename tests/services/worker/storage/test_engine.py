@@ -10,7 +10,7 @@ import pytest
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.storage.engine import StoringEngine
 from services.worker.storage.tier import StorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
@@ -18,7 +18,7 @@ from tests.fakes.storage import FakeHostPages, FakeStorage
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from services.worker.engine.engine import Emit, ProgressReport
+    from services.worker.engine.execution.interface import Emit, ProgressReport
 
 SPEC = EngineSpec(model="m")
 CAPACITY = EngineCapacity(4, 16, 64, 100, (2,), 1, "layout", "fake", 1, host_pages=4)

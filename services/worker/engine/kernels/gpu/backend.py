@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
-from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+from services.worker.engine.kernels.gpu.kernels import GpuKernels
 from services.worker.engine.kernels.gpu.prebuild import is_missing
-from services.worker.engine.kernels.torch_attention import TorchAttention
+from services.worker.engine.kernels.torch.attention import TorchAttention
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
@@ -57,6 +57,6 @@ class GpuBackend:
                 "put CUDA's nvcc on the path or into CUDA_HOME, or build an image with them", shape.head_dim
             )  # fmt: skip
             return TorchChunkAttention(shape)
-        from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
+        from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferChunkAttention
 
         return FlashInferChunkAttention(shape, self._device)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.fp8 import FP8, Fp8Matrix
 from services.worker.engine.kernels.gpu.elementwise import activated
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
 from services.worker.engine.model.config import Activation
+from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.fp8 import FP8, LARGEST, SMALLEST
 from services.worker.engine.kernels.gpu import elementwise, small_linear
-from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
+from services.worker.engine.quantization.fp8 import FP8, LARGEST, SMALLEST
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.fp8 import Fp8Matrix
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.fp8 import Fp8Matrix
 
 
 @triton.jit

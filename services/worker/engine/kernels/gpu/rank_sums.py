@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.overlap import follow, launch_options
+from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

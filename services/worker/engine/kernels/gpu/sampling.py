@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.row_state import (
+from services.worker.engine.kernels.gpu.device_batch import (
     LENGTH,
     MIN_P,
     SEED_HIGH,

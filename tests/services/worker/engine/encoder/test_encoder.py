@@ -14,10 +14,10 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.engine import InvalidPlanError
-from services.worker.engine.loading import load_runner
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_model
 from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.torch_engine import TorchEngine
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.encoder.tiny_bert import ENCODERS, VOCABULARY, reference_states, save_encoder
 from tests.services.worker.engine.scenario import chunk, open_row
@@ -39,7 +39,7 @@ PROMPTS = [
 def configured(model: Path, **changes: object) -> tuple[TorchEngine, EngineCapacity]:
     fields: dict[str, object] = {"max_rows": 8, "max_step_tokens": 512, **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    engine = TorchEngine(lambda spec, report: load_runner(spec, report, RunnerOptions(device="cpu", threads=1)))
+    engine = TorchEngine(lambda spec, report: load_model(spec, report, RunnerOptions(device="cpu", threads=1)))
     return engine, engine.configure(spec, lambda _fraction, _stage: None)
 
 
@@ -207,7 +207,7 @@ def test_what_an_encoder_cannot_be_configured_with_is_refused(
 
 def test_other_models_are_decoders(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
-    runner = load_runner(
+    runner = load_model(
         EngineSpec(str(tmp_path), device_pages=4), lambda _f, _s: None, RunnerOptions(device="cpu", threads=1)
     )
     assert isinstance(runner, ModelRunner)

@@ -13,9 +13,10 @@ import torch
 from common.grammars import Grammar, GrammarKind
 from common.steps import JumpLimit, RowOpen, StepPlan
 from common.types import RowSlot, StepId
+from services.worker.engine.execution.pass_output import Sampled
+from services.worker.engine.execution.synchronous_runner import PlanRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.plan_runner import PlanRunner, Sampled
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.forcing import split_forced, with_forced
 from services.worker.engine.sampling.sampler import sample

@@ -15,7 +15,7 @@ from tests.services.worker.engine.grammars.writing import ROWS, load, outputs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.worker.engine.torch_engine import TorchEngine
+    from services.worker.engine.execution.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.soak
 

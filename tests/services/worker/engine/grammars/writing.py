@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from common.steps import EngineSpec, JumpLimit, RowOpen, StepPlan
 from common.types import FinishReason, RowSlot, SamplingParams, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.grammars.outputs import EOS, SOURCE, library
 from tests.services.worker.engine.scenario import chunk, open_row
 
@@ -26,7 +26,7 @@ PAGES = 8
 
 def load(dtype: str = "auto") -> TorchEngine:
     """Return an engine with the bundled model and `ROWS` rows."""
-    made = TorchEngine(lambda spec, report: ModelRunner.load(spec, report, RunnerOptions()), library())
+    made = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions()), library())
     spec = EngineSpec(SOURCE.model, dtype=dtype, max_rows=ROWS, max_context=128, device_pages=ROWS * PAGES)
     assert made.configure(spec, lambda *_: None).jumps_forward
     return made

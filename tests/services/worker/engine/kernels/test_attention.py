@@ -9,22 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
 from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, HeadNorms, KvLayer
-from services.worker.engine.kernels.native_attention import NativeAttention, fits
-from services.worker.engine.kernels.torch_attention import TorchAttention
-from services.worker.engine.kernels.torch_kernels import rms_norm
+from services.worker.engine.kernels.torch.attention import TorchAttention
+from services.worker.engine.kernels.torch.kernels import rms_norm
 from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.native_library import NativeLibrary
+    from services.worker.engine.kernels.cpu.library import CpuLibrary
 
 KV_TYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
-def backends(library: NativeLibrary, shape: AttentionShape) -> list[AttentionBackend]:
+def backends(library: CpuLibrary, shape: AttentionShape) -> list[AttentionBackend]:
     angles = torch.rand(256, shape.head_dim // 2, generator=torch.Generator().manual_seed(9)) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return [TorchAttention(shape, table), *(NativeAttention(library, shape, table, threads) for threads in (1, 3))]
+    return [TorchAttention(shape, table), *(CpuAttention(library, shape, table, threads) for threads in (1, 3))]
 
 
 def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
@@ -51,7 +51,7 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(cases())
-def test_attention_follows_its_definition(library: NativeLibrary, case: Case) -> None:
+def test_attention_follows_its_definition(library: CpuLibrary, case: Case) -> None:
     queries = case.qkv()[:, : case.shape.query_width].contiguous()
     for backend in backends(library, case.shape):
         layer = case.layer(backend.layout, torch.float32)
@@ -65,7 +65,7 @@ def test_scores_without_a_scale_are_divided_by_the_root_of_their_width() -> None
     assert AttentionShape(4, 2, 64, 16, score_scale=0.5).scale == 0.5
 
 
-def test_what_lies_before_all_windows_is_never_looked_at(library: NativeLibrary) -> None:
+def test_what_lies_before_all_windows_is_never_looked_at(library: CpuLibrary) -> None:
     case = Case(AttentionShape(6, 2, 64, 16, window_left=20), [(150, 1), (70, 1), (130, 30)], seed=1)
     queries, batch = case.qkv()[:, : case.shape.query_width].contiguous(), case.batch()
     table = batch.page_table.clone()
@@ -78,7 +78,7 @@ def test_what_lies_before_all_windows_is_never_looked_at(library: NativeLibrary)
         assert torch.equal(backend.attend(queries, layer, replace(batch, page_table=table)), expected)
 
 
-def test_capped_scores_are_for_plain_torch(library: NativeLibrary) -> None:
+def test_capped_scores_are_for_plain_torch(library: CpuLibrary) -> None:
     shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, score_cap=2.0)
     case = Case(shape, [(100, 1), (3, 1), (20, 30)], seed=1)
     assert not fits(library, shape)
@@ -88,7 +88,7 @@ def test_capped_scores_are_for_plain_torch(library: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
-def test_attention_reads_every_type_of_kv(library: NativeLibrary, dtype: torch.dtype) -> None:
+def test_attention_reads_every_type_of_kv(library: CpuLibrary, dtype: torch.dtype) -> None:
     case = Case(AttentionShape(6, 2, 64, 16), [(100, 1), (3, 1), (20, 30)], seed=1)
     queries = case.qkv()[:, : case.shape.query_width].contiguous()
     for backend in backends(library, case.shape):
@@ -100,7 +100,7 @@ def test_attention_reads_every_type_of_kv(library: NativeLibrary, dtype: torch.d
 
 @settings(max_examples=25)
 @given(cases())
-def test_back_ends_store_the_same_keys_and_values(library: NativeLibrary, case: Case) -> None:
+def test_back_ends_store_the_same_keys_and_values(library: CpuLibrary, case: Case) -> None:
     torch.manual_seed(case.seed)
     norms = HeadNorms(torch.rand(case.shape.head_dim), torch.rand(case.shape.head_dim), 1e-6)
     reference, *others = backends(library, case.shape)
@@ -117,7 +117,7 @@ def test_back_ends_store_the_same_keys_and_values(library: NativeLibrary, case: 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), KV_TYPES.items())
 def test_stored_tokens_are_rotated_normalised_and_rounded(
-    library: NativeLibrary, dtype: torch.dtype, tolerance: float
+    library: CpuLibrary, dtype: torch.dtype, tolerance: float
 ) -> None:
     case = Case(AttentionShape(4, 2, 32, 16), [(5, 1), (0, 20)], seed=2)
     norms = HeadNorms(torch.rand(32), torch.rand(32), 1e-6)
@@ -141,7 +141,7 @@ def test_stored_tokens_are_rotated_normalised_and_rounded(
 
 
 @pytest.mark.parametrize("window_left", [None, 40])
-def test_a_query_gets_the_same_bits_in_every_chunk(library: NativeLibrary, window_left: int | None) -> None:
+def test_a_query_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_left: int | None) -> None:
     shape = AttentionShape(6, 2, 64, 16, window_left)
     whole = Case(shape, [(0, 150)], seed=3)
     queries = whole.qkv()[:, : shape.query_width].contiguous()
@@ -156,7 +156,7 @@ def test_a_query_gets_the_same_bits_in_every_chunk(library: NativeLibrary, windo
             assert torch.equal(got, expected[old : old + new])
 
 
-def test_far_scores_do_not_overflow(library: NativeLibrary) -> None:
+def test_far_scores_do_not_overflow(library: CpuLibrary) -> None:
     case = Case(AttentionShape(2, 1, 16, 16), [(90, 1), (10, 70)], seed=4)
     queries = case.qkv()[:, :32].contiguous() * 300
     for backend in backends(library, case.shape):
@@ -166,7 +166,7 @@ def test_far_scores_do_not_overflow(library: NativeLibrary) -> None:
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_shapes_that_fill_no_register_are_not_for_compiled_attention(library: NativeLibrary) -> None:
+def test_shapes_that_fill_no_register_are_not_for_compiled_attention(library: CpuLibrary) -> None:
     assert fits(library, AttentionShape(9, 3, 64, 16))
     assert not fits(library, AttentionShape(9, 3, 64, 5))
     assert not fits(library, AttentionShape(9, 3, 6, 16))

@@ -8,11 +8,16 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
-from services.worker.engine.kernels.fp8 import FP8, Fp8Matrix, quantise
 from services.worker.engine.model.tensors import Tensors
+from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, quantise
 from tests.services.worker.engine.families import save_family
-from tests.services.worker.engine.fp8_checkpoints import FP8_DYNAMIC, PER_TENSOR, change_config, store_in_fp8
-from tests.services.worker.engine.kernels.fp8_bounds import widened
+from tests.services.worker.engine.quantization.fp8_bounds import widened
+from tests.services.worker.engine.quantization.fp8_checkpoints import (
+    FP8_DYNAMIC,
+    PER_TENSOR,
+    change_config,
+    store_in_fp8,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

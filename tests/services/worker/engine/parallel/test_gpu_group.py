@@ -9,7 +9,7 @@ import torch
 
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.loader import load_decoder
 from services.worker.engine.parallel.group import DistributedGroup, join_group
 from services.worker.engine.parallel.shards import split_evenly
 from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShape, Method
@@ -119,7 +119,7 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Te
     spec = EngineSpec(
         model, dtype="bfloat16", max_rows=4, device_pages=64, rank=rank, world_size=world_size, rendezvous=rendezvous
     )
-    runner = ModelRunner.load(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
     driver = Driver(runner)
     row, ids = driver.open(60), random_ids(40, runner.capacity.vocabulary_size)
     parts = [ids[:23], ids[23:36], *([token] for token in ids[36:])]

@@ -7,7 +7,7 @@ import pytest
 from common.steps import PageGrants, PageReplacement, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RowSlot, StepId
-from services.worker.engine.engine import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.rows import RowTable
 from tests.services.worker.engine.scenario import chunk, grant, ids, open_row

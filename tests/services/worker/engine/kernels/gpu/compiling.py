@@ -13,18 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.worker.engine.kernels.fp8 import LARGEST, SMALLEST
-from services.worker.engine.kernels.gpu import (
-    adjusting,
-    elementwise,
-    experts,
-    fp8_linear,
-    rank_sums,
-    reporting,
-    row_state,
-    sampling,
-    small_linear,
-)
+from services.worker.engine.kernels.gpu import device_batch as row_state
+from services.worker.engine.kernels.gpu import elementwise, experts, fp8_linear, rank_sums, sampling, small_linear
+from services.worker.engine.kernels.gpu import logits_processors as adjusting
+from services.worker.engine.kernels.gpu import logprobs as reporting
+from services.worker.engine.quantization.fp8 import LARGEST, SMALLEST
 
 # Values of what is constant while a program is compiled.
 Constants = dict[str, float]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
-from services.worker.engine.kernels.torch_attention import TorchAttention
+from services.worker.engine.kernels.torch.attention import TorchAttention
 from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -99,7 +99,7 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
 @given(case=cases(head_dims=(64, 128, 256)))
 def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: torch.device) -> None:
     pytest.importorskip("flashinfer")
-    from services.worker.engine.kernels.gpu.flashinfer_chunks import FlashInferChunkAttention
+    from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferChunkAttention
 
     case = replace(case, shape=replace(case.shape, page_size=16))
 

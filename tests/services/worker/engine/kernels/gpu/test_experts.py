@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.kernels.expert_loop import ExpertLoop
-from services.worker.engine.kernels.fp8 import quantise
+from services.worker.engine.kernels.composed import ExpertLoop
 from services.worker.engine.kernels.interface import ExpertMatrices
-from services.worker.engine.kernels.torch_kernels import TorchKernels
+from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.model.config import Activation
+from services.worker.engine.quantization.fp8 import quantise
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 

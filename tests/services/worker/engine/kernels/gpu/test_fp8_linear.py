@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.kernels import fp8
-from services.worker.engine.kernels.torch_kernels import activate
+from services.worker.engine.kernels.torch.kernels import activate
 from services.worker.engine.model.config import Activation
-from tests.services.worker.engine.kernels.fp8_bounds import exact_product, within
+from services.worker.engine.quantization import fp8
+from tests.services.worker.engine.quantization.fp8_bounds import exact_product, within
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
 from services.worker.engine.kernels.gpu import small_linear
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
-from services.worker.engine.kernels.gpu.layer_kernels import GpuKernels
+from services.worker.engine.kernels.gpu.kernels import GpuKernels
 
 # The interpreter multiplies no bfloat16, and devices give products of scaled rows in nothing else.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.kernels.torch_kernels import rms_norm
+from services.worker.engine.kernels.torch.kernels import rms_norm
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 

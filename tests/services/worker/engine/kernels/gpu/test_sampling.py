@@ -17,7 +17,7 @@ from tests.services.worker.engine.scenario import open_row
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.gpu.resident_rows import ResidentRows
+from services.worker.engine.execution.device_batch import ResidentRows
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 
 PARAMETERS = st.builds(

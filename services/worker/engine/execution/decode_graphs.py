@@ -1,0 +1,167 @@
+"""Decode passes of fixed sizes over resident rows, captured as CUDA graphs: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.engine.execution.cuda_graphs import has_memory
+from services.worker.engine.execution.device_batch import to_device
+from services.worker.engine.execution.device_sampler import Way
+from services.worker.engine.kernels.gpu import device_batch as row_state
+from services.worker.engine.kernels.gpu.logprobs import Report
+from services.worker.engine.model.batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineCapacity
+    from services.worker.engine.execution.device_batch import ResidentRows
+    from services.worker.engine.execution.device_sampler import DeviceSampler
+    from services.worker.engine.plans.rows import RowIndices
+
+
+class ResidentRunner(Protocol):
+    """One rank's model on a GPU, as `ModelRunner` implements it. Behind its pool's last page is one for padding."""
+
+    capacity: EngineCapacity
+    device: torch.device
+
+    def compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return logits of the batch's samples, [samples, vocabulary] in the model's type, without waiting."""
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Do the same, but return what the logits are made of, [samples, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden], as `compute` does."""
+
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `token_ids` on every rank."""
+
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on every rank; all ask at the same time, and wait."""
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture: dense where a step is short, within an eighth of any size above 64."""
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+class DecodePass:
+    """Everything a pass of `size` rows reads and writes, at fixed addresses."""
+
+    def __init__(self, size: int, rows: ResidentRows, runner: ResidentRunner, sampler: DeviceSampler) -> None:
+        """Allocate; ranks whose `sampler` does not choose are told by `runner`."""
+        device = rows.cells.device
+        self.size = size
+        self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros(size, dtype=torch.int32, device=device)
+        self.logits = torch.empty(0, device=device)
+        # Of passes in which any row asked for log probabilities.
+        self.report = Report.empty(size, runner.capacity.vocabulary_size, device)
+        self._rows = rows
+        self._page_size = runner.capacity.page_size
+        self._runner = runner
+        self._sampler = sampler
+        self._batch = ForwardBatch(
+            token_ids=torch.zeros(size, dtype=torch.int64, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            key_lengths=torch.ones(size, dtype=torch.int32, device=device),
+            page_table=rows.page_table,
+            write_slots=torch.zeros(size, dtype=torch.int64, device=device),
+            sample_indices=torch.arange(size, device=device),
+            decode_rows=size,
+            max_query_length=1,
+            max_key_length=rows.page_table.shape[1] * self._page_size,
+            table_rows=self.slots,
+            window_table=rows.window_table,
+            window_slots=None if rows.window_table is None else torch.zeros(size, dtype=torch.int64, device=device),
+        )
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._members: RowIndices = np.empty(0, np.int64)
+        self._order: RowIndices = np.empty(0, np.int64)
+
+    def take(self, members: RowIndices, lengths: RowIndices) -> RowIndices:
+        """Set who takes part; return the place of each member's token in `token_ids`."""
+        if not np.array_equal(members, self._members):
+            # Longest first: whoever starts last then has least to do, so that the device's units end together.
+            order = np.argsort(-lengths, kind="stable")
+            slots = np.full(self.size, self._rows.padding_slot, np.int32)
+            slots[: members.size] = members[order]
+            self.slots.copy_(to_device(slots, self.slots.device), non_blocking=True)
+            self._members, self._order = members.copy(), np.argsort(order, kind="stable")
+        return self._order
+
+    def compute(self) -> None:
+        """Run the model."""
+        if not self._replay("compute"):
+            self._compute()
+
+    def choose(self, way: Way, *, reports: bool) -> None:
+        """Sample, tell log probabilities if any row wants them, and append to the rows."""
+        if not self._replay(_name(way, reports=reports)):
+            self._choose(way, reports=reports)
+
+    def tell(self, token_ids: torch.Tensor, *, counts: bool) -> None:
+        """Append tokens that were sampled elsewhere, [size] int32; `counts` if any row has penalties."""
+        self.token_ids.copy_(token_ids)
+        self._sampler.append(self.slots, self.token_ids, counts=counts)
+
+    def release(self) -> None:
+        """Give up what was captured: the pass runs kernel by kernel."""
+        self._graphs.clear()
+        self.logits = torch.empty(0, device=self.logits.device)
+
+    def has_memory(self) -> bool:
+        """Run the model, and return whether as much as that took is still free for a graph, and something beside it."""
+        return has_memory(self._compute, self.slots.device)
+
+    def capture(self, pool: Any) -> None:  # torch does not export the type
+        """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
+        choices = [(way, reports) for way in Way for reports in (False, True)]
+        runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
+        runs += [(_name(way, reports=told), partial(self._choose, way, reports=told)) for way, told in choices]
+        for name, run in runs:
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as NCCL's watchdog, may go on asking the device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                run()
+            self._graphs[name] = graph
+
+    def _replay(self, name: str) -> bool:
+        graph = self._graphs.get(name)
+        if graph is None:
+            return False
+        graph.replay()
+        return True
+
+    def _compute(self) -> None:
+        batch = self._batch
+        row_state.prepare(
+            self._rows.cells, self.slots, batch.token_ids, batch.positions, batch.key_lengths, batch.write_slots,
+            self._page_size,
+        )  # fmt: skip
+        if batch.window_table is not None and batch.window_slots is not None:
+            row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
+        self.logits = self._runner.compute(batch)
+
+    def _choose(self, way: Way, *, reports: bool) -> None:
+        if self._sampler.chooses:
+            self._sampler.choose(self.logits, self.slots, self.token_ids, way)
+            if reports:
+                self._sampler.report(self.logits, self.slots, self.token_ids, self.report)
+        self._runner.broadcast_tokens(self.token_ids)
+        # Last: nothing that can fail may follow.
+        self._sampler.append(self.slots, self.token_ids, counts=way is Way.ADJUSTED)
+
+
+def _name(way: Way, *, reports: bool) -> str:
+    return f"{way.value}, reported" if reports else way.value

@@ -1,0 +1,303 @@
+"""Computes passes on a GPU over resident rows, without waiting for any of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.execution.cuda_graphs import CapturedPasses
+from services.worker.engine.execution.decode_graphs import DecodePass, ResidentRunner, ladder
+from services.worker.engine.execution.device_batch import ResidentRows, to_device
+from services.worker.engine.execution.device_sampler import DeviceSampler, LaunchedReport
+from services.worker.engine.execution.interface import OutOfMemoryError
+from services.worker.engine.execution.pass_output import NO_ROWS, Sampled
+from services.worker.engine.execution.piecewise_graphs import UNIT, PromptPass, most_worthwhile, prompt_ladder
+from services.worker.engine.execution.pooler import Pooler, encoded, with_pooled
+from services.worker.engine.execution.synchronous_executor import to_device as batch_to_device
+from services.worker.engine.kernels.gpu.logprobs import Report
+from services.worker.engine.plans.passes import ForwardPass, gather
+from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
+from services.worker.engine.sampling.prompt_scores import score
+from services.worker.engine.sampling.sampler import Samples, sample
+from services.worker.engine.sampling.table import SamplingTable
+from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineSpec, StepPlan
+    from common.types import RowSlot, TokenLogprob
+    from services.worker.engine.grammars.row_masks import RowMasks
+    from services.worker.engine.plans.rows import RowIndices, RowTable
+
+log = logging.getLogger(__name__)
+
+# Start-up may spend this long on graphs of rows that decode, and of prompts.
+_DECODE_BUDGET_S, _PROMPT_BUDGET_S = 45.0, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedTokens:
+    """Tokens on their way to the host; `order[i]` is where the i-th sampled row's token lies."""
+
+    token_ids: torch.Tensor
+    order: RowIndices
+    event: torch.cuda.Event | None
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    # More of these, which the device tells.
+    reports: tuple[LaunchedReport, ...] = ()
+    failed: RowIndices = field(default_factory=lambda: NO_ROWS)
+    # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
+    pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
+    vectors: torch.Tensor | None = None
+    prompt_logprobs: RowSpans = ()
+
+    def is_ready(self) -> bool:
+        """Whether they have arrived."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def wait(self) -> Sampled:
+        """Return them."""
+        if self.event is not None:
+            self.event.synchronize()
+        embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
+        token_ids = self.token_ids.numpy()[self.order]
+        logprobs = (*self.logprobs, *(entry for report in self.reports for entry in report.entries()))
+        return Sampled(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a pass or a part of one brings: tokens [samples] int32 that the rows do not have yet, and what was asked."""
+
+    token_ids: torch.Tensor
+    prompt_logprobs: RowSpans
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    reports: tuple[LaunchedReport, ...] = ()
+
+
+class GpuStepper:
+    """Decoding rows run from captured graphs, short chunks from pieces, and long ones are launched kernel by kernel."""
+
+    def __init__(self, runner: ResidentRunner, spec: EngineSpec) -> None:
+        """Use `runner`, with rows as `spec` says."""
+        capacity, device = runner.capacity, runner.device
+        self._runner = runner
+        self._is_first = spec.rank == 0
+        self._is_shared = spec.world_size > 1
+        self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
+        self._scoring = ScoringTable()
+        self._pooler = Pooler()
+        self._rows = ResidentRows(
+            spec.max_rows,
+            -(-capacity.max_context // capacity.page_size),
+            padding_page=capacity.device_pages,
+            vocabulary_size=capacity.vocabulary_size,
+            device=device,
+            window_padding_page=capacity.window_pool.pages if capacity.window_pool else None,
+        )
+        self._sampler = DeviceSampler(spec, self._rows, self._table)
+
+        def make(size: int) -> DecodePass:
+            return DecodePass(size, self._rows, runner, self._sampler)
+
+        self._decode_passes = CapturedPasses(ladder(spec.max_rows), make)
+        self._max_step_tokens = spec.max_step_tokens
+        self._prompt_passes: CapturedPasses[PromptPass] = CapturedPasses((), self._make_prompt_pass)
+
+    def heed(self, grammars: RowMasks | None) -> None:
+        """Hold rows to their grammars from now on."""
+        self._table.grammars = grammars
+
+    def capture(self, report: Callable[[float], None]) -> None:
+        """Capture passes as graphs."""
+        pool, agree = torch.cuda.graph_pool_handle(), self._runner.agree if self._is_shared else None
+        # Ranks must capture the same passes, since these meet in collectives.
+        budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
+        self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
+        most = most_worthwhile(self._max_step_tokens, self._make_prompt_pass, pool, agree)
+        self._prompt_passes = CapturedPasses(prompt_ladder(most), self._make_prompt_pass, UNIT)
+        self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
+
+    def _make_prompt_pass(self, size: int) -> PromptPass:
+        return PromptPass(size, self._rows, self._runner)
+
+    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+        """Take note of what a plan has changed; see `LaggedStepper`."""
+        for opened in plan.opens:
+            self._table.open(opened)
+            self._sampler.open(opened)
+            self._scoring.open(opened)
+            self._pooler.open(opened)
+        self._rows.mirror(plan, rows, self._table.needs)
+
+    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+        """Whether the sampler has to look at the rows' earlier tokens on the host."""
+        return self._sampler.needs_history(forward.sampled_rows)
+
+    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
+        """Start a pass; see `LaggedStepper`."""
+        self._sampler.upload()
+        if not forward.chunks.rows.size:
+            try:
+                return self._launch_decoding(rows, forward.decode_rows)
+            except Exception as error:
+                # Nothing was appended to the rows yet. What is to be done is decided outside: the error holds memory.
+                if not is_out_of_memory(error):
+                    raise
+                if self._is_shared:
+                    # Trying again would meet the other ranks in the middle of their pass.
+                    raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
+        return self._launch_parts(rows, forward)
+
+    def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedTokens:
+        one = self._decode_passes.of(members.size)
+        order = one.take(members, rows.lengths[members])
+        # Before the rows get their tokens: nothing that can fail may follow that.
+        host = self._host_memory(one.size)
+        reports = self._is_first and self._sampler.reports(members)
+        told = self._host_report(one.size) if reports else None
+        one.compute()
+        if not self._sampler.can_choose(members):
+            at = to_device(order, self._runner.device)
+            samples = self._sample_on_host(one.logits, at, members, rows)
+            padded = torch.zeros(one.size, dtype=torch.int32, device=self._runner.device)
+            padded[at] = samples.token_ids.to(torch.int32)
+            one.tell(padded, counts=self._sampler.counts(members))
+            return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
+        # While the device computes: tokens are known up to here, or nothing depends on them.
+        self._sampler.follow(members, rows)
+        one.choose(self._sampler.way_of(members, rows), reports=reports)
+        if told is None:
+            return self._fetch(one.token_ids, host, order)
+        told.copy_(one.report)
+        return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(told, members, order),))
+
+    def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
+        """Run a pass kernel by kernel, in parts if memory does not suffice."""
+        made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
+        sampled = forward.sampled_rows
+        got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
+        prompt_logprobs = tuple(entry for _, part in made.parts for entry in part.prompt_logprobs)
+        pooled = np.setdiff1d(forward.pooled_rows, made.failed) if self._is_first else NO_ROWS
+        vectors = self._fetch_vectors(pooled)
+        if got_token.size == 0:
+            nothing = torch.zeros(sampled.size, dtype=torch.int32)
+            event = None if vectors is None else self._record()
+            launched = LaunchedTokens(nothing, np.arange(sampled.size), event, failed=made.failed)
+            return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
+        host = self._host_memory(got_token.size)
+        token_ids = torch.cat([part.token_ids for _, part in made.parts])
+        having = sampled[got_token]
+        slots = to_device(having.astype(np.int32), self._runner.device)
+        self._sampler.append(slots, token_ids, counts=self._sampler.counts(having))
+        order = np.zeros(sampled.size, np.int64)
+        order[got_token] = np.arange(got_token.size)
+        launched = self._fetch(
+            token_ids, host, order,
+            logprobs=tuple(entry for _, part in made.parts for entry in part.logprobs),
+            reports=tuple(report for _, part in made.parts for report in part.reports),
+        )  # fmt: skip
+        return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
+
+    def _compute_part(self, rows: RowTable, forward: ForwardPass) -> _Part:
+        """Return what a pass brings."""
+        logits, prompt_logprobs = self._compute_mixed(rows, forward)
+        sampled, device = forward.sampled_rows, self._runner.device
+        token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
+        if sampled.size == 0:
+            return _Part(token_ids, prompt_logprobs)
+        if not self._sampler.can_choose(sampled):
+            samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
+            return _Part(samples.token_ids.to(torch.int32), prompt_logprobs, samples.logprobs)
+        reports: tuple[LaunchedReport, ...] = ()
+        if self._is_first:
+            self._sampler.follow(sampled, rows)
+            slots = to_device(sampled.astype(np.int32), device)
+            self._sampler.choose(logits, slots, token_ids, self._sampler.way_of(sampled, rows))
+            reports = self._report(logits, sampled, slots, token_ids)
+        return _Part(self._runner.broadcast_tokens(token_ids), prompt_logprobs, reports=reports)
+
+    def _report(
+        self, logits: torch.Tensor, sampled: RowIndices, slots: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[LaunchedReport, ...]:
+        """Start to tell log probabilities of rows `sampled`, if any of them wants some."""
+        if not self._sampler.reports(sampled):
+            return ()
+        report = Report.empty(sampled.size, self._table.vocabulary_size, self._runner.device)
+        self._sampler.report(logits, slots, token_ids, report)
+        told = self._host_report(sampled.size)
+        told.copy_(report)
+        return (self._sampler.launched(told, sampled, np.arange(sampled.size)),)
+
+    def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+        """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
+        host = with_pooled(gather(rows, forward))
+        scored = self._scoring.of(rows, forward)
+        others = host.sample_indices.size
+        host = with_scored(host, scored) if scored else host
+        batch = replace(batch_to_device(host, self._runner.device), host=host)
+        decoding = forward.decode_rows
+        if decoding.size:
+            # The host may not know yet what these rows sampled last.
+            slots = to_device(decoding.astype(np.int32), self._runner.device)
+            batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
+        captured = self._prompt_passes.captured(batch.token_ids.shape[0])
+        if captured is None and not (host.pooled_indices.size or scored):
+            return self._runner.compute(batch), ()
+        hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)
+        samples = others - host.pooled_indices.size
+        if self._is_first and samples < others:
+            self._pooler.add(host.pooled_slots, hidden[samples:others])
+        vocabulary_size, logits_of = self._table.vocabulary_size, self._runner.logits
+        spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first)
+        return logits_of(hidden[:samples]), spans
+
+    def _sample_on_host(self, logits: torch.Tensor, places: torch.Tensor, slots: RowIndices, rows: RowTable) -> Samples:
+        """Choose with the sampler that knows every parameter, and waits."""
+        if self._is_first:
+            samples = sample(logits[places].float(), slots, rows, self._table)
+        else:
+            samples = Samples(torch.empty(slots.size, dtype=torch.int64, device=self._runner.device))
+        return Samples(self._runner.broadcast_tokens(samples.token_ids), samples.logprobs)
+
+    def _host_memory(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, pin_memory=self._runner.device.type != "cpu")
+
+    def _host_report(self, rows: int) -> Report:
+        cpu, is_pinned = torch.device("cpu"), self._runner.device.type != "cpu"
+        return Report.empty(rows, self._table.vocabulary_size, cpu, is_pinned=is_pinned)
+
+    def _fetch(
+        self,
+        token_ids: torch.Tensor,
+        host: torch.Tensor,
+        order: RowIndices,
+        *,
+        logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = (),
+        reports: tuple[LaunchedReport, ...] = (),
+    ) -> LaunchedTokens:
+        """Start to copy tokens into `host`, behind what else is on its way."""
+        host.copy_(token_ids, non_blocking=True)
+        return LaunchedTokens(host, order, self._record(), logprobs, reports)
+
+    def _fetch_vectors(self, pooled: RowIndices) -> torch.Tensor | None:
+        """Start to copy the embeddings of `pooled` rows to the host; None if there are none."""
+        if not pooled.size:
+            return None
+        vectors = self._pooler.take(pooled)
+        host = torch.empty(vectors.shape, dtype=torch.float32, pin_memory=self._runner.device.type != "cpu")
+        return host.copy_(vectors, non_blocking=True)
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Return what tells that all that was launched is done; None where launching waits."""
+        if self._runner.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event.record()
+        return event

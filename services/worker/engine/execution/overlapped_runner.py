@@ -1,0 +1,281 @@
+"""Running plans one pass ahead of what is known: the device never waits for the host to look at its tokens.
+
+Pass p + 1 is launched before the tokens of pass p are read. Rows that reach their length are known in advance; a row
+that samples a stop id in pass p still takes part in pass p + 1, where its token is dropped, and is out of pass p + 2.
+That lag is fixed, whenever tokens happen to arrive, so that all ranks launch the same passes. What such a row writes
+goes to pages that the plan granted it, before anything that a later plan can put there. Rows do not jump forward here,
+however far plans would let them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from common.steps import RowStop, StepPlan, StepResult
+from common.types import FinishReason, RowSlot
+from services.worker.engine.execution.pass_output import NO_ROWS, Sampled, failures
+from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
+from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.scoring import partial_results
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from common.transfers import TransferAck
+    from services.worker.engine.execution.interface import Emit
+    from services.worker.engine.execution.synchronous_runner import Clock
+    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.plans.rows import RowIndices, RowTable
+
+
+log = logging.getLogger(__name__)
+
+# Only what is compiled, loaded or allocated for the first time takes so long.
+_SLOW_LAUNCH_S = 0.2
+
+
+class PendingTokens(Protocol):
+    """A launched pass."""
+
+    @property
+    def failed(self) -> RowIndices:
+        """Rows for which memory did not suffice; known at once, as nothing was launched for them."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self) -> Sampled:
+        """Return one token for each of the pass's `sampled_rows`, when they are there."""
+
+
+class LaggedStepper(Protocol):
+    """Computes passes without waiting for them."""
+
+    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+        """Take note of what a plan has changed in `rows`."""
+
+    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+        """Whether a pass can be launched only when all earlier tokens are known."""
+
+    def launch(self, rows: RowTable, forward: ForwardPass) -> PendingTokens:
+        """Start a pass with at least one row."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    number: int
+    plan: StepPlan
+    substep: int
+    rows: RowIndices
+    tenants: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    at_limit: NDArray[np.bool_]
+    pooled: RowIndices
+    pooled_tenants: NDArray[np.int64]
+    failed: RowIndices
+    failed_tenants: NDArray[np.int64]
+    tokens: PendingTokens | None
+    launched: float
+    host_s: float
+    last: bool = False
+
+
+class LaggedPlanRunner:
+    """Owns the rows and drives a stepper through plans; same face as `PlanRunner`, but for `settle`."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        limits: PlanLimits,
+        stepper: LaggedStepper,
+        *,
+        transfers: Transfers | None = None,
+        reports_tokens: bool = True,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
+
+        `transfers` is there if `limits` allow any.
+        """
+        self.rows = rows
+        self._limits = limits
+        self._stepper = stepper
+        self._transfers = transfers
+        self._reports_tokens = reports_tokens
+        self._clock = clock
+        self._emit: Emit = lambda _result: None
+        self._pending: deque[_Pass] = deque()
+        self._next_pass = 0
+        self._last_done = 0.0
+        # Rows that sampled a stop id, by the pass in which they did, until passes may know.
+        self._stopping: deque[tuple[int, RowIndices, NDArray[np.int64]]] = deque()
+        self._has_ended = np.zeros(rows.max_rows, np.bool_)
+        self._tenants = np.zeros(rows.max_rows, np.int64)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every pass's result was emitted."""
+        return not self._pending
+
+    def run(self, plan: StepPlan, emit: Emit) -> None:
+        """Launch all passes of a plan, and emit the results of all but those that are still computed."""
+        self._emit = emit
+        started = self._clock()
+        self._apply_stops()
+        chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        for opened in plan.opens:
+            self._tenants[opened.row] += 1
+            self._has_ended[opened.row] = False
+        self._stepper.mirror(plan, self.rows)
+        if self._transfers is not None:
+            # Behind all passes of earlier plans, as those are launched.
+            self._transfers.begin(plan.transfers)
+        forward = ForwardPass(self.rows.decoding(), chunks)
+        for substep in range(plan.steps):
+            launched = self._launch(plan, substep, forward, started)
+            self._finish(keep=1)
+            started = self._clock()
+            self._apply_stops()
+            forward = ForwardPass(self.rows.decoding(), NO_CHUNKS)
+            launched.last = substep == plan.steps - 1 or forward.is_empty
+            if launched.last:
+                return
+
+    def reset(self) -> None:
+        """Free all rows and forget what is computed."""
+        self.rows.reset()
+        self._pending.clear()
+        self._stopping.clear()
+        if self._transfers is not None:
+            self._transfers.reset()
+
+    def settle(self, is_wanted: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
+        """Emit what is still computed, as it is done; return early when `is_wanted`: there is a plan to run."""
+        while self._pending:
+            tokens = self._pending[0].tokens
+            if tokens is None or tokens.is_ready():
+                self._finish(keep=len(self._pending) - 1)
+            elif is_wanted():
+                return
+            else:
+                pause(20e-6)
+
+    def _launch(self, plan: StepPlan, substep: int, forward: ForwardPass, started: float) -> _Pass:
+        rows, sampled = self.rows, forward.sampled_rows
+        if not forward.is_empty and self._stepper.needs_history(rows, forward):
+            self._finish(keep=0)
+        launched = self._clock()
+        tokens = None if forward.is_empty else self._stepper.launch(rows, forward)
+        if forward.chunks.rows.size:
+            rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+        positions = rows.lengths[sampled]
+        at_limit = rows.advance(sampled)
+        pooled = forward.pooled_rows
+        rows.finish_pooled(pooled)
+        failed = NO_ROWS if tokens is None else tokens.failed
+        if self._clock() - launched > _SLOW_LAUNCH_S:
+            log.warning(
+                "worker.slow_launch seconds=%.2f decode_rows=%d chunk_tokens=%d",
+                self._clock() - launched, forward.decode_rows.size, int(forward.chunks.lengths.sum()),
+            )  # fmt: skip
+        made = _Pass(
+            self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, pooled,
+            self._tenants[pooled], failed, self._tenants[failed], tokens, launched, self._clock() - started,
+        )  # fmt: skip
+        self._next_pass += 1
+        self._pending.append(made)
+        return made
+
+    def _finish(self, keep: int) -> None:
+        """Emit the results of all but the `keep` newest passes."""
+        while len(self._pending) > keep:
+            done = self._pending[0]
+            sampled = Sampled() if done.tokens is None else done.tokens.wait()
+            finished = self._clock()
+            self._pending.popleft()
+            result = StepResult(
+                done.plan.step_id,
+                done.substep,
+                done.last,
+                # From the end of the pass before, as far as that was later than the launch: they overlap.
+                compute_us=round((finished - max(done.launched, self._last_done)) * 1e6),
+                host_us=round(done.host_s * 1e6),
+                acks=self._take_acks(done),
+            )
+            self._last_done = finished
+            for part in partial_results(done.plan.step_id, done.substep, sampled.prompt_logprobs):
+                self._emit(part)
+            # Who has failed has ended before its tokens are looked at: it has none.
+            failures_of = self._end_failed(done)
+            result = self._with_embeddings(self._with_tokens(result, done, sampled), done, sampled)
+            if failures_of and self._reports_tokens:
+                result = replace(result, stops=(*result.stops, *failures_of))
+            self._emit(result)
+
+    def _take_acks(self, done: _Pass) -> tuple[TransferAck, ...]:
+        if self._transfers is None:
+            return ()
+        return self._transfers.wait() if done.tokens is None else self._transfers.poll()
+
+    def _end_failed(self, done: _Pass) -> tuple[RowStop, ...]:
+        """Take note of rows for which memory did not suffice; return what is told of them."""
+        if not done.failed.size:
+            return ()
+        is_live = (self._tenants[done.failed] == done.failed_tenants) & ~self._has_ended[done.failed]
+        ended = done.failed[is_live]
+        self._has_ended[ended] = True
+        self._stopping.append((done.number, ended, self._tenants[ended]))
+        return failures(ended)
+
+    def _with_embeddings(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
+        """Add the embeddings of rows that nobody else has by now."""
+        if not (done.pooled.size and self._reports_tokens):
+            return result
+        live = set(done.pooled[self._tenants[done.pooled] == done.pooled_tenants].tolist())
+        embeddings = tuple(entry for entry in sampled.embeddings if entry[0] in live)
+        stops = tuple(RowStop(row, FinishReason.STOP) for row, _ in embeddings)
+        return replace(result, stops=(*result.stops, *stops), embeddings=embeddings)
+
+    def _with_tokens(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
+        if done.rows.size == 0:
+            return result
+        live = (self._tenants[done.rows] == done.tenants) & ~self._has_ended[done.rows]
+        rows, positions = done.rows[live], done.positions[live]
+        token_ids = sampled.token_ids[live]
+        hits_stop = self.rows.record(rows, positions, token_ids)
+        at_limit = done.at_limit[live]
+        stops: tuple[RowStop, ...] = ()
+        if (hits_stop | at_limit).any():
+            stops = tuple(
+                RowStop(RowSlot(int(rows[i])), FinishReason.STOP, int(token_ids[i]))
+                if hits_stop[i]
+                else RowStop(RowSlot(int(rows[i])), FinishReason.LENGTH)
+                for i in np.flatnonzero(hits_stop | at_limit)
+            )
+            stopped = rows[hits_stop]
+            self._has_ended[stopped] = True
+            self._stopping.append((done.number, stopped, self._tenants[stopped]))
+        if not self._reports_tokens:
+            return result
+        wanted = set(rows.tolist()) if sampled.logprobs else set()
+        return replace(
+            result,
+            rows=rows.astype(np.int32),
+            token_ids=token_ids,
+            stops=stops,
+            logprobs=tuple(entry for entry in sampled.logprobs if entry[0] in wanted),
+        )
+
+    def _apply_stops(self) -> None:
+        """Take rows out that stopped two or more passes before the next one."""
+        while self._stopping and self._stopping[0][0] <= self._next_pass - 2:
+            _, stopped, tenants = self._stopping.popleft()
+            self.rows.stop(stopped[self._tenants[stopped] == tenants])

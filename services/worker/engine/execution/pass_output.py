@@ -1,0 +1,62 @@
+"""The output of one forward pass, before rows and results take it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import RowStop
+from common.types import FinishReason, RowSlot
+from services.worker.engine.plans.jumps import NOTHING_FORCED, Forced, join_forced
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.types import TokenIds, TokenLogprob
+    from services.worker.engine.plans.passes import ForwardPass
+    from services.worker.engine.plans.rows import RowIndices
+    from services.worker.engine.plans.scoring import RowSpans
+
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
+NO_ROWS: RowIndices = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for.
+
+    `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
+    rows: their tokens mean nothing, and neither does what was to be stored of them.
+    """
+
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
+    embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
+    failed: RowIndices = field(default_factory=lambda: NO_ROWS)
+    # Only on the rank that gets the logits.
+    prompt_logprobs: RowSpans = ()
+    # What follows that without being sampled.
+    forced: Forced = NOTHING_FORCED
+
+
+def failures(rows: RowIndices) -> tuple[RowStop, ...]:
+    """Return what is told of rows for which memory did not suffice."""
+    return tuple(RowStop(RowSlot(row), FinishReason.ERROR) for row in rows.tolist())
+
+
+def join(forward: ForwardPass, parts: Sequence[Sampled], failed: RowIndices) -> Sampled:
+    """Return what a pass has brought whose parts, in the order of its samples, brought `parts`."""
+    if len(parts) == 1 and not failed.size:
+        return parts[0]
+    token_ids = np.zeros(forward.sampled_rows.size, np.int32)
+    token_ids[~np.isin(forward.sampled_rows, failed)] = np.concatenate([NO_TOKENS, *(part.token_ids for part in parts)])
+    return Sampled(
+        token_ids,
+        tuple(entry for part in parts for entry in part.logprobs),
+        tuple(entry for part in parts for entry in part.embeddings),
+        failed,
+        tuple(entry for part in parts for entry in part.prompt_logprobs),
+        join_forced([part.forced for part in parts]),
+    )

@@ -1,0 +1,150 @@
+"""Runs one forward pass after the other and samples: the plain stepper, on any device, without CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.engine.execution.pass_output import Sampled, join
+from services.worker.engine.execution.pooler import Pooler, with_pooled
+from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
+from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
+from services.worker.engine.sampling.forcing import empty_told, split_forced, with_forced
+from services.worker.engine.sampling.prompt_scores import score
+from services.worker.engine.sampling.sampler import Samples, sample
+from services.worker.engine.shortage import compute_in_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from common.steps import EngineCapacity, RowOpen
+    from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.sampling.table import SamplingTable
+
+# Bytes, of what travels to a device together.
+_ALIGNMENT = 16
+
+
+class Runner(Protocol):
+    """One rank's model, as `ModelRunner` implements it."""
+
+    capacity: EngineCapacity
+    device: torch.device
+    host_pool: HostPool | None
+    transfers: Transfers | None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a pass, but return what the logits of its samples are made of, [samples, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden], as `forward` does, in any float type."""
+
+    def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's `token_ids` on every rank."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class TorchStepper:
+    """Computes passes with a model runner. Rank 0 samples, and the others learn from it what came out."""
+
+    def __init__(self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False) -> None:
+        """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`."""
+        self._runner = runner
+        self._table = table
+        self._scoring = ScoringTable()
+        self._pooler = Pooler()
+        self._rank = rank
+        self._is_shared = is_shared
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row's sampling parameters."""
+        self._table.open(opened)
+        self._scoring.open(opened)
+        self._pooler.open(opened)
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Run one pass, in parts if memory does not suffice."""
+        made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=self._is_shared)
+        return join(forward, [sampled for _, sampled in made.parts], made.failed)
+
+    def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
+        embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
+        slots = forward.sampled_rows
+        if slots.size == 0:
+            return Sampled(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
+        room = rows.jump_room(slots)
+        if self._rank == 0:
+            samples = sample(logits, slots, rows, self._table)
+            told = with_forced(samples.token_ids, slots, rows, self._table, room)
+        else:
+            told = empty_told(slots, room, self._runner.device)
+            samples = Samples(told)
+        chosen, forced = split_forced(self._runner.broadcast_tokens(told), slots)
+        return Sampled(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
+
+    def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
+        """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""
+        if not scored and not batch.pooled_indices.size:
+            return self._runner.forward(to_device(batch, self._runner.device)), ()
+        samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
+        wanted = with_pooled(with_scored(batch, scored))
+        hidden = self._runner.hidden_states(to_device(wanted, self._runner.device))
+        if pooled and self._rank == 0:
+            self._pooler.add(batch.pooled_slots, hidden[-pooled:])
+        if not scored:
+            return self._runner.logits(hidden[:samples]).float(), ()
+        vocabulary_size, is_first = self._table.vocabulary_size, self._rank == 0
+        unpooled = hidden[samples : len(hidden) - pooled]
+        spans = score(unpooled, scored, vocabulary_size, self._runner.logits, is_first=is_first)
+        return self._runner.logits(hidden[:samples]).float(), spans
+
+
+def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
+    """Return the batch as tensors on `device`, in two transfers whatever the number of fields."""
+    # Fields of one type travel packed in one buffer.
+    longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
+    ints = (batch.query_starts, batch.key_lengths, batch.page_table)
+    window_longs = () if batch.window_slots is None else (batch.window_slots,)
+    window_ints = () if batch.window_table is None else (batch.window_table,)
+    token_ids, positions, write_slots, sample_indices, *window_slots = _transfer((*longs, *window_longs), device)
+    query_starts, key_lengths, page_table, *window_table = _transfer((*ints, *window_ints), device)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        query_starts=query_starts,
+        key_lengths=key_lengths,
+        page_table=page_table,
+        write_slots=write_slots,
+        sample_indices=sample_indices,
+        decode_rows=batch.decode_rows,
+        max_query_length=batch.max_query_length,
+        max_key_length=batch.max_key_length,
+        window_table=window_table[0] if window_table else None,
+        window_slots=window_slots[0] if window_slots else None,
+    )
+
+
+def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    # Each begins at the same alignment whatever the others' sizes: programs are compiled for what they are given.
+    ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT // array.itemsize for array in arrays]).tolist()
+    packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    starts = [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = torch.from_numpy(array.ravel())
+    sent = packed.to(device, non_blocking=True)
+    return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]

@@ -1,0 +1,140 @@
+"""Running a plan over the rows: the part of an engine that is the same whatever computes the tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from common.steps import RowOpen, RowStop, StepPlan, StepResult
+from services.worker.engine.execution.pass_output import Sampled, failures
+from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
+from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.scoring import partial_results
+
+if TYPE_CHECKING:
+    from common.transfers import TransferAck
+    from services.worker.engine.execution.interface import Emit
+    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.plans.rows import RowTable
+
+Clock = Callable[[], float]
+
+
+class Stepper(Protocol):
+    """Computes the tokens of passes."""
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of a row's parameters."""
+
+    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+        """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""
+
+
+class PlanRunner:
+    """Owns the rows and drives a stepper through plans."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        limits: PlanLimits,
+        stepper: Stepper,
+        *,
+        transfers: Transfers | None = None,
+        reports_tokens: bool = True,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
+
+        `transfers` is there if `limits` allow any.
+        """
+        self.rows = rows
+        self._limits = limits
+        self._stepper = stepper
+        self._transfers = transfers
+        self._reports_tokens = reports_tokens
+        self._clock = clock
+
+    def run(self, plan: StepPlan, emit: Emit) -> None:
+        """Run all passes of a plan; see `Engine.execute`."""
+        started = self._clock()
+        chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        for opened in plan.opens:
+            self._stepper.open(opened)
+        if self._transfers is not None:
+            self._transfers.begin(plan.transfers)
+        decoding = self.rows.decoding()
+        for substep in range(plan.steps):
+            forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
+            computing = self._clock()
+            sampled = Sampled() if forward.is_empty else self._stepper.step(self.rows, forward)
+            computed = self._clock()
+            stops = self._advance(forward, sampled)
+            decoding = self.rows.decoding()
+            if plan.jumps:
+                self.rows.allow_one_more()
+            last = substep == plan.steps - 1 or decoding.size == 0
+            acks = self._take_acks(forward)
+            ended = self._clock()
+            result = StepResult(
+                plan.step_id,
+                substep,
+                last,
+                compute_us=round((computed - computing) * 1e6),
+                host_us=round((computing - started + ended - computed) * 1e6),
+                acks=acks,
+            )
+            for part in partial_results(plan.step_id, substep, sampled.prompt_logprobs):
+                emit(part)
+            emit(self._with_tokens(result, forward, sampled, stops) if self._reports_tokens else result)
+            if last:
+                return
+            started = ended
+
+    def reset(self) -> None:
+        """Free all rows and void all transfers."""
+        self.rows.reset()
+        if self._transfers is not None:
+            self._transfers.reset()
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Do nothing: every result was emitted at once."""
+
+    def _take_acks(self, forward: ForwardPass) -> tuple[TransferAck, ...]:
+        if self._transfers is None:
+            return ()
+        return self._transfers.wait() if forward.is_empty else self._transfers.poll()
+
+    def _advance(self, forward: ForwardPass, sampled: Sampled) -> tuple[RowStop, ...]:
+        if forward.chunks.rows.size:
+            self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+        pooled = self.rows.finish_pooled(forward.pooled_rows)
+        stops = pooled + self.rows.append_tokens(forward.sampled_rows, sampled.token_ids)
+        stops += self.rows.append_forced(sampled.forced)
+        if not sampled.failed.size:
+            return stops
+        self.rows.stop(sampled.failed)
+        failed = set(sampled.failed.tolist())
+        return (*(stop for stop in stops if stop.row not in failed), *failures(sampled.failed))
+
+    @staticmethod
+    def _with_tokens(
+        result: StepResult, forward: ForwardPass, sampled: Sampled, stops: tuple[RowStop, ...]
+    ) -> StepResult:
+        rows, token_ids = forward.sampled_rows, sampled.token_ids
+        if sampled.failed.size:
+            has_token = ~np.isin(rows, sampled.failed)
+            rows, token_ids = rows[has_token], token_ids[has_token]
+        return replace(
+            result,
+            rows=rows.astype(np.int32),
+            token_ids=token_ids,
+            stops=stops,
+            logprobs=sampled.logprobs,
+            embeddings=sampled.embeddings,
+            forced_rows=sampled.forced.rows.astype(np.int32),
+            forced_token_ids=sampled.forced.token_ids,
+        )

@@ -1,0 +1,75 @@
+"""Operations composed of other kernels' products, for back ends without a program of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from services.worker.engine.quantization.fp8 import quantise_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices, Kernels, Linear
+    from services.worker.engine.model.config import Activation
+
+
+class ExpertLoop:
+    """Tokens are grouped by expert, so that each expert's weights are read once; see `Experts`.
+
+    Experts come in the order of their numbers, whoever else is in the batch: a token's sum is the same to the last bit.
+    """
+
+    def __init__(
+        self, kernels: Kernels, count: int, matrices: Iterator[ExpertMatrices], activation: Activation
+    ) -> None:
+        """Lay out `count` experts with `kernels`."""
+        self._experts = [
+            (kernels.gated_linear(each.gate, each.up, None, activation), kernels.linear(each.down, None))
+            for each in matrices
+        ]
+        assert len(self._experts) == count, "there are as many matrices as experts"
+
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum; on a GPU it waits for `expert_ids`."""
+        outputs = torch.zeros_like(inputs)
+        chosen = expert_ids.shape[1]
+        expert_of, order = expert_ids.flatten().sort(stable=True)
+        tokens, weights = order // chosen, shares.flatten()[order, None]
+        counts = torch.bincount(expert_of, minlength=len(self._experts)).tolist()
+        start = 0
+        for (gate_up, down), count in zip(self._experts, counts, strict=True):
+            if count:
+                part = slice(start, start + count)
+                outputs.index_add_(0, tokens[part], down(gate_up(inputs[tokens[part]])) * weights[part])
+                start += count
+        return outputs
+
+
+class WidenedLinear:
+    """The product with an FP8 matrix by a unit that multiplies a wider type, in which FP8 values are exact.
+
+    What is multiplied and summed up is the same as where units take FP8, but the matrix takes as much memory as a wider
+    one.
+    """
+
+    def __init__(
+        self, product: Linear, dtype: torch.dtype, scales: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """Scale what `product` returns for values in `dtype` by `scales` [out] float32, and add `bias` [out]."""
+        self._product = product
+        self._dtype = dtype
+        self._scales = scales
+        self._bias = None if bias is None else bias.to(scales.device, torch.float32)
+
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product, in the inputs' type."""
+        values, scales = quantise_rows(inputs)
+        scaled = self._product(values.to(self._dtype)).float() * scales * self._scales
+        product = (scaled if self._bias is None else scaled + self._bias).to(inputs.dtype)
+        return product if outputs is None else outputs.copy_(product)
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product to `sums`."""
+        sums += self(inputs)

@@ -1,0 +1,40 @@
+"""The back end of compiled operators, on CPUs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
+from services.worker.engine.kernels.cpu.kernels import CpuKernels
+from services.worker.engine.kernels.torch.attention import TorchAttention
+
+if TYPE_CHECKING:
+    import torch
+
+    from services.worker.engine.kernels.cpu.library import CpuLibrary
+    from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
+
+log = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """Compiled operators, on CPUs."""
+
+    name = "compiled"
+
+    def __init__(self, library: CpuLibrary, dtype: torch.dtype, threads: int) -> None:
+        """Hold weights as `dtype`, compute on `threads` threads."""
+        self.kernels: Kernels = CpuKernels(library, dtype, threads)
+        self._library = library
+        self._threads = threads
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        """Return compiled attention where the shape allows, else the reference."""
+        if fits(self._library, shape):
+            return CpuAttention(self._library, shape, rotary, self._threads)
+        log.warning(
+            "Compiled attention needs page_size and head_dim in multiples of %d and uncapped scores; %d, %d and %s "
+            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.score_cap,
+        )  # fmt: skip
+        return TorchAttention(shape, rotary)

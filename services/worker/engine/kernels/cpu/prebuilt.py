@@ -1,0 +1,98 @@
+"""CPU operators compiled ahead, for images that carry no compiler.
+
+`python -m services.worker.engine.kernels.cpu.prebuilt DIRECTORY` compiles one library for each kind of processor; a
+worker that is told of the directory by $PANDO_OPERATORS takes the best one for the processor it runs on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.engine.kernels.cpu.build import BuildError, compile_library, find_compiler, find_openmp
+
+DIRECTORY_VARIABLE = "PANDO_OPERATORS"
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kind of x86-64 processor: what the compiler is told, and the flags of /proc/cpuinfo that it needs."""
+
+    name: str
+    options: tuple[str, ...]
+    needs: frozenset[str]
+
+
+# Best first.
+VARIANTS = (
+    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    Variant("avx512", ("-march=x86-64-v4",), _AVX512),
+    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
+)
+
+
+def find_prebuilt() -> Path | None:
+    """Return the library that was compiled ahead for this processor, None if there is none."""
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    return choose(Path(directory), processor_flags()) if directory else None
+
+
+def choose(directory: Path, flags: frozenset[str]) -> Path | None:
+    """Return the best library in `directory` for a processor with `flags`, None if none fits."""
+    for variant in VARIANTS:
+        path = _path(directory, variant)
+        if variant.needs <= flags and path.is_file():
+            return path
+    return None
+
+
+def processor_flags() -> frozenset[str]:
+    """Return what /proc/cpuinfo says that the processor can do; nothing where that cannot be told."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return frozenset()
+    return frozenset(found.group(1).split()) if found else frozenset()
+
+
+def build_all(directory: Path, openmp: Path | None) -> list[Path]:
+    """Compile every variant into `directory`; on other processors than x86-64, none.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    if platform.machine() != "x86_64":
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    compiler = find_compiler()
+    for variant in VARIANTS:
+        compile_library(compiler, variant.options, openmp, _path(directory, variant))
+    return [_path(directory, variant) for variant in VARIANTS]
+
+
+def _path(directory: Path, variant: Variant) -> Path:
+    return directory / f"operators-{variant.name}.so"
+
+
+def main() -> int:
+    """Compile for an image, as part of building it; return the exit code."""
+    # Importing torch loads the OpenMP runtime that the libraries have to share with it.
+    import torch  # noqa: F401  # nothing else here needs torch
+
+    try:
+        paths = build_all(Path(sys.argv[1]), find_openmp())
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Layer operations on a GPU: matrix products by torch, all else and the smallest products by Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from services.worker.engine.kernels.gpu import elementwise, small_linear
+from services.worker.engine.kernels.gpu.experts import GpuExperts
+from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, GpuFp8Linear
+from services.worker.engine.quantization.fp8 import Fp8Matrix, above
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.model.config import Activation
+
+
+class GpuLinear:
+    """One matrix, as it is in checkpoints."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Keep weight [out, in] and bias [out]."""
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the product."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS:
+            return small_linear.product(inputs, self._weight, self._bias, outputs)
+        if outputs is None:
+            return linear(inputs, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(inputs, self._weight.t(), out=outputs)
+        return torch.addmm(self._bias, inputs, self._weight.t(), out=outputs)
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the product to `sums`, within the matrix product where there is no bias."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS and sums.is_contiguous():
+            small_linear.add_product(inputs, self._weight, self._bias, sums)
+        elif self._bias is None:
+            sums.addmm_(inputs, self._weight.t())
+        else:
+            sums += linear(inputs, self._weight, self._bias)
+
+
+class GpuGatedLinear:
+    """Gate and up projection as one product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> None:
+        """Keep weight [2 intermediate, in], gate above up, and bias [2 intermediate]."""
+        self._weight = weight
+        self._bias = bias
+        self._activation = activation
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return activation(gate) * up."""
+        if inputs.shape[0] <= small_linear.MOST_TOKENS:
+            return small_linear.gated_product(inputs, self._weight, self._bias, self._activation)
+        return elementwise.gate(linear(inputs, self._weight, self._bias), self._activation)
+
+
+class GpuKernels:
+    """Layer operations on one GPU."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute in `dtype` (bfloat16 or float16) on `device`."""
+        self.activation_dtype = dtype
+        self._device = device
+
+    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
+        """Lay out one matrix."""
+        converted_bias = None if bias is None else self._converted(bias)
+        if isinstance(weight, Fp8Matrix):
+            return GpuFp8Linear(weight.to(self._device), converted_bias)
+        return GpuLinear(self._converted(weight), converted_bias)
+
+    def gated_linear(
+        self,
+        gate: torch.Tensor | Fp8Matrix,
+        up: torch.Tensor | Fp8Matrix,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        activation: Activation,
+    ) -> GatedLinear:
+        """Lay out gate and up matrix above each other."""
+        bias = torch.cat([self._converted(bias) for bias in biases]) if biases else None
+        both = above(self._moved(gate), self._moved(up))
+        if isinstance(both, Fp8Matrix):
+            return GpuFp8GatedLinear(both, bias, activation)
+        return GpuGatedLinear(both, bias, activation)
+
+    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+        """Lay out the experts of a mixture above each other."""
+        return GpuExperts(count, matrices, activation, self.activation_dtype, self._device)
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        return elementwise.rms_norm(inputs, weight, epsilon)
+
+    def add_rms_norm(
+        self, sums: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Do so with sums, as one program: after each half of a layer that ranks share."""
+        if not (sums.is_contiguous() and added.is_contiguous()):
+            return elementwise.rms_norm(sums.add_(added), weight, epsilon)
+        return elementwise.add_rms_norm(sums, added, weight, epsilon)
+
+    def _moved(self, matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor | Fp8Matrix:
+        return matrix.to(self._device) if isinstance(matrix, Fp8Matrix) else self._converted(matrix)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, self.activation_dtype).contiguous()

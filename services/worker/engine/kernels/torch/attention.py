@@ -1,0 +1,112 @@
+"""Attention in plain torch, on any device: the reference that every other back end is tested against."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.torch.kernels import rms_norm
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.batch import ForwardBatch
+
+
+class TorchAttention:
+    """Gathers each row's pages and attends with torch's own kernels: decoding rows at once, chunks one by one."""
+
+    layout = KvLayout.TOKEN_MAJOR
+
+    def __init__(self, shape: AttentionShape, rotary: torch.Tensor) -> None:
+        """Serve heads of `shape`; `rotary` is `rotary_table`'s."""
+        self._shape = shape
+        self._cosines, self._sines = rotary.chunk(2, dim=1)
+
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+        """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
+        shape = self._shape
+        queries, keys, values = qkv.tensor_split([shape.query_width, shape.query_width + shape.kv_width], dim=1)
+        heads = torch.cat((queries, keys), dim=1).view(-1, shape.query_heads + shape.kv_heads, shape.head_dim)
+        if norms is not None:
+            heads = torch.cat(
+                (
+                    rms_norm(heads[:, : shape.query_heads], norms.query, norms.epsilon),
+                    rms_norm(heads[:, shape.query_heads :], norms.key, norms.epsilon),
+                ),
+                dim=1,
+            )
+        heads = self._rotate(heads, batch.positions)
+        slots = (-1, shape.kv_heads, shape.head_dim)
+        layer.keys.view(slots)[batch.write_slots] = heads[:, shape.query_heads :].to(layer.keys.dtype)
+        layer.values.view(slots)[batch.write_slots] = values.reshape(slots).to(layer.values.dtype)
+        return heads[:, : shape.query_heads].flatten(1)
+
+    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        """Attend over cached and new tokens; see `AttentionBackend.attend`."""
+        heads = queries.view(-1, self._shape.query_heads, self._shape.head_dim)
+        outputs = torch.empty_like(heads)
+        if batch.decode_rows:
+            outputs[: batch.decode_rows] = self._decode(heads[: batch.decode_rows], layer, batch)
+        if batch.decode_rows < batch.rows:
+            starts, lengths = batch.query_starts.tolist(), batch.key_lengths.tolist()
+            for row in range(batch.decode_rows, batch.rows):
+                chunk = slice(starts[row], starts[row + 1])
+                outputs[chunk] = self._prefill(heads[chunk], layer, batch.page_table[row], lengths[row])
+        return outputs.flatten(1)
+
+    def store_and_attend(
+        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Do one after the other."""
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(heads.dtype)
+
+    def _decode(self, heads: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        rows = batch.decode_rows
+        # The longest key may belong to a row that prefills, but then its pages are in the table all the same.
+        pages = -(-batch.max_key_length // self._shape.page_size)
+        table = batch.page_table[:rows, :pages].long().clamp(0, layer.keys.shape[0] - 1)
+        keys, values = (self._gather(pool, table, heads.dtype) for pool in (layer.keys, layer.values))
+        places = torch.arange(keys.shape[2], device=heads.device)
+        visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
+        # Entries behind a row's length may name any page; only finite garbage vanishes under a mask.
+        values = values.masked_fill(~visible[:, None, :, None], 0.0)
+        return self._attend(heads[:, :, None], keys, values, visible[:, None, None])[:, :, 0]
+
+    def _prefill(self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int) -> torch.Tensor:
+        pages = table[None, : -(-length // self._shape.page_size)].long()
+        keys, values = (self._gather(pool, pages, heads.dtype)[:, :, :length] for pool in (layer.keys, layer.values))
+        tokens = heads.shape[0]
+        places = torch.arange(length, device=heads.device)
+        visible = self._visible(places, places[length - tokens :, None])
+        return self._attend(heads.transpose(0, 1)[None], keys, values, visible)[0].transpose(0, 1)
+
+    def _visible(self, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys]."""
+        visible = places[None, :] <= positions
+        if self._shape.window_left is not None:
+            visible &= places[None, :] >= positions - self._shape.window_left
+        return visible
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [rows, heads, queries, head_dim] from queries of that shape and a mask that fits their scores."""
+        cap, scale = self._shape.score_cap, self._shape.scale
+        if cap is None:
+            return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
+        group = self._shape.query_heads // self._shape.kv_heads
+        keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
+        scores = torch.tanh(queries.float() @ keys.transpose(-1, -2) * scale / cap) * cap
+        shares = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        return (shares @ values).to(queries.dtype)
+
+    def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""
+        return pool[table].flatten(1, 2).transpose(1, 2).to(dtype)

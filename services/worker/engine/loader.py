@@ -1,0 +1,314 @@
+"""Loading a model on one rank: kernels, weights, memory for KV, calibration."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.encoders import is_encoder_directory
+from common.errors import ConfigurationError
+from common.models import ModelKind, resolve
+from common.steps import EngineCapacity, WindowPool
+from services.worker.engine.backends import (
+    RunnerOptions,
+    count_threads,
+    find_library,
+    ranks_on_host,
+    select_backend,
+    select_device,
+    select_dtype,
+    select_gpu_backend,
+    select_kv_dtype,
+)
+from services.worker.engine.checkpoints.opening import open_checkpoint
+from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.host import available_memory
+from services.worker.engine.host_memory import keep_freed_memory
+from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
+from services.worker.engine.kernels.cpu.layers import join_layers
+from services.worker.engine.kernels.interface import AttentionShape, Backend, KvLayout
+from services.worker.engine.measuring.capacity import (
+    MemoryMeasure,
+    activation_reserve,
+    count_pages,
+    longest_context,
+    sampler_bytes,
+)
+from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
+from services.worker.engine.measuring.window_pool import divide, has_window_pool
+from services.worker.engine.model.assembly import Assembler
+from services.worker.engine.model.config import FAMILIES
+from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
+from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.tensors import Tensors
+from services.worker.engine.model.transformer import Transformer
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.parallel.group import RankGroup, join_group
+from services.worker.engine.parallel.shards import ModelShard, shard_model
+from services.worker.engine.parallel.symmetric_memory import ExchangeShape
+from services.worker.engine.quantization.policy import check_device, check_model, holds_fp8, quantises
+from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
+from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.steps import EngineSpec
+    from services.worker.engine.execution.interface import ProgressReport
+    from services.worker.engine.kernels.interface import AttentionBackend
+    from services.worker.engine.model.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+
+def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions) -> ModelRunner | EncoderRunner:
+    """Load the decoder or encoder that `spec` names.
+
+    Raises:
+        ConfigurationError: it cannot be found or run as configured.
+    """
+    files = resolve(spec.model)
+    if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
+        return EncoderRunner.load(files.path, spec, report, options)
+    return load_decoder(spec, report, options)
+
+
+def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOptions | None = None) -> ModelRunner:
+    """Load a decoder and allocate its KV pool; blocks until all ranks have joined.
+
+    Raises:
+        ConfigurationError: the model cannot be found or run as configured, or no memory is left for KV.
+    """
+    return _DecoderLoader(spec, options or RunnerOptions(), report).load()
+
+
+class _DecoderLoader:
+    """The steps of loading a decoder on one rank, and the state that they share."""
+
+    def __init__(self, spec: EngineSpec, options: RunnerOptions, report: Callable[[float, str], None]) -> None:
+        self._spec = spec
+        self._report = report
+        self._device = select_device(options)
+        report(0.0, "reading the model's configuration")
+        self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
+        self._config = self._checkpoint.config
+        self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
+        threads = count_threads(options, spec)
+        if self._device.type == "cpu":
+            torch.set_num_threads(threads)
+            keep_freed_memory()
+        else:
+            # Of this thread, which all work on the engine happens in: launches and captures go to the current device.
+            torch.cuda.set_device(self._device)
+        report(0.0, "preparing kernels, which takes longest the first time")
+        library = find_library(options, self._device)
+        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        if spec.world_size > 1 and not is_own:
+            raise ConfigurationError(
+                f"model family {self._config.family!r} runs through transformers, on one rank: tensor parallelism is "
+                f"for {', '.join(FAMILIES)}"
+            )
+        self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
+        self._backend: Backend = (
+            select_backend(library, self._dtype, self._device, threads)
+            if self._device.type == "cpu"
+            else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
+        )
+        if holds_fp8(spec, self._config):
+            check_model(self._config, self._shard, is_own=is_own)
+            if self._backend.name == "gpu":
+                check_device(self._dtype, torch.cuda.get_device_capability(self._device))
+        self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
+
+    @torch.inference_mode()
+    def load(self) -> ModelRunner:
+        spec, config = self._spec, self._config
+        if spec.world_size > 1:
+            self._report(0.0, "waiting for the other ranks")
+        shape = ExchangeShape(
+            self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
+        )
+        group = join_group(
+            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._is_resident else None
+        )
+        free_before = self._free_memory()
+        context = longest_context(spec, config)
+        model = self._decoder(group, context)
+        self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
+        reserve = self._reserve(model, context)
+        pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
+        # Rows that fill a captured batch up write to a page behind the last one.
+        pool = self._pool(pages + self._is_resident, model.kv_layout, window_pages)
+        capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
+        log.info(
+            "model.loaded model=%s device=%s backend=%s dtype=%s fp8=%s kv_dtype=%s pages=%d context=%d threads=%d",
+            spec.model, self._device, self._backend.name, self._dtype, holds_fp8(spec, config), self._kv_dtype, pages,
+            capacity.max_context, torch.get_num_threads(),
+        )  # fmt: skip
+        runner = ModelRunner(model, pool, capacity, group, self._device, is_resident=self._is_resident)
+        host_pages = group.minimum(self._count_host_pages(pool))
+        if host_pages:
+            self._report(0.99, "measuring what the host tier is worth")
+            runner.add_host_tier(allocate_host_pool(pool, host_pages), spec.max_step_tokens)
+        self._report(1.0, "ready")
+        return runner
+
+    def _decoder(self, group: RankGroup, context: int) -> Decoder:
+        """Load the weights and put the model together."""
+        if isinstance(self._checkpoint, TransformersCheckpoint):
+            return self._transformers_decoder(self._checkpoint, context)
+        kernels, ranks = self._backend.kernels, self._spec.world_size
+        tensors = Tensors(self._checkpoint, self._device, quantises=quantises(self._spec, self._config))
+        weights = Assembler(tensors, self._shard, kernels, self._dtype, self._device).weights(
+            lambda share: self._report(0.98 * share, "loading weights")
+        )
+        vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
+        attention, (*inner, last) = self._attention(context), weights.layers
+        if ranks == 1:  # several add up what their parts of a layer contribute: no one call
+            joined = join_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
+            weights = replace(weights, joined=joined)
+        return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
+
+    def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:
+        self._report(0.0, "loading weights")
+        model = TransformersDecoder(checkpoint, self._dtype, self._device)
+        # Heads, scales and windows are known only now.
+        self._config = model.config
+        self._shard = shard_model(self._config, 0, 1)
+        model.use(self._attention(context), self._backend.kernels.activation_dtype)
+        self._report(0.97, "comparing attention")
+        model.check(self._pool(pages_to_check(self._spec.page_size), model.kv_layout))
+        return model
+
+    def _attention(self, context: int) -> list[AttentionBackend]:
+        """Return the attention of each layer; layers of one kind share it."""
+        config, kinds = self._config, {}
+        for i in range(config.layers):
+            window, rotary = config.window_of(i), config.rotary_of(i)
+            if (window, rotary) not in kinds:
+                shape = replace(self._shape, window_left=None if window is None else window - 1)
+                table = rotary_table(rotary, config.head_dim, context, self._device)
+                kinds[window, rotary] = self._backend.attention(shape, table)
+        return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
+
+    def _free_memory(self) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return available_memory()
+
+    @property
+    def _is_resident(self) -> bool:
+        # Others' code may wait for the device wherever it likes.
+        return self._backend.name == "gpu" and not isinstance(self._checkpoint, TransformersCheckpoint)
+
+    @property
+    def _shape(self) -> AttentionShape:
+        shard, config = self._shard, self._config
+        return AttentionShape(
+            len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
+            score_scale=config.attention_scale, score_cap=config.score_cap,
+        )  # fmt: skip
+
+    def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
+        """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
+
+        def allocate(layers: int, pages: int) -> KvPool:
+            return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
+
+        layers, local = self._config.layers, sum(self._is_local)
+        if not window_pages:
+            return allocate(layers, pages)
+        window_pool = allocate(local, window_pages + self._is_resident)
+        return join_pools(allocate(layers - local, pages), window_pool, self._is_local)
+
+    @property
+    def _is_local(self) -> tuple[bool, ...]:
+        """Which layers attend to a window only."""
+        return tuple(self._config.window_of(i) is not None for i in range(self._config.layers))
+
+    @property
+    def _window(self) -> int:
+        """Tokens that any of them sees; 0: they have no pages of their own."""
+        if not has_window_pool(self._spec, self._is_local):
+            return 0
+        return max(window for window in self._config.windows if window is not None)
+
+    def _reserve(self, model: Decoder, context: int) -> int:
+        """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
+        spec = self._spec
+        element_bytes = self._backend.kernels.activation_dtype.itemsize
+        estimate = activation_reserve(spec, self._config, element_bytes)
+        if not self._is_resident or spec.device_pages is not None:
+            return estimate
+        lengths = prompts_of(spec.max_step_tokens, context)
+        pool = self._pool(pages_of(lengths, spec.page_size), model.kv_layout)
+        batch = made_up_batch(
+            lengths,
+            spec.page_size,
+            self._config.vocabulary_size,
+            self._device,
+            min(spec.max_rows, spec.max_step_tokens),
+        )
+        peak = measure_peak(lambda: model.forward(batch, pool), self._device)
+        log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
+        # Sampling parameters that the host looks at take copies of the logits; those of the device have tables.
+        vocabulary_size = self._config.vocabulary_size
+        return peak + 3 * spec.max_rows * vocabulary_size * 4 + sampler_bytes(spec.max_rows, vocabulary_size)
+
+    def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
+        """Return how many pages to allocate, and how many for the layers with a window alone."""
+        is_host = self._device.type == "cpu"
+        memory = MemoryMeasure(
+            free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
+        )
+        layers, local = self._config.layers, sum(self._is_local)
+        if not self._window:
+            return count_pages(
+                self._spec, context, bytes_per_token(self._shape, layers, self._kv_dtype), reserve, memory
+            ), 0
+        token_bytes = (
+            bytes_per_token(self._shape, layers - local, self._kv_dtype),
+            bytes_per_token(self._shape, local, self._kv_dtype),
+        )
+        return divide(self._spec, context, token_bytes, reserve, memory, self._window)
+
+    def _count_host_pages(self, pool: KvPool) -> int:
+        page_bytes = pool.bytes_per_token * pool.page_size
+        free = available_memory() // ranks_on_host(self._spec)
+        if self._device.type == "cpu":
+            # The pool is there too, but has hardly been touched yet.
+            free -= pool.pages * page_bytes
+        return count_host_pages(self._spec, page_bytes, free)
+
+    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
+        spec, shard = self._spec, self._shard
+        # A rank's KV depends on the weights of all ranks, as layers add up what all of them contribute.
+        weights = "".join(group.gather_digests(self._checkpoint.identity()))
+        parts = (
+            weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
+            str(quantises(spec, self._config)),
+            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
+        )  # fmt: skip
+        return EngineCapacity(
+            device_pages=pages,
+            page_size=spec.page_size,
+            max_context=context,
+            vocabulary_size=self._config.vocabulary_size,
+            eos_token_ids=self._config.eos_token_ids,
+            kv_bytes_per_token=pool.bytes_per_token,
+            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            device=str(self._device),
+            layers=self._config.layers,
+            window_pool=self._window_pool(pool),
+        )
+
+    def _window_pool(self, pool: KvPool) -> WindowPool | None:
+        if not pool.window_pages:
+            return None
+        pages = pool.window_pages - self._is_resident
+        return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)

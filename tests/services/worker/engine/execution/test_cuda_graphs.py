@@ -1,0 +1,129 @@
+"""Which sizes are captured, and what happens to those that memory does not suffice for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.execution.cuda_graphs import CapturedPasses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class MadeUpPass:
+    """Stands in for a pass on a GPU."""
+
+    size: int
+    fails: Callable[[int], Exception | None]
+    is_captured: bool = False
+    releases: int = 0
+
+    def capture(self, _pool: object) -> None:
+        error = self.fails(self.size)
+        if error is not None:
+            raise error
+        self.is_captured = True
+
+    def release(self) -> None:
+        self.releases += 1
+
+    def has_memory(self) -> bool:
+        return self.size < 16
+
+
+@dataclass
+class Ladder:
+    fails: Callable[[int], Exception | None] = lambda _size: None
+    made: list[MadeUpPass] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    passes: CapturedPasses[MadeUpPass] = field(init=False)
+
+    def capture(self, budget_s: float = 60.0, agree: Callable[[bool], bool] | None = None) -> None:
+        def make(size: int) -> MadeUpPass:
+            self.made.append(MadeUpPass(size, self.fails))
+            return self.made[-1]
+
+        self.passes = CapturedPasses(SIZES, make)
+        self.passes.capture(self.shares.append, budget_s, None, agree)
+
+    @property
+    def captured(self) -> list[int]:
+        return [one.size for one in self.made if one.is_captured]
+
+
+def short_above(size: int) -> Callable[[int], Exception | None]:
+    return lambda asked: torch.OutOfMemoryError("made up") if asked > size else None
+
+
+def cut_short(asked: int) -> Exception | None:
+    """Return what torch raises when a capture cannot even be ended any more."""
+    if asked < 16:
+        return None
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = torch.OutOfMemoryError("made up")
+    return error
+
+
+def test_sizes_without_memory_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    one = Ladder(short_above(4))
+    with caplog.at_level(logging.WARNING):
+        one.capture()
+    assert one.captured == [1, 2, 4]
+    assert [made.size for made in one.made if made.releases] == [8, 16]
+    assert one.shares[-1] == 1.0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "8, 16 rows" in message
+    assert "scheduler.memory_fraction" in message
+    # The smallest with room, if it was captured: a larger one would compute more padding than is saved.
+    for size, found in ((1, 1), (3, 4), (5, None), (16, None), (17, None)):
+        captured = one.passes.captured(size)
+        assert (captured.size if captured else None) == found
+    assert one.passes.of(5).size == 8
+
+
+def test_a_capture_that_memory_has_cut_short_counts_as_one_without_memory() -> None:
+    one = Ladder(cut_short)
+    one.capture()
+    assert one.captured == [1, 2, 4, 8]
+
+
+def test_ranks_leave_out_together_what_one_has_no_memory_for() -> None:
+    # This rank has memory for all but 16 rows, the other one for all but 4.
+    theirs = iter([True, True, False, True, True])
+    asked: list[bool] = []
+
+    def agree(holds: bool) -> bool:
+        asked.append(holds)
+        return next(theirs) and holds
+
+    one = Ladder()
+    one.capture(agree=agree)
+    assert asked == [False, True, True, True, True]
+    assert one.captured == [1, 2, 8]
+
+
+def test_a_rank_of_several_that_was_wrong_says_what_to_change() -> None:
+    with pytest.raises(ConfigurationError, match="8 rows; make"):
+        Ladder(short_above(4)).capture(agree=lambda holds: holds)
+
+
+def test_other_errors_are_not_taken_for_a_want_of_memory() -> None:
+    with pytest.raises(ValueError, match="made up"):
+        Ladder(lambda _size: ValueError("made up")).capture()
+
+
+def test_what_time_does_not_suffice_for_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    one = Ladder()
+    with caplog.at_level(logging.WARNING):
+        one.capture(budget_s=0.0)
+    assert one.captured == [16]
+    assert "1 of 5 batch sizes" in caplog.text

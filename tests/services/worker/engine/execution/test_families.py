@@ -1,0 +1,95 @@
+"""Whole models on a GPU, with its own kernels and captured passes, against `transformers` in float32 on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.steps import EngineSpec
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.loader import load_decoder
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
+from tests.services.worker.engine.test_cuda import PROMPTS, generate
+from tests.services.worker.engine.test_families import NEW_TOKENS, continued
+from tests.services.worker.engine.test_families import PROMPTS as FAMILY_PROMPTS
+from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = random_ids(70, VOCABULARY)
+# Head sizes that FlashInfer has kernels for.
+OWN = {
+    "qwen3 moe": {"head_dim": 64, "hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen3 moe partly dense": {"head_dim": 64, "hidden_size": 64},
+    "gemma3": {"head_dim": 256, "hidden_size": 64},
+    "mistral windowed": {"head_dim": 128, "hidden_size": 64},
+    "yarn": {"head_dim": 64, "hidden_size": 64},
+}
+# Of the spread of logits: what narrow types may cost.
+TOLERANCE = 0.1
+
+
+def save_own(directory: Path, family: str) -> Path:
+    name, options = FAMILIES[family]
+    # Smaller weights than elsewhere: sharp attention would make roundings decide.
+    return save_model(directory, name, {**options, **OWN[family], "initializer_range": 0.1})
+
+
+def assert_nearly_greedy(directory: Path, prompt: list[int], tokens: list[int]) -> None:
+    """Every token is about as likely as the likeliest one, in the reference's eyes."""
+    logits = reference_logits(directory, prompt + tokens[:-1])[len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    spread = logits.max(dim=-1).values - logits.mean(dim=-1)
+    assert ((logits.max(dim=-1).values - chosen) <= TOLERANCE * spread).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", OWN)
+def test_logits_are_those_of_transformers_but_for_rounding(family: str, dtype: str, tmp_path: Path) -> None:
+    if family == "gemma3" and dtype == "float16":
+        pytest.skip("its activations overflow")
+    save_own(tmp_path, family)
+    driver = Driver(load(tmp_path, backend="gpu", dtype=dtype))
+    got = driver.run([(driver.open(70), PROMPT)], all_tokens=True).cpu()
+    expected = reference_logits(tmp_path, PROMPT)
+    assert (got - expected).norm() / expected.norm() < (0.05 if dtype == "bfloat16" else 0.01)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, tmp_path: Path) -> None:
+    save_own(tmp_path, family)
+    generated = continued(Driver(load(tmp_path, backend="gpu", dtype="bfloat16")))
+    for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
+        assert len(tokens) == NEW_TOKENS
+        assert_nearly_greedy(tmp_path, prompt, tokens)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_captured_passes_continue_as_transformers_does(family: str, tmp_path: Path) -> None:
+    save_own(tmp_path, family)
+    for row, tokens in generate(str(tmp_path), "cuda", "bfloat16").items():
+        assert_nearly_greedy(tmp_path, list(PROMPTS[row]), tokens)
+
+
+@pytest.mark.parametrize("family", ["gpt neox", "phi3", "gemma2"])
+def test_other_families_run_through_transformers(family: str, tmp_path: Path) -> None:
+    name, options = OTHERS[family]
+    save_model(tmp_path, name, {**options, "initializer_range": 0.1})
+    generated = continued(Driver(load(tmp_path, dtype="bfloat16")))
+    for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
+        assert_nearly_greedy(tmp_path, prompt, tokens)
+
+
+def test_mixtures_load_onto_the_device_without_weights() -> None:
+    spec = EngineSpec("tests/benchmarks/shapes/qwen3-30b-a3b", load_format="dummy", max_rows=4, max_context=512,
+                      max_step_tokens=256)  # fmt: skip
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", backend="gpu"))
+    # 30.5 billion weights of two bytes.
+    assert torch.cuda.memory_allocated() > 60e9
+    runner.close()

@@ -1,0 +1,189 @@
+"""Plans of the real scheduler, run ahead: tokens, ends and memory are as if every pass had been waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.steps import EngineSpec, StepPlan
+from common.types import Finish, FinishReason, Pooling, RequestId, RowSlot, StepId
+from services.worker.engine.measuring.warm_up import warm_up
+from tests.fakes.model_runner import CheckingRunner
+from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
+from tests.services.scheduler.core.harness import STOP_ID, make_request
+from tests.services.worker.engine.overlapped_worker import LaggedHarness, LaggedWorker, LateStepper
+from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
+
+if TYPE_CHECKING:
+    from common.steps import StepResult
+
+PROMPT = [11, 12, 13, 14, 15]
+
+
+def lives(harness: LaggedHarness, data: st.DataObject) -> None:
+    """Submit, abort and lose workers at random; check every answer."""
+    wanted: dict[str, tuple[list[int], int]] = {}
+    embedded: dict[str, tuple[list[int], Pooling]] = {}
+    aborted = set()
+    for number in range(data.draw(st.integers(1, 12))):
+        prompt = [(13 * i + data.draw(st.integers(0, 1))) % 900 + 10 for i in range(data.draw(st.integers(1, 25)))]
+        name, tokens = f"r{number}", data.draw(st.integers(1, 25))
+        pooling = data.draw(st.sampled_from([None, None, Pooling.LAST, Pooling.MEAN]))
+        assert harness.core.submit(make_request(name, prompt, max_tokens=tokens, pooling=pooling), 0.0).rejected is None
+        if pooling is None:
+            wanted[name] = (prompt, tokens)
+        else:
+            embedded[name] = (prompt, pooling)
+        for _ in range(data.draw(st.integers(0, 8))):
+            harness.plan()
+            harness.result()
+        if data.draw(st.integers(0, 6)) == 0:
+            name = data.draw(st.sampled_from(sorted(wanted | embedded)))
+            if harness.core.abort(RequestId(name)):
+                aborted.add(name)
+        if data.draw(st.integers(0, 15)) == 0:
+            harness.lose_workers()
+    harness.run()
+    for name, (prompt, tokens) in wanted.items():
+        if name not in aborted:
+            assert harness.finishes[name, 0].reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert harness.outputs[name, 0] == expected_output(prompt, len(prompt) + tokens, (STOP_ID,))
+    for name in embedded.keys() - aborted:
+        assert_embedded(harness.finishes[name, 0], *embedded[name])
+
+
+def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None:
+    """The checking runner's hidden state is one-hot: the token that it would generate."""
+    assert finish.embedding is not None
+    hidden = np.zeros(VOCABULARY, np.float32)
+    for end in range(1 if pooling is Pooling.MEAN else len(prompt), len(prompt) + 1):
+        hidden[next_token(prompt[:end])] += 1
+    np.testing.assert_allclose(np.frombuffer(finish.embedding, "<f4"), hidden / np.linalg.norm(hidden), atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(14, 40), st.integers(1, 3), st.sampled_from([0.0, 0.004]))
+def test_whatever_the_scheduler_asks_for_tokens_are_right(
+    data: st.DataObject, pages: int, depth: int, lease_s: float
+) -> None:
+    lives(LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=lease_s), data)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(1, 24), st.integers(2, 12))
+def test_rows_with_two_page_tables_read_what_they_should_in_both(
+    data: st.DataObject, pages: int, depth: int, window: int, spare: int
+) -> None:
+    pool = (window + 4) // 4 + 2 + spare
+    harness = LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool)
+    lives(harness, data)
+
+
+def worker() -> LaggedWorker:
+    return LaggedWorker(64, 4, 8, LateStepper(CheckingRunner()))
+
+
+def steps(results: list[StepResult]) -> list[dict[int, int]]:
+    return [tokens_by_row(result) for result in results]
+
+
+def test_one_pass_stays_behind_until_the_next_plan_or_until_nothing_comes() -> None:
+    one = worker()
+    plan = StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2, 3]),), prefills=(chunk(0, 0, 5),), steps=3)
+    assert len(one.run(plan)) == 2
+    (late,) = one.run(StepPlan(StepId(2)))
+    assert (late.step_id, late.substep, late.last) == (1, 2, True)
+    assert [result.step_id for result in one.settle()] == [2]
+    assert one.runner.is_settled
+
+
+def test_settling_gives_way_to_a_plan_that_waits() -> None:
+    one = worker()
+    one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+    one.runner.settle(lambda: True, pause=lambda _seconds: None)
+    assert not one.runner.is_settled
+
+
+def test_a_row_that_stops_takes_part_once_more_and_its_token_is_dropped() -> None:
+    tokens = expected_output(PROMPT, 20)
+    stepper = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, stepper)
+    opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[2],))
+    results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),), steps=9)) + one.settle()
+    assert steps(results) == [{0: tokens[0]}, {0: tokens[1]}, {0: tokens[2]}, {}]
+    assert [result.last for result in results] == [False, False, False, True]
+    assert [(stop.reason, stop.matched_token_id) for result in results for stop in result.stops] == [
+        (FinishReason.STOP, tokens[2])
+    ]
+    assert stepper.launches == 4
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_the_lag_does_not_depend_on_when_tokens_arrive(settles: bool) -> None:
+    tokens = expected_output(PROMPT, 20)
+    stepper = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, stepper)
+    opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[0],))
+    results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),)))
+    if settles:
+        results += one.settle()
+    results += one.run(StepPlan(StepId(2))) + one.run(StepPlan(StepId(3))) + one.settle()
+    assert steps(results) == [{0: tokens[0]}, {}, {}]
+    assert stepper.launches == 2
+
+
+def test_a_row_at_its_length_takes_no_further_part() -> None:
+    stepper = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, stepper)
+    results = one.run(
+        StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1], total=7),), prefills=(chunk(0, 0, 5),), steps=9)
+    )
+    results += one.settle()
+    assert [result.last for result in results] == [False, True]
+    assert [stop.reason for stop in results[1].stops] == [FinishReason.LENGTH]
+    assert stepper.launches == 2
+
+
+def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_tokens() -> None:
+    one = worker()
+    one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
+    again = open_row(0, [21, 22], [3, 4], total=8)
+    plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(again,), prefills=(chunk(0, 0, 2),), steps=2)
+    results = one.run(plan) + one.settle()
+    generated = expected_output([21, 22], 8)
+    assert steps(results) == [{}, {0: generated[0]}, {0: generated[1]}]
+    assert one.runner.rows.token_ids[0, :4].tolist() == [21, 22, *generated[:2]]
+
+
+def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() -> None:
+    one = worker()
+    embedded = replace(open_row(0, PROMPT, [0, 1], total=5), pooling=Pooling.LAST)
+    one.run(StepPlan(StepId(1), opens=(embedded,), prefills=(chunk(0, 0, 5),)))
+    plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(open_row(0, [21, 22], [3]),), prefills=(chunk(0, 0, 2),))
+    first, second = one.run(plan) + one.settle()
+    assert not first.embeddings
+    assert not first.stops
+    assert steps([second]) == [{0: expected_output([21, 22], 3)[0]}]
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(8, [1, 2, 3]), (2, [1]), (1, [])])
+def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
+    runner = CheckingRunner()
+    spec = EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64)
+    warm_up(LateStepper(runner), runner.capacity, spec)
+    mixed = [batch for batch in runner.batches if 0 < batch.decode_rows < batch.rows]
+    assert [batch.decode_rows for batch in mixed] == beside
+    alone = [batch.max_query_length for batch in runner.batches if batch.rows == 1 and batch.max_query_length > 1]
+    assert alone == [8, 32]
+
+
+def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
+    runner = CheckingRunner()
+    stepper = LateStepper(runner)
+    warm_up(stepper, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
+    assert stepper.launches == 0

@@ -1,0 +1,152 @@
+"""Passes in pieces, against a runner that looks at what it is given, and on a GPU against passes kernel by kernel."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from common.steps import EngineCapacity, WindowPool
+from services.worker.engine.execution.piecewise_graphs import PromptPass, most_worthwhile, prompt_ladder
+from services.worker.engine.model.batch import ForwardBatch
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGES, WINDOW_PAGES, PAGE_SIZE, SIZE = 30, 20, 4, 16
+WINDOWED = WindowPool(WINDOW_PAGES, 8, 1, 64)
+
+
+class StandIn:
+    """What a pass needs of resident rows and of a model: hidden states are token ids, doubled by attention."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, window: WindowPool | None = None) -> None:
+        self.capacity = EngineCapacity(PAGES, PAGE_SIZE, 64, 100, (), 1, "", "cpu", 2, window_pool=window)
+        self.cells = self.page_table = torch.zeros(2, 4, dtype=torch.int32)
+        self.window_table = self.page_table if window else None
+        self.attended: list[ForwardBatch] = []
+        self.stored: list[torch.Tensor] = []
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = torch.stack([batch.token_ids.float(), batch.positions.float()], dim=1)
+        for view in (batch, batch.in_window()):
+            self.stored.append(view.write_slots.clone())
+            outputs = torch.full_like(hidden, torch.nan)
+            assert view.defer is not None
+            view.defer(self._attend, hidden, outputs, in_window=view.is_in_window)
+            hidden = outputs
+        return hidden[batch.sample_indices]
+
+    def _attend(self, queries: torch.Tensor, outputs: torch.Tensor, batch: ForwardBatch) -> None:
+        self.attended.append(batch)
+        outputs.copy_(2 * queries)
+
+
+def live_batch(tokens: int, samples: list[int]) -> ForwardBatch:
+    ids = torch.arange(tokens) + 50
+    return ForwardBatch(
+        token_ids=ids, positions=ids % 7, query_starts=torch.tensor([0, tokens]), key_lengths=torch.tensor([tokens]),
+        page_table=torch.zeros(1, 4), write_slots=torch.arange(tokens) + 3, sample_indices=torch.tensor(samples).long(),
+        decode_rows=0, max_query_length=tokens, max_key_length=tokens, window_table=torch.ones(1, 4),
+        window_slots=torch.arange(tokens) + 8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [[4], [0, 2, 4], []])
+def test_attention_gets_the_pass_s_own_batch_and_padding_writes_where_nobody_reads(samples: list[int]) -> None:
+    runner: Any = StandIn(WINDOWED)
+    one = PromptPass(SIZE, runner, runner)
+    # More tokens before fewer: padding must not write where those went.
+    for tokens in (SIZE, 5):
+        batch = live_batch(tokens, samples)
+        hidden = one.hidden_states(batch)
+        assert hidden[:, 0].tolist() == [4 * (50 + sample) for sample in samples]
+        whole, windowed = runner.attended[-2:]
+        assert whole is batch
+        assert windowed.is_in_window
+        assert windowed.page_table is batch.window_table
+        for stored, first, pages in zip(runner.stored[-2:], (3, 8), (PAGES, WINDOW_PAGES), strict=True):
+            assert stored[:tokens].tolist() == list(range(first, first + tokens))
+            assert stored[tokens:].tolist() == [pages * PAGE_SIZE] * (SIZE - tokens)
+
+
+def test_a_warm_up_attends_to_nothing() -> None:
+    runner: Any = StandIn()
+    one = PromptPass(SIZE, runner, runner)
+    runner.hidden_states(one._batch)
+    assert runner.attended == []
+
+
+def test_the_ladder_ends_with_what_a_step_may_have() -> None:
+    assert prompt_ladder(8) == ()
+    assert prompt_ladder(100)[-1] == 96
+    sizes = prompt_ladder(1 << 20)
+    assert sizes[-1] == 4096
+    assert all(0 < larger - smaller <= max(32, larger / 5) for smaller, larger in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "fits", "saves", "most"),
+    [(100, 4096, 4096, 100), (3000, 4096, 4096, 2048), (9000, 4096, 4096, 4096), (9000, 4096, 600, 512),
+     (9000, 1500, 4096, 1024), (9000, 100, 100, 256)],
+)  # fmt: skip
+def test_what_is_captured_depends_on_what_it_saves(max_step_tokens: int, fits: int, saves: int, most: int) -> None:
+    def make(size: int) -> Any:
+        def capture(_pool: object) -> None:
+            if size > fits:
+                raise torch.OutOfMemoryError("made up")
+
+        return SimpleNamespace(
+            size=size, has_memory=lambda: size <= fits, capture=capture, saves_time=lambda: size <= saves,
+            release=lambda: None,
+        )  # fmt: skip
+
+    assert most_worthwhile(max_step_tokens, make, None, None) == most
+    # Ranks ask each other beforehand.
+    assert most_worthwhile(max_step_tokens, make, None, bool) == most
+    # Another rank that has less, or saves less.
+    assert most_worthwhile(9000, make, None, lambda holds: False) == 256
+
+
+OWN = {
+    "llama": {"head_dim": 64, "hidden_size": 128},
+    "qwen3 moe": {"head_dim": 64, "hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
+    "gemma3": {"head_dim": 256, "hidden_size": 64},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", OWN)
+def test_pieces_compute_what_single_programs_do(family: str, tmp_path: Path) -> None:
+    name, options = FAMILIES[family]
+    save_model(tmp_path, name, {**options, **OWN[family], "initializer_range": 0.1})
+    runner = load(tmp_path, backend="gpu", dtype="bfloat16")
+    from services.worker.engine.execution.device_batch import ResidentRows
+
+    rows = ResidentRows(8, 16, runner.capacity.device_pages, VOCABULARY, runner.device)
+    pool = torch.cuda.graph_pool_handle()
+    passes = [PromptPass(size, rows, runner) for size in (64, 32)]
+    with torch.inference_mode():
+        for one in passes:
+            assert one.has_memory()
+            one.capture(pool)
+        driver = Driver(runner)
+        ids = random_ids(200, VOCABULARY)
+        grown, fresh = driver.open(80), driver.open(80)
+        driver.run([(grown, ids[:40])])
+        for count, one in ((30, passes[1]), (60, passes[0]), (31, passes[1]), (7, passes[1])):
+            work = [(grown, ids[100:101]), (fresh, ids[:count])]
+            batch = driver.batch(work)
+            alone = runner.hidden_states(batch).float()
+            # The same once more: what is stored is stored again.
+            in_pieces = one.hidden_states(replace(batch)).float()
+            assert (in_pieces - alone).norm() / alone.norm() < 1e-2
+    runner.close()

@@ -1,0 +1,96 @@
+"""Layers in one call: what the operators give one by one, to the last bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from services.worker.engine import model_runner
+from services.worker.engine.kernels.cpu import layers as native_layers
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import VOCABULARY, save_family
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from services.worker.engine.kernels.cpu.layers import JoinedLayers
+    from services.worker.engine.kernels.cpu.library import CpuLibrary
+
+# New tokens of three rows in successive passes: prompts, decoding beside the rest of a prompt, decoding.
+COUNTS = ((1, 30, 61), (1, 1, 25), (1, 1, 1))
+WORK = [[random_ids(count, VOCABULARY, seed=count) for count in counts] for counts in COUNTS]
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[JoinedLayers | None]:
+    """What models are given from now on; needs a compiler."""
+    found = []
+
+    def join(*arguments: object) -> JoinedLayers | None:
+        found.append(native_layers.join_layers(*arguments))  # type: ignore[arg-type]  # passed on
+        return found[-1]
+
+    monkeypatch.setattr(model_runner, "join_layers", join)
+    return found
+
+
+def outcomes(directory: Path, **changes: object) -> list[torch.Tensor]:
+    """Logits of the passes in `WORK`."""
+    runner = load(directory, backend="compiled", threads=2, **changes)
+    driver = Driver(runner)
+    rows = [driver.open(100) for _ in WORK[0]]
+    got = [driver.run(list(zip(rows, tokens, strict=True))) for tokens in WORK]
+    runner.close()
+    return got
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(model_runner, "join_layers", lambda *_: None)
+        return run()
+
+
+@pytest.mark.parametrize("family", ["llama biased", "qwen3", "qwen2 windowed", "smol"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_layers_in_one_call_give_what_operators_give_one_by_one(
+    family: str, dtype: str, joined: list[JoinedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_family(tmp_path, family)
+    changes = {"dtype": dtype, "kv_dtype": "bfloat16" if family == "smol" else "auto"}
+    got = outcomes(tmp_path, **changes)
+    assert joined[-1] is not None
+    expected = one_by_one(monkeypatch, lambda: outcomes(tmp_path, **changes))
+    for these, those in zip(got, expected, strict=True):
+        assert torch.equal(these, those)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3 moe"])
+def test_layers_of_another_kind_stay_apart(family: str, joined: list[JoinedLayers | None], tmp_path: Path) -> None:
+    load(save_family(tmp_path, family), backend="compiled").close()
+    assert joined == [None]
+
+
+def test_plain_torch_is_left_as_it_is(joined: list[JoinedLayers | None], tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    load(tmp_path, backend="torch").close()
+    assert joined == [None]
+
+
+def test_a_long_prompt_whose_inputs_threads_share_gives_the_same(
+    joined: list[JoinedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_family(tmp_path, "llama")
+
+    def run() -> list[torch.Tensor]:
+        runner = load(tmp_path, backend="compiled", threads=2, dtype="bfloat16")
+        driver = Driver(runner)
+        got = driver.run([(driver.open(400), random_ids(400, VOCABULARY, seed=1))])
+        runner.close()
+        return [got]
+
+    (got,), (expected,) = run(), one_by_one(monkeypatch, run)
+    assert joined[0] is not None
+    assert torch.equal(got, expected)

@@ -1,0 +1,68 @@
+"""Models in FP8 on a GPU, against the same values that are multiplied in a wider type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.steps import EngineSpec
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.loader import load_decoder
+from tests.services.worker.engine.driving import Driver, load
+from tests.services.worker.engine.execution.test_families import OWN, PROMPT
+from tests.services.worker.engine.families import FAMILIES, reference_logits, save_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def can_multiply() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply FP8")
+
+
+def logits_of(directory: Path, **changes: object) -> torch.Tensor:
+    runner = load(directory, **changes)  # type: ignore[arg-type]  # whatever a test wants to change
+    driver = Driver(runner)
+    logits = driver.run([(driver.open(len(PROMPT)), PROMPT)], all_tokens=True).cpu()
+    runner.close()
+    return logits
+
+
+@pytest.mark.parametrize("family", ["yarn", "gemma3", "qwen3 moe"])
+def test_logits_are_those_of_widened_products_but_for_rounding(family: str, tmp_path: Path) -> None:
+    name, options = FAMILIES[family]
+    save_model(tmp_path, name, {**options, **OWN[family], "initializer_range": 0.05})
+    got = logits_of(tmp_path, backend="gpu", dtype="bfloat16", quantization="fp8")
+    widened = logits_of(tmp_path, backend="torch", dtype="bfloat16", quantization="fp8")
+    wide = reference_logits(tmp_path, PROMPT)
+    lost = float((widened - wide).norm() / wide.norm())
+    # Roundings to bfloat16 differ, and with them a few of those to FP8.
+    assert float((got - wide).norm() / wide.norm()) < 1.3 * lost + 0.03
+    assert float((got - widened).norm() / wide.norm()) < lost + 0.03
+
+
+def capacity(quantization: str, pages: int | None) -> tuple[int, int, int]:
+    """Return pages, bytes of a page, and bytes that are taken beside pages."""
+    torch.cuda.empty_cache()
+    spec = EngineSpec("tests/benchmarks/shapes/qwen3-0.6b", load_format="dummy", max_rows=4, max_context=512,
+                      max_step_tokens=256, quantization=quantization, device_pages=pages)  # fmt: skip
+    runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", backend="gpu"))
+    made = runner.capacity
+    page_bytes = made.kv_bytes_per_token * made.page_size
+    taken = torch.cuda.memory_allocated() - (made.device_pages + 1) * page_bytes
+    runner.close()
+    return made.device_pages, page_bytes, taken
+
+
+def test_what_weights_do_not_take_is_there_for_pages() -> None:
+    (_, page_bytes, wide_bytes), (_, _, narrow_bytes) = capacity("auto", 8), capacity("fp8", 8)
+    # 440 million weights of projections; embedding and head keep their type. Seen: 410 MB; the rest is not explained.
+    assert 0.9 * 440e6 < wide_bytes - narrow_bytes < 1.05 * 440e6
+    (wide, _, _), (narrow, _, _) = capacity("auto", None), capacity("fp8", None)
+    assert (narrow - wide) * page_bytes > 0.8 * (wide_bytes - narrow_bytes)
