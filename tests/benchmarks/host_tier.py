@@ -29,7 +29,6 @@ from deploy.bench.figures import Spread
 from deploy.bench.report import output_console
 from deploy.bench.results import Provenance, Result, ResultSheet, write_results
 from services.worker.engine.host import limit_spinning
-from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +73,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Load it; `arguments` are those of the command line."""
         from services.worker.engine.backends import RunnerOptions
+        from services.worker.engine.loader import load_decoder
         from services.worker.engine.measuring.random_batches import random_batch
 
         self._make_batch = random_batch
@@ -90,7 +90,7 @@ class Bench:
         )
         options = RunnerOptions(device=arguments.device, threads=arguments.threads)
         self.runner: ModelRunner = load_decoder(spec, lambda *_: None, options)
-        self.decode = self._make_batch(self.runner, [(CONTEXT - 1, 1)] * arguments.rows)
+        self.decode = self._make_batch(self.runner.capacity, self.runner.device, [(CONTEXT - 1, 1)] * arguments.rows)
         self._first_page = own
         self._repeats = arguments.repeats
         self._next = 1
@@ -104,7 +104,7 @@ class Bench:
         """Measure one length."""
         beside_load = [self._beside(LOAD, tokens, order) for _ in range(self._repeats)]
         beside_backup = [self._beside(BACKUP, tokens, order) for _ in range(self._repeats)]
-        prompt = self._make_batch(self.runner, [(0, tokens)])
+        prompt = self._make_batch(self.runner.capacity, self.runner.device, [(0, tokens)])
         host = self.runner.host_pool
         assert host is not None
         return Line(

@@ -24,7 +24,7 @@ from common.tokenization.vocabulary import read_vocabulary
 from deploy.bench.figures import Spread
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.grammars.matcher import Matcher, mask_words
-from services.worker.engine.sampling.masks import apply_masks
+from services.worker.engine.sampling.logits_processors import apply_masks
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import EOS, VOCABULARY_SIZE
 

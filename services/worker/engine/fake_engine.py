@@ -14,8 +14,8 @@ from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import RowSlot
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.pass_output import Sampled
-from services.worker.engine.execution.synchronous_runner import PlanRunner
+from services.worker.engine.execution.pass_output import PassOutput
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.plans.scoring import ScoringTable
@@ -60,7 +60,7 @@ class FakeEngine:
         """Behave as `options` say; `sleep` passes the time of a step."""
         self._options = options or FakeOptions()
         self._sleep = sleep
-        self._plans: PlanRunner | None = None
+        self._plans: SynchronousRunner | None = None
         self._host_pages: FakeHostPages | None = None
 
     @property
@@ -84,9 +84,9 @@ class FakeEngine:
         capacity = self._capacity(spec)
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
         limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
-        stepper = FakeStepper(self._options, spec.max_rows, self._sleep)
+        executor = FakeExecutor(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
-        self._plans = PlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=spec.rank == 0)
+        self._plans = SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0)
         self._host_pages = FakeHostPages(capacity.host_pages, spec.page_size) if capacity.host_pages else None
         report(1.0, "ready")
         return capacity
@@ -129,7 +129,7 @@ class FakeEngine:
         )
 
 
-class FakeStepper:
+class FakeExecutor:
     """Computes passes from the rows' seeds."""
 
     def __init__(self, options: FakeOptions, max_rows: int, sleep: Callable[[float], None]) -> None:
@@ -144,7 +144,7 @@ class FakeStepper:
         self._seeds[opened.row] = opened.sampling.seed
         self._scoring.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         """Take a step's time and make up its tokens."""
         if self._options.step_s > 0:
             self._sleep(self._options.step_s)
@@ -155,7 +155,7 @@ class FakeStepper:
             for row in forward.pooled_rows.tolist()
         )
         scores = tuple((run.row, fake_scores(run)) for run in self._scoring.of(rows, forward))
-        return Sampled(tokens, embeddings=embeddings, prompt_logprobs=scores)
+        return PassOutput(tokens, embeddings=embeddings, prompt_logprobs=scores)
 
 
 class FakeTransfers:

@@ -29,17 +29,19 @@ from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
-from services.worker.engine.kernels.cpu.layers import join_layers
+from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.interface import AttentionShape, Backend, KvLayout
+from services.worker.engine.measuring.calibration import calibrate
 from services.worker.engine.measuring.capacity import (
     MemoryMeasure,
     activation_reserve,
     count_pages,
+    divide,
+    has_window_pool,
     longest_context,
     sampler_bytes,
 )
-from services.worker.engine.measuring.memory_profile import made_up_batch, measure_peak, pages_of, prompts_of
-from services.worker.engine.measuring.window_pool import divide, has_window_pool
+from services.worker.engine.measuring.random_batches import measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
@@ -133,27 +135,33 @@ class _DecoderLoader:
             self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
         )
         group = join_group(
-            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._is_resident else None
+            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._can_overlap else None
         )
         free_before = self._free_memory()
         context = longest_context(spec, config)
         model = self._decoder(group, context)
-        self._report(0.98, "measuring memory" if self._is_resident else "allocating the KV pool")
+        self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context)
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # Rows that fill a captured batch up write to a page behind the last one.
-        pool = self._pool(pages + self._is_resident, model.kv_layout, window_pages)
+        pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s fp8=%s kv_dtype=%s pages=%d context=%d threads=%d",
             spec.model, self._device, self._backend.name, self._dtype, holds_fp8(spec, config), self._kv_dtype, pages,
             capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
-        runner = ModelRunner(model, pool, capacity, group, self._device, is_resident=self._is_resident)
         host_pages = group.minimum(self._count_host_pages(pool))
-        if host_pages:
-            self._report(0.99, "measuring what the host tier is worth")
-            runner.add_host_tier(allocate_host_pool(pool, host_pages), spec.max_step_tokens)
+        host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
+        runner = ModelRunner(model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool)
+        if host_pool is not None and runner.transfers is not None:
+            self._report(0.99, "measuring prefill and the host tier")
+            measured = calibrate(runner, host_pool, runner.transfers, spec.max_step_tokens)
+            runner.capacity = replace(
+                runner.capacity,
+                prefill_tokens_per_s=measured.prefill_tokens_per_s,
+                load_bytes_per_s=measured.load_bytes_per_s,
+            )
         self._report(1.0, "ready")
         return runner
 
@@ -169,7 +177,7 @@ class _DecoderLoader:
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         if ranks == 1:  # several add up what their parts of a layer contribute: no one call
-            joined = join_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
+            joined = fuse_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
         return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
 
@@ -202,7 +210,7 @@ class _DecoderLoader:
         return available_memory()
 
     @property
-    def _is_resident(self) -> bool:
+    def _can_overlap(self) -> bool:
         # Others' code may wait for the device wherever it likes.
         return self._backend.name == "gpu" and not isinstance(self._checkpoint, TransformersCheckpoint)
 
@@ -211,7 +219,7 @@ class _DecoderLoader:
         shard, config = self._shard, self._config
         return AttentionShape(
             len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
-            score_scale=config.attention_scale, score_cap=config.score_cap,
+            score_scale=config.attention_scale, attention_softcap=config.attention_softcap,
         )  # fmt: skip
 
     def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
@@ -223,7 +231,7 @@ class _DecoderLoader:
         layers, local = self._config.layers, sum(self._is_local)
         if not window_pages:
             return allocate(layers, pages)
-        window_pool = allocate(local, window_pages + self._is_resident)
+        window_pool = allocate(local, window_pages + self._can_overlap)
         return join_pools(allocate(layers - local, pages), window_pool, self._is_local)
 
     @property
@@ -243,11 +251,11 @@ class _DecoderLoader:
         spec = self._spec
         element_bytes = self._backend.kernels.activation_dtype.itemsize
         estimate = activation_reserve(spec, self._config, element_bytes)
-        if not self._is_resident or spec.device_pages is not None:
+        if not self._can_overlap or spec.device_pages is not None:
             return estimate
         lengths = prompts_of(spec.max_step_tokens, context)
         pool = self._pool(pages_of(lengths, spec.page_size), model.kv_layout)
-        batch = made_up_batch(
+        batch = random_prompts(
             lengths,
             spec.page_size,
             self._config.vocabulary_size,
@@ -310,5 +318,5 @@ class _DecoderLoader:
     def _window_pool(self, pool: KvPool) -> WindowPool | None:
         if not pool.window_pages:
             return None
-        pages = pool.window_pages - self._is_resident
+        pages = pool.window_pages - self._can_overlap
         return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)

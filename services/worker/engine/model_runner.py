@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.host_tier.tier import make_transfers
-from services.worker.engine.measuring.calibration import calibrate
 
 if TYPE_CHECKING:
     from common.steps import EngineCapacity
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
@@ -27,31 +25,21 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup, device: torch.device,
-        *, is_resident: bool = False,
+        self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
+        *, can_overlap: bool = False, host_pool: HostPool | None = None,
     ) -> None:  # fmt: skip
         """Put together what `load` made."""
         self.capacity = capacity
-        self.device = device
+        self.device = torch.device(capacity.device)
         # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
-        self.is_resident = is_resident
+        self.can_overlap = can_overlap
         self._model = model
         self._pool = pool
         self._group = group
-        self.host_pool: HostPool | None = None
-        self.transfers: Transfers | None = None
-
-    def add_host_tier(self, host_pool: HostPool, max_step_tokens: int) -> None:
-        """Keep pages in `host_pool`, too, and measure what that is worth; all ranks at the same time."""
         self.host_pool = host_pool
-        self.transfers = make_transfers(self._pool, host_pool, self.device)
-        self.capacity = replace(self.capacity, host_pages=host_pool.pages)
-        measured = calibrate(self, host_pool, self.transfers, max_step_tokens)
-        self.capacity = replace(
-            self.capacity,
-            prefill_tokens_per_s=measured.prefill_tokens_per_s,
-            load_bytes_per_s=measured.load_bytes_per_s,
-        )
+        self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
+        if host_pool is not None:
+            self.capacity = replace(capacity, host_pages=host_pool.pages)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -83,7 +83,7 @@ class GgufCheckpoint:
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
         whole, expert = split_expert(name)
-        stored = gguf_name(whole, has_output_norms=self.config.output_norms)
+        stored = gguf_name(whole, has_output_norms=self.config.post_norms)
         values = self._dequantised(stored, rows if expert is None else self._rows_of(stored, expert, rows))
         if self.config.family == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = _restore_halves(values, self.config.head_dim)

@@ -12,8 +12,8 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     """Return the shape of a whole tensor: a matrix, its bias, or the weight of a norm."""
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, columns = config.hidden_size, config.intermediate_size
-    if config.mixture is not None and ".experts." in name:
-        columns = config.mixture.intermediate_size
+    if config.moe is not None and ".experts." in name:
+        columns = config.moe.intermediate_size
     matrices = {
         "embed_tokens": (config.vocabulary_size, hidden),
         "lm_head": (config.vocabulary_size, hidden),
@@ -24,7 +24,7 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         "gate_proj": (columns, hidden),
         "up_proj": (columns, hidden),
         "down_proj": (hidden, columns),
-        "gate": (config.mixture.experts if config.mixture else 0, hidden),
+        "gate": (config.moe.experts if config.moe else 0, hidden),
     }
     part, kind = name.split(".")[-2:]
     if part in matrices:

@@ -17,13 +17,12 @@ from services.worker.engine.checkpoints.safetensors_directory import Safetensors
 from services.worker.engine.encoder.config import encoder_config
 from services.worker.engine.encoder.model import Encoder
 from services.worker.engine.encoder.weights import read_weights
-from services.worker.engine.execution.pass_output import Sampled, join
+from services.worker.engine.execution.out_of_memory import compute_in_parts, row_halves
+from services.worker.engine.execution.pass_output import PassOutput, join
 from services.worker.engine.execution.pooler import Pooler
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.torch.kernels import TorchKernels
-from services.worker.engine.plans.halves import row_halves
 from services.worker.engine.plans.passes import gather
-from services.worker.engine.shortage import compute_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,8 +86,8 @@ class EncoderRunner:
         del self.encoder
 
 
-class EncoderStepper:
-    """Computes passes with an encoder; see `Stepper`."""
+class EncoderExecutor:
+    """Computes passes with an encoder; see `PassExecutor`."""
 
     def __init__(self, runner: EncoderRunner) -> None:
         """Use `runner`."""
@@ -99,12 +98,12 @@ class EncoderStepper:
         """Take note of a row."""
         self._pooler.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         """Embed the pass's rows, fewer at a time if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=False, cut=row_halves)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
-    def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def _step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         batch, device = gather(rows, forward), self._runner.device
         hidden = self._runner.encoder.forward(
             torch.from_numpy(batch.token_ids).to(device),
@@ -112,7 +111,7 @@ class EncoderStepper:
             np.diff(batch.query_starts).astype(np.int64),
         )
         self._pooler.add(batch.pooled_slots, hidden[torch.from_numpy(batch.pooled_indices).to(device)])
-        return Sampled(embeddings=self._pooler.finish(forward.pooled_rows))
+        return PassOutput(embeddings=self._pooler.finish(forward.pooled_rows))
 
 
 def select_encoder_dtype(name: str, config: EncoderConfig, device: torch.device) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.shortage import is_out_of_memory
+from services.worker.engine.execution.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _GRAPH_BYTES = 128 * 1024**2
 
 
-class CapturablePass(Protocol):
+class CudaGraph(Protocol):
     """A pass of up to `size` rows or tokens."""
 
     size: int
@@ -35,10 +35,10 @@ class CapturablePass(Protocol):
         """Give up what was captured: the pass runs kernel by kernel."""
 
 
-P = TypeVar("P", bound=CapturablePass)
+P = TypeVar("P", bound=CudaGraph)
 
 
-class CapturedPasses(Generic[P]):
+class CudaGraphs(Generic[P]):
     """Passes of the sizes of a ladder."""
 
     def __init__(self, sizes: tuple[int, ...], make: Callable[[int], P], unit: str = "rows") -> None:
@@ -65,7 +65,7 @@ class CapturedPasses(Generic[P]):
             report: told the share that is done.
             budget_s: what it may take; all that is left then is left out.
             pool: memory for graphs.
-            agree: as `ResidentRunner.agree`, where other ranks capture the same passes, which meet in them. All leave
+            agree: as `OverlappedModel.agree`, where other ranks capture the same passes, which meet in them. All leave
                 out what one of them has no memory for.
 
         Raises:

@@ -10,21 +10,21 @@ import torch
 
 from services.worker.engine.execution.cuda_graphs import has_memory
 from services.worker.engine.execution.device_batch import to_device
-from services.worker.engine.execution.device_sampler import Way
+from services.worker.engine.execution.device_sampler import SamplingMode
 from services.worker.engine.kernels.gpu import device_batch as row_state
-from services.worker.engine.kernels.gpu.logprobs import Report
+from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity
-    from services.worker.engine.execution.device_batch import ResidentRows
+    from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.execution.device_sampler import DeviceSampler
     from services.worker.engine.plans.rows import RowIndices
 
 
-class ResidentRunner(Protocol):
+class OverlappedModel(Protocol):
     """One rank's model on a GPU, as `ModelRunner` implements it. Behind its pool's last page is one for padding."""
 
     capacity: EngineCapacity
@@ -46,16 +46,16 @@ class ResidentRunner(Protocol):
         """Return whether something holds on every rank; all ask at the same time, and wait."""
 
 
-def ladder(max_rows: int) -> tuple[int, ...]:
+def decode_capture_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the batch sizes to capture: dense where a step is short, within an eighth of any size above 64."""
     sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
-class DecodePass:
+class DecodeGraph:
     """Everything a pass of `size` rows reads and writes, at fixed addresses."""
 
-    def __init__(self, size: int, rows: ResidentRows, runner: ResidentRunner, sampler: DeviceSampler) -> None:
+    def __init__(self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler) -> None:
         """Allocate; ranks whose `sampler` does not choose are told by `runner`."""
         device = rows.cells.device
         self.size = size
@@ -63,7 +63,7 @@ class DecodePass:
         self.token_ids = torch.zeros(size, dtype=torch.int32, device=device)
         self.logits = torch.empty(0, device=device)
         # Of passes in which any row asked for log probabilities.
-        self.report = Report.empty(size, runner.capacity.vocabulary_size, device)
+        self.report = LogprobBuffers.empty(size, runner.capacity.vocabulary_size, device)
         self._rows = rows
         self._page_size = runner.capacity.page_size
         self._runner = runner
@@ -103,7 +103,7 @@ class DecodePass:
         if not self._replay("compute"):
             self._compute()
 
-    def choose(self, way: Way, *, reports: bool) -> None:
+    def choose(self, way: SamplingMode, *, reports: bool) -> None:
         """Sample, tell log probabilities if any row wants them, and append to the rows."""
         if not self._replay(_name(way, reports=reports)):
             self._choose(way, reports=reports)
@@ -124,7 +124,7 @@ class DecodePass:
 
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
-        choices = [(way, reports) for way in Way for reports in (False, True)]
+        choices = [(way, reports) for way in SamplingMode for reports in (False, True)]
         runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
         runs += [(_name(way, reports=told), partial(self._choose, way, reports=told)) for way, told in choices]
         for name, run in runs:
@@ -153,15 +153,15 @@ class DecodePass:
             row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
         self.logits = self._runner.compute(batch)
 
-    def _choose(self, way: Way, *, reports: bool) -> None:
+    def _choose(self, way: SamplingMode, *, reports: bool) -> None:
         if self._sampler.chooses:
             self._sampler.choose(self.logits, self.slots, self.token_ids, way)
             if reports:
                 self._sampler.report(self.logits, self.slots, self.token_ids, self.report)
         self._runner.broadcast_tokens(self.token_ids)
         # Last: nothing that can fail may follow.
-        self._sampler.append(self.slots, self.token_ids, counts=way is Way.ADJUSTED)
+        self._sampler.append(self.slots, self.token_ids, counts=way is SamplingMode.PROCESSED)
 
 
-def _name(way: Way, *, reports: bool) -> str:
+def _name(way: SamplingMode, *, reports: bool) -> str:
     return f"{way.value}, reported" if reports else way.value

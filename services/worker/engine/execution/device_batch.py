@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PAGES = row_state.PAGES.value
 
 
-class ResidentRows:
+class DeviceBatch:
     """Owns the state; changes gather until `upload` sends them, in the order of the stream."""
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 
 from common.types import RowSlot
 from services.worker.engine.execution.device_batch import to_device
-from services.worker.engine.kernels.gpu.logits_processors import IN_PROMPT, AdjustmentTables, adjust, count
+from services.worker.engine.kernels.gpu.logits_processors import IN_PROMPT, LogitsProcessorTables, count, process_logits
 from services.worker.engine.sampling.table import Needs
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # As many as the API allows in one request.
 MOST_BIASES = 1024
 # Needs of a row whose logits change on the device.
-ADJUSTING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | Needs.WORDS
+PROCESSING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | Needs.CONSTRAINTS
 
 
 def bans_sequences(opened: RowOpen) -> bool:
@@ -35,7 +35,7 @@ def bans_sequences(opened: RowOpen) -> bool:
     return any(len(sequence) > 1 for sequence in opened.sampling.banned_sequences)
 
 
-class RowAdjustments:
+class DeviceLogitsProcessors:
     """Owns the tables; changes gather until `upload` sends them, in the order of the stream."""
 
     def __init__(self, max_rows: int, vocabulary_size: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class RowAdjustments:
         def bits() -> torch.Tensor:
             return torch.full((max_rows, self._words), -1, dtype=torch.int32, device=device)
 
-        self._tables = AdjustmentTables(
+        self._tables = LogitsProcessorTables(
             counts=torch.zeros(max_rows, vocabulary_size, dtype=torch.int32, device=device),
             allowed=bits(),
             before_minimum=bits(),
@@ -54,7 +54,7 @@ class RowAdjustments:
             bias_ids=torch.full((max_rows, MOST_BIASES), -1, dtype=torch.int32, device=device),
             bias_values=torch.zeros(max_rows, MOST_BIASES, dtype=torch.float32, device=device),
         )
-        self._adjusted = torch.empty(max_rows, vocabulary_size, dtype=torch.float32, device=device)
+        self._processed = torch.empty(max_rows, vocabulary_size, dtype=torch.float32, device=device)
         self._opened: dict[RowSlot, tuple[RowOpen, Needs]] = {}
         # [vocabulary, in whole words] uint8, what rows that ban sequences may sample at all.
         self._flags: dict[RowSlot, NDArray[np.uint8]] = {}
@@ -65,7 +65,7 @@ class RowAdjustments:
         self._flags.pop(opened.row, None)
         if bans_sequences(opened):
             self._flags[opened.row] = self._allowed(opened)
-        if needs & ADJUSTING:
+        if needs & PROCESSING:
             self._opened[opened.row] = opened, needs
 
     def upload(self) -> None:
@@ -75,7 +75,7 @@ class RowAdjustments:
         for opened in self._gathered(Needs.PENALTIES):
             self._seed_counts(opened)
         tables = self._tables
-        self._write(tables.allowed, {one.row: _packed(self._allowed(one)) for one in self._gathered(Needs.WORDS)})
+        self._write(tables.allowed, {one.row: _packed(self._allowed(one)) for one in self._gathered(Needs.CONSTRAINTS)})
         stops = {one.row: self._bits_without(one.stop_token_ids) for one in self._gathered(Needs.MIN_TOKENS)}
         self._write(tables.before_minimum, stops)
         biases = {one.row: self._biases(one) for one in self._gathered(Needs.BIAS)}
@@ -84,12 +84,12 @@ class RowAdjustments:
         self._write(tables.bias_values, values)
         self._opened = {}
 
-    def hold(self, slots: RowIndices, masks: NDArray[np.int32]) -> None:
+    def set_grammar_masks(self, slots: RowIndices, masks: NDArray[np.int32]) -> None:
         """Let rows `slots` sample next what `masks` [slots, words] allow, whose grammars these are."""
         lines = {RowSlot(slot): mask for slot, mask in zip(slots.tolist(), masks, strict=True)}
         self._write(self._tables.grammar, lines)
 
-    def rule_out(self, ends: Mapping[RowSlot, Sequence[int]]) -> None:
+    def ban(self, ends: Mapping[RowSlot, Sequence[int]]) -> None:
         """Let rows that ban sequences not sample `ends` next, nor what they never may."""
         lines = {}
         for row, ids in ends.items():
@@ -100,8 +100,8 @@ class RowAdjustments:
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """Return what rows `slots` choose from, [rows, vocabulary] float32, valid until the next call."""
-        adjusted = self._adjusted[: logits.shape[0]]
-        adjust(logits, slots, cells, self._tables, adjusted)
+        adjusted = self._processed[: logits.shape[0]]
+        process_logits(logits, slots, cells, self._tables, adjusted)
         return adjusted
 
     def count(self, slots: torch.Tensor, token_ids: torch.Tensor, cells: torch.Tensor) -> None:

@@ -12,40 +12,40 @@ import torch
 from common.types import RowSlot, TokenLogprob
 from services.worker.engine.execution.device_batch import to_device
 from services.worker.engine.execution.device_logits_processors import (
-    ADJUSTING,
     MOST_BIASES,
-    RowAdjustments,
+    PROCESSING,
+    DeviceLogitsProcessors,
     bans_sequences,
 )
 from services.worker.engine.kernels.gpu import device_batch as row_state
-from services.worker.engine.kernels.gpu.logprobs import MOST_NAMED, MOST_TOP, Report, report
+from services.worker.engine.kernels.gpu.logprobs import MOST_NAMED, MOST_TOP, LogprobBuffers, report
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 from services.worker.engine.sampling.table import Needs
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen
-    from services.worker.engine.execution.device_batch import ResidentRows
+    from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.plans.rows import RowIndices, RowTable
     from services.worker.engine.sampling.table import SamplingTable
 
 _FILTERS = Needs.ORDER | Needs.MIN_P
 
 
-class Way(Enum):
+class SamplingMode(Enum):
     """How the rows of a pass choose; each does all that the one before does."""
 
     PLAIN = "plain"
     # By top-k, top-p or min-p.
     FILTERED = "filtered"
     # From logits that any of them has changed.
-    ADJUSTED = "adjusted"
+    PROCESSED = "processed"
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedReport:
+class LaunchedLogprobs:
     """Log probabilities on their way to the host: row `slots[i]` asked for those in line `places[i]`."""
 
-    report: Report
+    report: LogprobBuffers
     slots: RowIndices
     places: RowIndices
     # How many of the most likely tokens, and of those named, each of `slots` wants.
@@ -68,7 +68,7 @@ class LaunchedReport:
 class DeviceSampler:
     """What sampling needs on the device. Ranks other than 0 only decide as it does, and append what they are told."""
 
-    def __init__(self, spec: EngineSpec, rows: ResidentRows, table: SamplingTable) -> None:
+    def __init__(self, spec: EngineSpec, rows: DeviceBatch, table: SamplingTable) -> None:
         """Choose for `rows`, whose parameters are in `table`; what it takes is allocated here, once for all."""
         device, vocabulary_size = rows.cells.device, table.vocabulary_size
         self._rows = rows
@@ -76,10 +76,10 @@ class DeviceSampler:
         self._vocabulary_size = vocabulary_size
         self._is_beyond = np.zeros(spec.max_rows, np.bool_)
         self._bans_sequences = np.zeros(spec.max_rows, np.bool_)
-        self._adjustments: RowAdjustments | None = None
+        self._processors: DeviceLogitsProcessors | None = None
         if spec.rank != 0:
             return
-        self._adjustments = RowAdjustments(spec.max_rows, vocabulary_size, device)
+        self._processors = DeviceLogitsProcessors(spec.max_rows, vocabulary_size, device)
         self._chooser = TokenChooser(spec.max_rows, vocabulary_size, device)
         # Ids whose log probabilities rows want; also those of padding's line.
         self._named = torch.zeros(spec.max_rows + 1, MOST_NAMED, dtype=torch.int64, device=device)
@@ -87,7 +87,7 @@ class DeviceSampler:
     @property
     def chooses(self) -> bool:
         """Whether this rank samples."""
-        return self._adjustments is not None
+        return self._processors is not None
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row, whose parameters are in the table already."""
@@ -99,9 +99,9 @@ class DeviceSampler:
             or len(sampling.logprob_token_ids) > MOST_NAMED
             or len(sampling.logit_bias) > MOST_BIASES
         )
-        if self._adjustments is None or self._is_beyond[opened.row]:
+        if self._processors is None or self._is_beyond[opened.row]:
             return
-        self._adjustments.open(opened, needs)
+        self._processors.open(opened, needs)
         if sampling.logprob_token_ids:
             named = np.zeros(MOST_NAMED, np.int64)
             named[: len(sampling.logprob_token_ids)] = sampling.logprob_token_ids
@@ -110,8 +110,8 @@ class DeviceSampler:
     def upload(self) -> None:
         """Send what has gathered."""
         self._rows.upload()
-        if self._adjustments is not None:
-            self._adjustments.upload()
+        if self._processors is not None:
+            self._processors.upload()
 
     def can_choose(self, slots: RowIndices) -> bool:
         """Whether all of rows `slots` can be sampled here; else the host's sampler has to."""
@@ -124,16 +124,16 @@ class DeviceSampler:
         follows = self._bans_sequences[slots].any() or bool(self._table.needs_of(slots) & Needs.GRAMMAR)
         return bool(follows) or not self.can_choose(slots)
 
-    def way_of(self, slots: RowIndices, rows: RowTable) -> Way:
+    def mode_of(self, slots: RowIndices, rows: RowTable) -> SamplingMode:
         """Return how rows `slots` choose their next token."""
         needs = self._table.needs_of(slots)
-        if needs & ADJUSTING == Needs.MIN_TOKENS:
+        if needs & PROCESSING == Needs.MIN_TOKENS:
             masked = slots[self._table.rows_that_need(Needs.MIN_TOKENS, slots)]
             if not (rows.lengths[masked] < rows.stops_from[masked]).any():
                 needs &= ~Needs.MIN_TOKENS
-        if needs & ADJUSTING:
-            return Way.ADJUSTED
-        return Way.FILTERED if needs & _FILTERS else Way.PLAIN
+        if needs & PROCESSING:
+            return SamplingMode.PROCESSED
+        return SamplingMode.FILTERED if needs & _FILTERS else SamplingMode.PLAIN
 
     def reports(self, slots: RowIndices) -> bool:
         """Whether any of rows `slots` wants log probabilities."""
@@ -141,17 +141,17 @@ class DeviceSampler:
 
     def follow(self, slots: RowIndices, rows: RowTable) -> None:
         """Tell the device what rows `slots` may sample next, where that depends on what they have sampled."""
-        if self._adjustments is None:
+        if self._processors is None:
             return
         banning = slots[self._bans_sequences[slots]].tolist()
-        self._adjustments.rule_out({RowSlot(slot): self._table.words.ends(slot, rows) for slot in banning})
+        self._processors.ban({RowSlot(slot): self._table.words.ends(slot, rows) for slot in banning})
         held = slots[self._table.rows_that_need(Needs.GRAMMAR, slots)]
         if self._table.grammars is not None and held.size:
             masks = self._table.grammars.masks(held, rows)
-            self._table.endings.put_off(masks, held, rows)
-            self._adjustments.hold(held, masks)
+            self._table.endings.mask(masks, held, rows)
+            self._processors.set_grammar_masks(held, masks)
 
-    def choose(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, way: Way) -> None:
+    def choose(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, way: SamplingMode) -> None:
         """Choose the next token of rows `slots` [rows] int32, into `token_ids` [rows] int32.
 
         Args:
@@ -160,29 +160,29 @@ class DeviceSampler:
             token_ids: filled.
             way: at least what they need.
         """
-        assert self._adjustments is not None, "only asked of the rank that chooses"
-        if way is Way.ADJUSTED:
-            logits = self._adjustments.apply(logits, slots, self._rows.cells)
-        self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=way is not Way.PLAIN)
+        assert self._processors is not None, "only asked of the rank that chooses"
+        if way is SamplingMode.PROCESSED:
+            logits = self._processors.apply(logits, slots, self._rows.cells)
+        self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=way is not SamplingMode.PLAIN)
 
-    def report(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, into: Report) -> None:
+    def report(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, into: LogprobBuffers) -> None:
         """Tell log probabilities of the tokens that rows `slots` have got."""
         report(logits, token_ids, self._named[slots.long()], into)
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor, *, counts: bool) -> None:
         """Give rows `slots` their tokens; `counts` if any of them has penalties."""
         row_state.append(self._rows.cells, slots, token_ids)
-        if counts and self._adjustments is not None:
-            self._adjustments.count(slots, token_ids, self._rows.cells)
+        if counts and self._processors is not None:
+            self._processors.count(slots, token_ids, self._rows.cells)
 
     def counts(self, slots: RowIndices) -> bool:
         """Whether any of rows `slots` has penalties, so that its tokens are counted."""
         return slots.size > 0 and bool(self._table.needs_of(slots) & Needs.PENALTIES)
 
-    def launched(self, report: Report, slots: RowIndices, order: RowIndices) -> LaunchedReport:
+    def launched(self, report: LogprobBuffers, slots: RowIndices, order: RowIndices) -> LaunchedLogprobs:
         """Return what is told of rows `slots`, the i-th of which has line `order[i]` of a report on its way."""
         asking = self._table.rows_that_need(Needs.LOGPROBS, slots)
         of = slots[asking]
         named = tuple(len(self._table.logprob_ids[slot]) for slot in of)
         tops = tuple(min(int(top), self._vocabulary_size) for top in self._table.top_logprobs[of])
-        return LaunchedReport(report, of, order[asking], tops, named)
+        return LaunchedLogprobs(report, of, order[asking], tops, named)

@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.engine.execution.cuda_graphs import CapturedPasses
-from services.worker.engine.execution.decode_graphs import DecodePass, ResidentRunner, ladder
-from services.worker.engine.execution.device_batch import ResidentRows, to_device
-from services.worker.engine.execution.device_sampler import DeviceSampler, LaunchedReport
+from services.worker.engine.execution.cuda_graphs import CudaGraphs
+from services.worker.engine.execution.decode_graphs import DecodeGraph, OverlappedModel, decode_capture_sizes
+from services.worker.engine.execution.device_batch import DeviceBatch, to_device
+from services.worker.engine.execution.device_sampler import DeviceSampler, LaunchedLogprobs
 from services.worker.engine.execution.interface import OutOfMemoryError
-from services.worker.engine.execution.pass_output import NO_ROWS, Sampled
-from services.worker.engine.execution.piecewise_graphs import UNIT, PromptPass, most_worthwhile, prompt_ladder
+from services.worker.engine.execution.out_of_memory import compute_in_parts, is_out_of_memory
+from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput
+from services.worker.engine.execution.piecewise_graphs import (
+    UNIT,
+    PiecewiseGraph,
+    largest_worthwhile_size,
+    piecewise_capture_sizes,
+)
 from services.worker.engine.execution.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.execution.synchronous_executor import to_device as batch_to_device
-from services.worker.engine.kernels.gpu.logprobs import Report
+from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
-from services.worker.engine.sampling.prompt_scores import score
+from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
-from services.worker.engine.shortage import compute_in_parts, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +47,7 @@ _DECODE_BUDGET_S, _PROMPT_BUDGET_S = 45.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedTokens:
+class LaunchedOutput:
     """Tokens on their way to the host; `order[i]` is where the i-th sampled row's token lies."""
 
     token_ids: torch.Tensor
@@ -50,7 +55,7 @@ class LaunchedTokens:
     event: torch.cuda.Event | None
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
     # More of these, which the device tells.
-    reports: tuple[LaunchedReport, ...] = ()
+    reports: tuple[LaunchedLogprobs, ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
     # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
     pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
@@ -61,14 +66,14 @@ class LaunchedTokens:
         """Whether they have arrived."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
-    def wait(self) -> Sampled:
+    def wait(self) -> PassOutput:
         """Return them."""
         if self.event is not None:
             self.event.synchronize()
         embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
         token_ids = self.token_ids.numpy()[self.order]
         logprobs = (*self.logprobs, *(entry for report in self.reports for entry in report.entries()))
-        return Sampled(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs)
+        return PassOutput(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +83,13 @@ class _Part:
     token_ids: torch.Tensor
     prompt_logprobs: RowSpans
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
-    reports: tuple[LaunchedReport, ...] = ()
+    reports: tuple[LaunchedLogprobs, ...] = ()
 
 
-class GpuStepper:
+class OverlappedExecutor:
     """Decoding rows run from captured graphs, short chunks from pieces, and long ones are launched kernel by kernel."""
 
-    def __init__(self, runner: ResidentRunner, spec: EngineSpec) -> None:
+    def __init__(self, runner: OverlappedModel, spec: EngineSpec) -> None:
         """Use `runner`, with rows as `spec` says."""
         capacity, device = runner.capacity, runner.device
         self._runner = runner
@@ -93,7 +98,7 @@ class GpuStepper:
         self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
         self._scoring = ScoringTable()
         self._pooler = Pooler()
-        self._rows = ResidentRows(
+        self._rows = DeviceBatch(
             spec.max_rows,
             -(-capacity.max_context // capacity.page_size),
             padding_page=capacity.device_pages,
@@ -103,14 +108,14 @@ class GpuStepper:
         )
         self._sampler = DeviceSampler(spec, self._rows, self._table)
 
-        def make(size: int) -> DecodePass:
-            return DecodePass(size, self._rows, runner, self._sampler)
+        def make(size: int) -> DecodeGraph:
+            return DecodeGraph(size, self._rows, runner, self._sampler)
 
-        self._decode_passes = CapturedPasses(ladder(spec.max_rows), make)
+        self._decode_passes = CudaGraphs(decode_capture_sizes(spec.max_rows), make)
         self._max_step_tokens = spec.max_step_tokens
-        self._prompt_passes: CapturedPasses[PromptPass] = CapturedPasses((), self._make_prompt_pass)
+        self._prompt_passes: CudaGraphs[PiecewiseGraph] = CudaGraphs((), self._make_prompt_pass)
 
-    def heed(self, grammars: RowMasks | None) -> None:
+    def use_grammars(self, grammars: RowMasks | None) -> None:
         """Hold rows to their grammars from now on."""
         self._table.grammars = grammars
 
@@ -120,15 +125,15 @@ class GpuStepper:
         # Ranks must capture the same passes, since these meet in collectives.
         budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
         self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
-        most = most_worthwhile(self._max_step_tokens, self._make_prompt_pass, pool, agree)
-        self._prompt_passes = CapturedPasses(prompt_ladder(most), self._make_prompt_pass, UNIT)
+        most = largest_worthwhile_size(self._max_step_tokens, self._make_prompt_pass, pool, agree)
+        self._prompt_passes = CudaGraphs(piecewise_capture_sizes(most), self._make_prompt_pass, UNIT)
         self._prompt_passes.capture(lambda share: report(0.8 + 0.2 * share), budgets[1], pool, agree)
 
-    def _make_prompt_pass(self, size: int) -> PromptPass:
-        return PromptPass(size, self._rows, self._runner)
+    def _make_prompt_pass(self, size: int) -> PiecewiseGraph:
+        return PiecewiseGraph(size, self._rows, self._runner)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
-        """Take note of what a plan has changed; see `LaggedStepper`."""
+        """Take note of what a plan has changed; see `OverlappedPassExecutor`."""
         for opened in plan.opens:
             self._table.open(opened)
             self._sampler.open(opened)
@@ -140,8 +145,8 @@ class GpuStepper:
         """Whether the sampler has to look at the rows' earlier tokens on the host."""
         return self._sampler.needs_history(forward.sampled_rows)
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
-        """Start a pass; see `LaggedStepper`."""
+    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
+        """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
         if not forward.chunks.rows.size:
             try:
@@ -155,7 +160,7 @@ class GpuStepper:
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         return self._launch_parts(rows, forward)
 
-    def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedTokens:
+    def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedOutput:
         one = self._decode_passes.of(members.size)
         order = one.take(members, rows.lengths[members])
         # Before the rows get their tokens: nothing that can fail may follow that.
@@ -172,13 +177,13 @@ class GpuStepper:
             return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
         # While the device computes: tokens are known up to here, or nothing depends on them.
         self._sampler.follow(members, rows)
-        one.choose(self._sampler.way_of(members, rows), reports=reports)
+        one.choose(self._sampler.mode_of(members, rows), reports=reports)
         if told is None:
             return self._fetch(one.token_ids, host, order)
         told.copy_(one.report)
         return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(told, members, order),))
 
-    def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
+    def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
         sampled = forward.sampled_rows
@@ -189,7 +194,7 @@ class GpuStepper:
         if got_token.size == 0:
             nothing = torch.zeros(sampled.size, dtype=torch.int32)
             event = None if vectors is None else self._record()
-            launched = LaunchedTokens(nothing, np.arange(sampled.size), event, failed=made.failed)
+            launched = LaunchedOutput(nothing, np.arange(sampled.size), event, failed=made.failed)
             return replace(launched, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
         host = self._host_memory(got_token.size)
         token_ids = torch.cat([part.token_ids for _, part in made.parts])
@@ -215,21 +220,21 @@ class GpuStepper:
         if not self._sampler.can_choose(sampled):
             samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
             return _Part(samples.token_ids.to(torch.int32), prompt_logprobs, samples.logprobs)
-        reports: tuple[LaunchedReport, ...] = ()
+        reports: tuple[LaunchedLogprobs, ...] = ()
         if self._is_first:
             self._sampler.follow(sampled, rows)
             slots = to_device(sampled.astype(np.int32), device)
-            self._sampler.choose(logits, slots, token_ids, self._sampler.way_of(sampled, rows))
+            self._sampler.choose(logits, slots, token_ids, self._sampler.mode_of(sampled, rows))
             reports = self._report(logits, sampled, slots, token_ids)
         return _Part(self._runner.broadcast_tokens(token_ids), prompt_logprobs, reports=reports)
 
     def _report(
         self, logits: torch.Tensor, sampled: RowIndices, slots: torch.Tensor, token_ids: torch.Tensor
-    ) -> tuple[LaunchedReport, ...]:
+    ) -> tuple[LaunchedLogprobs, ...]:
         """Start to tell log probabilities of rows `sampled`, if any of them wants some."""
         if not self._sampler.reports(sampled):
             return ()
-        report = Report.empty(sampled.size, self._table.vocabulary_size, self._runner.device)
+        report = LogprobBuffers.empty(sampled.size, self._table.vocabulary_size, self._runner.device)
         self._sampler.report(logits, slots, token_ids, report)
         told = self._host_report(sampled.size)
         told.copy_(report)
@@ -269,9 +274,9 @@ class GpuStepper:
     def _host_memory(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, pin_memory=self._runner.device.type != "cpu")
 
-    def _host_report(self, rows: int) -> Report:
+    def _host_report(self, rows: int) -> LogprobBuffers:
         cpu, is_pinned = torch.device("cpu"), self._runner.device.type != "cpu"
-        return Report.empty(rows, self._table.vocabulary_size, cpu, is_pinned=is_pinned)
+        return LogprobBuffers.empty(rows, self._table.vocabulary_size, cpu, is_pinned=is_pinned)
 
     def _fetch(
         self,
@@ -280,11 +285,11 @@ class GpuStepper:
         order: RowIndices,
         *,
         logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = (),
-        reports: tuple[LaunchedReport, ...] = (),
-    ) -> LaunchedTokens:
+        reports: tuple[LaunchedLogprobs, ...] = (),
+    ) -> LaunchedOutput:
         """Start to copy tokens into `host`, behind what else is on its way."""
         host.copy_(token_ids, non_blocking=True)
-        return LaunchedTokens(host, order, self._record(), logprobs, reports)
+        return LaunchedOutput(host, order, self._record(), logprobs, reports)
 
     def _fetch_vectors(self, pooled: RowIndices) -> torch.Tensor | None:
         """Start to copy the embeddings of `pooled` rows to the host; None if there are none."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from common.steps import RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot
-from services.worker.engine.execution.pass_output import NO_ROWS, Sampled, failures
+from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput, failures
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.scoring import partial_results
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _SLOW_LAUNCH_S = 0.2
 
 
-class PendingTokens(Protocol):
+class PendingOutput(Protocol):
     """A launched pass."""
 
     @property
@@ -52,11 +52,11 @@ class PendingTokens(Protocol):
     def is_ready(self) -> bool:
         """Whether `wait` would return at once."""
 
-    def wait(self) -> Sampled:
+    def wait(self) -> PassOutput:
         """Return one token for each of the pass's `sampled_rows`, when they are there."""
 
 
-class LaggedStepper(Protocol):
+class OverlappedPassExecutor(Protocol):
     """Computes passes without waiting for them."""
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
@@ -65,7 +65,7 @@ class LaggedStepper(Protocol):
     def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
         """Whether a pass can be launched only when all earlier tokens are known."""
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> PendingTokens:
+    def launch(self, rows: RowTable, forward: ForwardPass) -> PendingOutput:
         """Start a pass with at least one row."""
 
 
@@ -82,20 +82,20 @@ class _Pass:
     pooled_tenants: NDArray[np.int64]
     failed: RowIndices
     failed_tenants: NDArray[np.int64]
-    tokens: PendingTokens | None
+    tokens: PendingOutput | None
     launched: float
     host_s: float
     last: bool = False
 
 
-class LaggedPlanRunner:
-    """Owns the rows and drives a stepper through plans; same face as `PlanRunner`, but for `settle`."""
+class OverlappedRunner:
+    """Owns the rows and drives a stepper through plans; same face as `SynchronousRunner`, but for `settle`."""
 
     def __init__(
         self,
         rows: RowTable,
         limits: PlanLimits,
-        stepper: LaggedStepper,
+        executor: OverlappedPassExecutor,
         *,
         transfers: Transfers | None = None,
         reports_tokens: bool = True,
@@ -107,7 +107,7 @@ class LaggedPlanRunner:
         """
         self.rows = rows
         self._limits = limits
-        self._stepper = stepper
+        self._executor = executor
         self._transfers = transfers
         self._reports_tokens = reports_tokens
         self._clock = clock
@@ -118,7 +118,7 @@ class LaggedPlanRunner:
         # Rows that sampled a stop id, by the pass in which they did, until passes may know.
         self._stopping: deque[tuple[int, RowIndices, NDArray[np.int64]]] = deque()
         self._has_ended = np.zeros(rows.max_rows, np.bool_)
-        self._tenants = np.zeros(rows.max_rows, np.int64)
+        self._generations = np.zeros(rows.max_rows, np.int64)
 
     @property
     def is_settled(self) -> bool:
@@ -132,9 +132,9 @@ class LaggedPlanRunner:
         self._apply_stops()
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         for opened in plan.opens:
-            self._tenants[opened.row] += 1
+            self._generations[opened.row] += 1
             self._has_ended[opened.row] = False
-        self._stepper.mirror(plan, self.rows)
+        self._executor.mirror(plan, self.rows)
         if self._transfers is not None:
             # Behind all passes of earlier plans, as those are launched.
             self._transfers.begin(plan.transfers)
@@ -170,10 +170,10 @@ class LaggedPlanRunner:
 
     def _launch(self, plan: StepPlan, substep: int, forward: ForwardPass, started: float) -> _Pass:
         rows, sampled = self.rows, forward.sampled_rows
-        if not forward.is_empty and self._stepper.needs_history(rows, forward):
+        if not forward.is_empty and self._executor.needs_history(rows, forward):
             self._finish(keep=0)
         launched = self._clock()
-        tokens = None if forward.is_empty else self._stepper.launch(rows, forward)
+        tokens = None if forward.is_empty else self._executor.launch(rows, forward)
         if forward.chunks.rows.size:
             rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         positions = rows.lengths[sampled]
@@ -187,8 +187,8 @@ class LaggedPlanRunner:
                 self._clock() - launched, forward.decode_rows.size, int(forward.chunks.lengths.sum()),
             )  # fmt: skip
         made = _Pass(
-            self._next_pass, plan, substep, sampled, self._tenants[sampled], positions, at_limit, pooled,
-            self._tenants[pooled], failed, self._tenants[failed], tokens, launched, self._clock() - started,
+            self._next_pass, plan, substep, sampled, self._generations[sampled], positions, at_limit, pooled,
+            self._generations[pooled], failed, self._generations[failed], tokens, launched, self._clock() - started,
         )  # fmt: skip
         self._next_pass += 1
         self._pending.append(made)
@@ -198,7 +198,7 @@ class LaggedPlanRunner:
         """Emit the results of all but the `keep` newest passes."""
         while len(self._pending) > keep:
             done = self._pending[0]
-            sampled = Sampled() if done.tokens is None else done.tokens.wait()
+            sampled = PassOutput() if done.tokens is None else done.tokens.wait()
             finished = self._clock()
             self._pending.popleft()
             result = StepResult(
@@ -229,25 +229,25 @@ class LaggedPlanRunner:
         """Take note of rows for which memory did not suffice; return what is told of them."""
         if not done.failed.size:
             return ()
-        is_live = (self._tenants[done.failed] == done.failed_tenants) & ~self._has_ended[done.failed]
+        is_live = (self._generations[done.failed] == done.failed_tenants) & ~self._has_ended[done.failed]
         ended = done.failed[is_live]
         self._has_ended[ended] = True
-        self._stopping.append((done.number, ended, self._tenants[ended]))
+        self._stopping.append((done.number, ended, self._generations[ended]))
         return failures(ended)
 
-    def _with_embeddings(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
+    def _with_embeddings(self, result: StepResult, done: _Pass, sampled: PassOutput) -> StepResult:
         """Add the embeddings of rows that nobody else has by now."""
         if not (done.pooled.size and self._reports_tokens):
             return result
-        live = set(done.pooled[self._tenants[done.pooled] == done.pooled_tenants].tolist())
+        live = set(done.pooled[self._generations[done.pooled] == done.pooled_tenants].tolist())
         embeddings = tuple(entry for entry in sampled.embeddings if entry[0] in live)
         stops = tuple(RowStop(row, FinishReason.STOP) for row, _ in embeddings)
         return replace(result, stops=(*result.stops, *stops), embeddings=embeddings)
 
-    def _with_tokens(self, result: StepResult, done: _Pass, sampled: Sampled) -> StepResult:
+    def _with_tokens(self, result: StepResult, done: _Pass, sampled: PassOutput) -> StepResult:
         if done.rows.size == 0:
             return result
-        live = (self._tenants[done.rows] == done.tenants) & ~self._has_ended[done.rows]
+        live = (self._generations[done.rows] == done.tenants) & ~self._has_ended[done.rows]
         rows, positions = done.rows[live], done.positions[live]
         token_ids = sampled.token_ids[live]
         hits_stop = self.rows.record(rows, positions, token_ids)
@@ -262,7 +262,7 @@ class LaggedPlanRunner:
             )
             stopped = rows[hits_stop]
             self._has_ended[stopped] = True
-            self._stopping.append((done.number, stopped, self._tenants[stopped]))
+            self._stopping.append((done.number, stopped, self._generations[stopped]))
         if not self._reports_tokens:
             return result
         wanted = set(rows.tolist()) if sampled.logprobs else set()
@@ -278,4 +278,4 @@ class LaggedPlanRunner:
         """Take rows out that stopped two or more passes before the next one."""
         while self._stopping and self._stopping[0][0] <= self._next_pass - 2:
             _, stopped, tenants = self._stopping.popleft()
-            self.rows.stop(stopped[self._tenants[stopped] == tenants])
+            self.rows.stop(stopped[self._generations[stopped] == tenants])

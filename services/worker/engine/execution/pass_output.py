@@ -9,7 +9,7 @@ import numpy as np
 
 from common.steps import RowStop
 from common.types import FinishReason, RowSlot
-from services.worker.engine.plans.jumps import NOTHING_FORCED, Forced, join_forced
+from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens, concatenate_forced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ NO_ROWS: RowIndices = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class PassOutput:
     """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for.
 
     `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
@@ -38,7 +38,7 @@ class Sampled:
     # Only on the rank that gets the logits.
     prompt_logprobs: RowSpans = ()
     # What follows that without being sampled.
-    forced: Forced = NOTHING_FORCED
+    forced: ForcedTokens = NOTHING_FORCED
 
 
 def failures(rows: RowIndices) -> tuple[RowStop, ...]:
@@ -46,17 +46,17 @@ def failures(rows: RowIndices) -> tuple[RowStop, ...]:
     return tuple(RowStop(RowSlot(row), FinishReason.ERROR) for row in rows.tolist())
 
 
-def join(forward: ForwardPass, parts: Sequence[Sampled], failed: RowIndices) -> Sampled:
+def join(forward: ForwardPass, parts: Sequence[PassOutput], failed: RowIndices) -> PassOutput:
     """Return what a pass has brought whose parts, in the order of its samples, brought `parts`."""
     if len(parts) == 1 and not failed.size:
         return parts[0]
     token_ids = np.zeros(forward.sampled_rows.size, np.int32)
     token_ids[~np.isin(forward.sampled_rows, failed)] = np.concatenate([NO_TOKENS, *(part.token_ids for part in parts)])
-    return Sampled(
+    return PassOutput(
         token_ids,
         tuple(entry for part in parts for entry in part.logprobs),
         tuple(entry for part in parts for entry in part.embeddings),
         failed,
         tuple(entry for part in parts for entry in part.prompt_logprobs),
-        join_forced([part.forced for part in parts]),
+        concatenate_forced([part.forced for part in parts]),
     )

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from services.worker.engine.execution.cuda_graphs import CapturedPasses, has_memory
+from services.worker.engine.execution.cuda_graphs import CudaGraphs, has_memory
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.worker.engine.execution.decode_graphs import ResidentRunner
-    from services.worker.engine.execution.device_batch import ResidentRows
+    from services.worker.engine.execution.decode_graphs import OverlappedModel
+    from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.model.batch import Attend
 
 # What there are so many of in a pass, for the log.
@@ -29,7 +29,7 @@ UNIT = "prompt tokens"
 _MOST_TOKENS = 4096
 
 
-def prompt_ladder(most: int) -> tuple[int, ...]:
+def piecewise_capture_sizes(most: int) -> tuple[int, ...]:
     """Return the numbers of tokens to capture, up to `most`: few are padding, and at most a fifth of larger numbers."""
     sizes = [16, 32, 48, *range(64, 257, 32)]
     for first in (256, 512, 1024, 2048):
@@ -37,20 +37,20 @@ def prompt_ladder(most: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= min(most, _MOST_TOKENS))
 
 
-def most_worthwhile(
-    max_step_tokens: int, make: Callable[[int], PromptPass], pool: Any, agree: Callable[[bool], bool] | None
+def largest_worthwhile_size(
+    max_step_tokens: int, make: Callable[[int], PiecewiseGraph], pool: Any, agree: Callable[[bool], bool] | None
 ) -> int:
     """Return for how many tokens it takes longer to launch the programs than to compute them, about.
 
     Measured once, as it depends on the model as much as on both processors; ranks come to the same answer by `agree`,
-    as `ResidentRunner` has it.
+    as `OverlappedModel` has it.
     """
     most = min(256, max_step_tokens)
     for size in (512, 1024, 2048, _MOST_TOKENS):
         if size > max_step_tokens:
             break
         # As the ladder will be captured: a want of memory ends it here, and nothing else.
-        alone = CapturedPasses((size,), make, UNIT)
+        alone = CudaGraphs((size,), make, UNIT)
         alone.capture(lambda _share: None, math.inf, pool, agree)
         one = alone.captured(size)
         if one is None:
@@ -79,10 +79,10 @@ class _Deferred:
         self.attend(self.queries[:tokens], self.outputs[:tokens], batch)
 
 
-class PromptPass:
+class PiecewiseGraph:
     """A pass of up to `size` tokens, of rows that decode and chunks of prompts."""
 
-    def __init__(self, size: int, rows: ResidentRows, runner: ResidentRunner) -> None:
+    def __init__(self, size: int, rows: DeviceBatch, runner: OverlappedModel) -> None:
         """Allocate its input."""
         device, capacity = rows.cells.device, runner.capacity
         self.size = size
@@ -114,7 +114,7 @@ class PromptPass:
         self._hidden = torch.empty(0, device=device)
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run `batch`, which has at most `size` tokens; see `ResidentRunner.hidden_states`."""
+        """Run `batch`, which has at most `size` tokens; see `OverlappedModel.hidden_states`."""
         self._take(batch)
         kinds = (batch, batch.in_window())
         if self._graphs:
@@ -147,7 +147,7 @@ class PromptPass:
         return launched_ms > float(begun.elapsed_time(ended))
 
     def has_memory(self) -> bool:
-        """Run the model without its attention; see `CapturablePass.has_memory`."""
+        """Run the model without its attention; see `CudaGraph.has_memory`."""
         return has_memory(lambda: self._runner.hidden_states(self._batch), self._batch.token_ids.device)
 
     def capture(self, pool: Any) -> None:  # torch does not export the type

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from services.worker.engine.execution.pass_output import Sampled, join
+from services.worker.engine.execution.out_of_memory import compute_in_parts
+from services.worker.engine.execution.pass_output import PassOutput, join
 from services.worker.engine.execution.pooler import Pooler, with_pooled
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
-from services.worker.engine.sampling.forcing import empty_told, split_forced, with_forced
-from services.worker.engine.sampling.prompt_scores import score
+from services.worker.engine.sampling.jump_forward import empty_token_block, split_token_block, with_jump_forward
+from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
-from services.worker.engine.shortage import compute_in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Runner(Protocol):
         """Give everything back."""
 
 
-class TorchStepper:
+class SynchronousExecutor:
     """Computes passes with a model runner. Rank 0 samples, and the others learn from it what came out."""
 
     def __init__(self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False) -> None:
@@ -74,26 +74,26 @@ class TorchStepper:
         self._scoring.open(opened)
         self._pooler.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         """Run one pass, in parts if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=self._is_shared)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
-    def _step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def _step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
-            return Sampled(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
+            return PassOutput(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
         room = rows.jump_room(slots)
         if self._rank == 0:
             samples = sample(logits, slots, rows, self._table)
-            told = with_forced(samples.token_ids, slots, rows, self._table, room)
+            told = with_jump_forward(samples.token_ids, slots, rows, self._table, room)
         else:
-            told = empty_told(slots, room, self._runner.device)
+            told = empty_token_block(slots, room, self._runner.device)
             samples = Samples(told)
-        chosen, forced = split_forced(self._runner.broadcast_tokens(told), slots)
-        return Sampled(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
+        chosen, forced = split_token_block(self._runner.broadcast_tokens(told), slots)
+        return PassOutput(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
-from services.worker.engine.execution.pass_output import Sampled, failures
+from services.worker.engine.execution.pass_output import PassOutput, failures
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.scoring import partial_results
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 
 
-class Stepper(Protocol):
+class PassExecutor(Protocol):
     """Computes the tokens of passes."""
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row's parameters."""
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""
 
 
-class PlanRunner:
+class SynchronousRunner:
     """Owns the rows and drives a stepper through plans."""
 
     def __init__(
         self,
         rows: RowTable,
         limits: PlanLimits,
-        stepper: Stepper,
+        executor: PassExecutor,
         *,
         transfers: Transfers | None = None,
         reports_tokens: bool = True,
@@ -53,7 +53,7 @@ class PlanRunner:
         """
         self.rows = rows
         self._limits = limits
-        self._stepper = stepper
+        self._executor = executor
         self._transfers = transfers
         self._reports_tokens = reports_tokens
         self._clock = clock
@@ -63,14 +63,14 @@ class PlanRunner:
         started = self._clock()
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         for opened in plan.opens:
-            self._stepper.open(opened)
+            self._executor.open(opened)
         if self._transfers is not None:
             self._transfers.begin(plan.transfers)
         decoding = self.rows.decoding()
         for substep in range(plan.steps):
             forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
             computing = self._clock()
-            sampled = Sampled() if forward.is_empty else self._stepper.step(self.rows, forward)
+            sampled = PassOutput() if forward.is_empty else self._executor.step(self.rows, forward)
             computed = self._clock()
             stops = self._advance(forward, sampled)
             decoding = self.rows.decoding()
@@ -108,7 +108,7 @@ class PlanRunner:
             return ()
         return self._transfers.wait() if forward.is_empty else self._transfers.poll()
 
-    def _advance(self, forward: ForwardPass, sampled: Sampled) -> tuple[RowStop, ...]:
+    def _advance(self, forward: ForwardPass, sampled: PassOutput) -> tuple[RowStop, ...]:
         if forward.chunks.rows.size:
             self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         pooled = self.rows.finish_pooled(forward.pooled_rows)
@@ -122,7 +122,7 @@ class PlanRunner:
 
     @staticmethod
     def _with_tokens(
-        result: StepResult, forward: ForwardPass, sampled: Sampled, stops: tuple[RowStop, ...]
+        result: StepResult, forward: ForwardPass, sampled: PassOutput, stops: tuple[RowStop, ...]
     ) -> StepResult:
         rows, token_ids = forward.sampled_rows, sampled.token_ids
         if sampled.failed.size:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.steps import EngineCapacity, EngineSpec, StepPlan
-from services.worker.engine.encoder.runner import EncoderRunner, EncoderStepper
+from services.worker.engine.encoder.runner import EncoderExecutor, EncoderRunner
 from services.worker.engine.execution.interface import Emit, OutOfMemoryError, ProgressReport
-from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner
-from services.worker.engine.execution.synchronous_executor import Runner, TorchStepper
-from services.worker.engine.execution.synchronous_runner import PlanRunner
+from services.worker.engine.execution.out_of_memory import is_out_of_memory
+from services.worker.engine.execution.overlapped_runner import OverlappedRunner
+from services.worker.engine.execution.synchronous_executor import Runner, SynchronousExecutor
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.engine.measuring.warm_up import warm_up
@@ -22,11 +23,10 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.table import SamplingTable
-from services.worker.engine.shortage import is_out_of_memory
 
 if TYPE_CHECKING:
     from services.worker.engine.execution.keep_warm import DeviceWarmer
-    from services.worker.engine.execution.overlapped_executor import GpuStepper
+    from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.pool import HostPool
 
@@ -45,10 +45,10 @@ class TorchEngine:
         self._library = library
         self._spec: EngineSpec | None = None
         self._runner: Runner | EncoderRunner | None = None
-        self._stepper: GpuStepper | None = None
+        self._executor: OverlappedExecutor | None = None
         self._warmer: DeviceWarmer | None = None
         self._has_told_of_cpu = False
-        self._plans: PlanRunner | LaggedPlanRunner | None = None
+        self._plans: SynchronousRunner | OverlappedRunner | None = None
 
     @property
     def open_rows(self) -> int:
@@ -85,18 +85,18 @@ class TorchEngine:
             window_tokens=window.window_tokens if window else 0,
         )
         if isinstance(self._runner, EncoderRunner):
-            self._plans = PlanRunner(rows, limits, EncoderStepper(self._runner))
+            self._plans = SynchronousRunner(rows, limits, EncoderExecutor(self._runner))
             return capacity
         transfers, is_first = self._runner.transfers, spec.rank == 0
         grammars = self._row_masks(spec, capacity)
-        if isinstance(self._runner, ModelRunner) and self._runner.is_resident:
-            stepper = self._stepper or self._make_gpu_stepper(self._runner, spec, report)
-            stepper.heed(grammars)
-            self._plans = LaggedPlanRunner(rows, limits, stepper, transfers=transfers, reports_tokens=is_first)
+        if isinstance(self._runner, ModelRunner) and self._runner.can_overlap:
+            executor = self._executor or self._make_overlapped_executor(self._runner, spec, report)
+            executor.use_grammars(grammars)
+            self._plans = OverlappedRunner(rows, limits, executor, transfers=transfers, reports_tokens=is_first)
             return capacity
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
-        plain = TorchStepper(self._runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
-        self._plans = PlanRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
+        plain = SynchronousExecutor(self._runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
+        self._plans = SynchronousRunner(rows, limits, plain, transfers=transfers, reports_tokens=is_first)
         # Where layers have windows of their own, the scheduler gives back what it thinks that no row sees any more.
         return replace(capacity, jumps_forward=grammars is not None and window is None)
 
@@ -109,16 +109,18 @@ class TorchEngine:
         )
         return RowMasks(self._library, capacity.vocabulary_size)
 
-    def _make_gpu_stepper(self, runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> GpuStepper:
+    def _make_overlapped_executor(
+        self, runner: ModelRunner, spec: EngineSpec, report: ProgressReport
+    ) -> OverlappedExecutor:
         # Only here: it imports Triton.
-        from services.worker.engine.execution.overlapped_executor import GpuStepper
+        from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
 
         with torch.inference_mode():
-            stepper = GpuStepper(runner, spec)
-            stepper.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
-            warm_up(stepper, runner.capacity, spec)
-        self._stepper = stepper
-        return stepper
+            executor = OverlappedExecutor(runner, spec)
+            executor.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
+            warm_up(executor, runner.capacity, spec)
+        self._executor = executor
+        return executor
 
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan; see `Engine.execute`."""
@@ -162,7 +164,7 @@ class TorchEngine:
     def close(self) -> None:
         """Give back the model's memory and its group."""
         runner, self._runner, self._plans, self._spec = self._runner, None, None, None
-        self._stepper = self._warmer = None
+        self._executor = self._warmer = None
         if runner is not None:
             runner.close()
 

@@ -37,7 +37,7 @@ class KvLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
+class QkNorm:
     """RMS norms of single query and key heads before rotation (Qwen3): weights [head_dim], as `rms_norm` takes them."""
 
     query: torch.Tensor
@@ -58,7 +58,7 @@ class AttentionShape:
     masked, so there its page table may name any page of the pool."""
     score_scale: float | None = None
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
-    score_cap: float | None = None
+    attention_softcap: float | None = None
     """Scores are bent into (-cap, cap) by a hyperbolic tangent (Gemma 2); None: they are not."""
 
     @property
@@ -165,7 +165,7 @@ class AttentionBackend(Protocol):
 
     layout: KvLayout
 
-    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate queries and keys to their positions, store keys and values, return the queries.
 
         `qkv` [tokens, (query_heads + 2 kv_heads) * head_dim] may be overwritten, and the queries [tokens, query_heads *
@@ -178,7 +178,7 @@ class AttentionBackend(Protocol):
         ...
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Do both, in one go where that is faster."""
         ...

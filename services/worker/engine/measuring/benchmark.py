@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from common.steps import EngineSpec
 from services.worker.engine.host import limit_spinning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from services.worker.engine.measuring.pass_times import Measurement
+    from services.worker.engine.model.batch import ForwardBatch
+    from services.worker.engine.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One line of the table; rates in tokens per second, times in milliseconds."""
+
+    backend: str
+    work: str
+    best_rate: float
+    median_rate: float
+    best_ms: float
 
 
 def parse(argv: Sequence[str] | None, backends: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit_spinning()
     # Only now: these load torch, and with it the runtime that reads what was set.
     from services.worker.engine.backends import BACKENDS
-    from services.worker.engine.measuring.pass_times import run
 
     arguments = parse(argv, BACKENDS)
     sys.stdout.write(f"{'backend':10}{'work':36}{'best tok/s':>12}{'median tok/s':>14}{'best ms':>10}\n")
@@ -55,6 +69,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump([asdict(result) for result in results], file, indent=2)
     return 0
+
+
+def measure(runner: ModelRunner, batch: ForwardBatch, seconds: float) -> list[float]:
+    """Run `batch` and take the likeliest tokens, again and again; return seconds of each pass after the first."""
+
+    def step() -> None:
+        runner.forward(batch).argmax(dim=-1).tolist()  # waits for the device
+
+    step()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def run(arguments: argparse.Namespace, show: Callable[[Measurement], None]) -> list[Measurement]:
+    """Measure every back end; `show` gets each line as it is known."""
+    # After `limit_spinning`: these load torch, and with it the OpenMP runtime that reads its settings once.
+    from services.worker.engine.backends import RunnerOptions
+    from services.worker.engine.loader import load_decoder
+    from services.worker.engine.measuring.random_batches import random_batch
+
+    results = []
+    for backend in arguments.backends:
+        spec = EngineSpec(
+            arguments.model, load_format=arguments.load_format, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype,
+            quantization=arguments.quantization,
+        )  # fmt: skip
+        options = RunnerOptions(device=arguments.device, threads=arguments.threads, backend=backend)
+        runner = load_decoder(spec, lambda *_: None, options)
+        works = [
+            (f"decode, {rows} rows at context {arguments.context}", [(arguments.context - 1, 1)] * rows)
+            for rows in arguments.rows
+        ]
+        works += [(f"prefill, {tokens} tokens", [(0, tokens)]) for tokens in arguments.prefills]
+        for work, lengths in works:
+            tokens = sum(new for _, new in lengths)
+            times = measure(runner, random_batch(runner.capacity, runner.device, lengths), arguments.seconds)
+            best, median = min(times), statistics.median(times)
+            results.append(Measurement(backend, work, tokens / best, tokens / median, best * 1e3))
+            show(results[-1])
+        runner.close()
+    return results
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_ste
     capacity = runner.capacity
     wanted = CPU_TOKENS if runner.device.type == "cpu" else GPU_TOKENS
     tokens = min(wanted, max_step_tokens, capacity.max_context, capacity.device_pages * capacity.page_size)
-    batch = random_batch(runner, [(0, tokens)])
+    batch = random_batch(capacity, runner.device, [(0, tokens)])
     prefill_s = min(_prefill_s(runner, batch) for _ in range(REPETITIONS))
     pages = min(-(-wanted // capacity.page_size), host.pages, capacity.device_pages)
     load_s = min(_load_s(transfers, pages) for _ in range(REPETITIONS))

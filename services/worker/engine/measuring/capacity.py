@@ -1,4 +1,4 @@
-"""How much KV fits: pure arithmetic over measured memory."""
+"""How many KV pages fit, and how a sliding-window KV pool shares the memory: arithmetic over measured memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from common.errors import ConfigurationError
 if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.model.config import ModelConfig
+
 
 # A host has other tenants, and nothing is lost by a pool of this size: at SmolLM2-135M it holds 46,000 tokens.
 _HOST_POOL_LIMIT = 2 * 1024**3
@@ -68,9 +69,9 @@ def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve
 def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int) -> int:
     """Return bytes to leave for the intermediate results of a full step and for logits with the sampler's copies."""
     columns = 4 * config.intermediate_size
-    if config.mixture is not None:
-        each = 3 * config.mixture.intermediate_size + 2 * config.hidden_size
-        columns = max(columns, config.mixture.experts_per_token * each)
+    if config.moe is not None:
+        each = 3 * config.moe.intermediate_size + 2 * config.hidden_size
+        columns = max(columns, config.moe.experts_per_token * each)
     widest = 4 * config.hidden_size + columns + 3 * config.query_heads * config.head_dim
     return spec.max_step_tokens * widest * element_bytes + 4 * spec.max_rows * config.vocabulary_size * 4
 
@@ -83,3 +84,56 @@ def sampler_bytes(max_rows: int, vocabulary_size: int) -> int:
     # Beside four bytes of count and of logit per token: a bit in each of three masks, and ids with their values.
     words = -(-vocabulary_size // 32)
     return (max_rows + 1) * (8 * vocabulary_size + 3 * 4 * words + 1024 * 8 + 128 * 8)
+
+
+# The number of pages of each pool depends on the other's; a few rounds settle it.
+_ROUNDS = 8
+
+
+def has_window_pool(spec: EngineSpec, is_local: tuple[bool, ...]) -> bool:
+    """Whether layers with a window get pages of their own.
+
+    That takes layers of both kinds. A host tier copies pages of all layers, so it does without.
+    """
+    return spec.window_ratio > 0 and any(is_local) and not all(is_local) and not (spec.host_bytes or spec.host_pages)
+
+
+def count_window_pages(spec: EngineSpec, pages: int, window: int) -> int:
+    """Return how many pages the layers with a window get beside `pages` of the others.
+
+    By the ratio that is asked for, but enough for the windows of all rows if that is no more than half as many as the
+    others', and for one row with a whole step in any case; more than `pages` would never be used.
+    """
+    if spec.window_pages is not None:
+        return spec.window_pages
+    of_row = (window + spec.page_size) // spec.page_size + 2
+    of_rows = min(spec.max_rows * of_row, pages // 2)
+    of_step = of_row + -(-spec.max_step_tokens // spec.page_size)
+    return min(max(round(pages * spec.window_ratio), of_rows, of_step), pages)
+
+
+def divide(
+    spec: EngineSpec, context: int, token_bytes: tuple[int, int], reserve: int, memory: MemoryMeasure, window: int
+) -> tuple[int, int]:
+    """Return the pages of both pools, which together take what one pool would.
+
+    Args:
+        spec: What is configured.
+        context: Tokens that a row may have.
+        token_bytes: KV of one token in the layers without and in those with a window.
+        reserve: Bytes for activations.
+        memory: What is free.
+        window: Tokens that the layers with a window see.
+
+    Raises:
+        ConfigurationError: not even one page fits.
+    """
+    full, local = token_bytes
+    share = spec.window_ratio
+    for _ in range(_ROUNDS):
+        pages = count_pages(spec, context, full + round(local * share), reserve, memory)
+        window_pages = count_window_pages(spec, pages, window)
+        if window_pages <= pages * share + 1:
+            break
+        share = window_pages / pages
+    return pages, window_pages

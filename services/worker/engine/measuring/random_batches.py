@@ -1,39 +1,94 @@
-"""Made-up input of a given shape, for measuring how long passes take."""
+"""Forward batches with random ids, and the memory that the largest one takes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import ConfigurationError
 from services.worker.engine.model.batch import ForwardBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from services.worker.engine.model_runner import ModelRunner
+    from common.steps import EngineCapacity
 
 
-def random_batch(runner: ModelRunner, lengths: Sequence[tuple[int, int]], seed: int = 0) -> ForwardBatch:
-    """Return a batch of rows with random ids: (tokens computed before, new tokens) for each, one-token rows first."""
-    capacity, device = runner.capacity, runner.device
-    size = capacity.page_size
-    generator = torch.Generator().manual_seed(seed)
-    width = max(-(-(old + new) // size) for old, new in lengths)
+def random_batch(
+    capacity: EngineCapacity, device: torch.device, lengths: Sequence[tuple[int, int]], seed: int = 0
+) -> ForwardBatch:
+    """Return a batch of one row for each pair (tokens computed before, new tokens); decoding rows come first.
+
+    A row decodes if it has computed tokens and one new one; each row's last token is sampled.
+    """
+    page_size = capacity.page_size
+    width = max(-(-(old + new) // page_size) for old, new in lengths)
     assert width * len(lengths) <= capacity.device_pages, "the pool holds all rows"
+    return _batch(lengths, page_size, capacity.vocabulary_size, device, seed)
+
+
+def random_prompts(
+    lengths: list[int], page_size: int, vocabulary_size: int, device: torch.device, samples: int | None = None
+) -> ForwardBatch:
+    """Return a batch of prompts of `lengths` tokens on the first pages; its last `samples` tokens are sampled."""
+    batch = _batch([(0, length) for length in lengths], page_size, vocabulary_size, device, seed=0)
+    tokens = sum(lengths)
+    sampled = torch.arange(max(0, tokens - (samples or len(lengths))), tokens, device=device)
+    return replace(batch, sample_indices=sampled)
+
+
+def _batch(
+    lengths: Sequence[tuple[int, int]], page_size: int, vocabulary_size: int, device: torch.device, seed: int
+) -> ForwardBatch:
+    generator = torch.Generator().manual_seed(seed)
+    width = max(-(-(old + new) // page_size) for old, new in lengths)
     table = torch.arange(width * len(lengths), dtype=torch.int32).view(len(lengths), width)
     positions = [torch.arange(old, old + new) for old, new in lengths]
-    slots = [table[i, place // size].long() * size + place % size for i, place in enumerate(positions)]
+    slots = [table[i, place // page_size].long() * page_size + place % page_size for i, place in enumerate(positions)]
     starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0)
     return ForwardBatch(
-        token_ids=torch.randint(capacity.vocabulary_size, (int(starts[-1]),), generator=generator).to(device),
+        token_ids=torch.randint(vocabulary_size, (int(starts[-1]),), generator=generator).to(device),
         positions=torch.cat(positions).to(device),
         query_starts=starts.int().to(device),
         key_lengths=torch.tensor([old + new for old, new in lengths], dtype=torch.int32).to(device),
         page_table=table.to(device),
         write_slots=torch.cat(slots).to(device),
         sample_indices=(starts[1:] - 1).to(device),
-        decode_rows=sum(new == 1 for _, new in lengths),
+        decode_rows=sum(old > 0 and new == 1 for old, new in lengths),
         max_query_length=max(new for _, new in lengths),
         max_key_length=max(old + new for old, new in lengths),
     )
+
+
+def pages_of(lengths: list[int], page_size: int) -> int:
+    """Return how many pages `random_prompts` uses."""
+    return len(lengths) * max(-(-length // page_size) for length in lengths)
+
+
+def prompts_of(tokens: int, longest: int) -> list[int]:
+    """Return lengths that add up to `tokens`, none above `longest`."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + ([rest] if rest else [])
+
+
+def measure_peak(run: Callable[[], object], device: torch.device) -> int:
+    """Return how many bytes `run` took at its peak beyond what was taken before; runs it twice, to warm up.
+
+    Raises:
+        ConfigurationError: memory does not suffice for the largest step.
+    """
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"no memory for a step of the configured size beside the weights: {error}; "
+            "make scheduler.max_step_tokens or scheduler.max_rows smaller, or free the device of other processes"
+        ) from error
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before

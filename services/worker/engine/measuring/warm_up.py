@@ -11,7 +11,7 @@ import numpy as np
 
 from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
-from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner, LaggedStepper
+from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 
@@ -31,14 +31,14 @@ _GROWTH = 16
 _SHORTEST_ALONE = 32
 
 
-def warm_up(stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) -> None:
+def warm_up(executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
     """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows and pages allow.
 
     What this leaves in the first pages was never anybody's, and is written over before it is read.
     """
     if capacity.max_context < _PROMPT + _GROWTH or spec.max_step_tokens < _PROMPT + len(_SAMPLING):
         return
-    passes = _Passes(stepper, capacity, spec)
+    passes = _Passes(executor, capacity, spec)
     for sampling in _SAMPLING:
         passes.add((_PROMPT,), sampling, steps=2)
     while passes.add((_PROMPT,) * passes.open_rows, _SAMPLING[0]):
@@ -54,7 +54,7 @@ def warm_up(stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) 
 class _Passes:
     """Rows that are open meanwhile, on the first pages."""
 
-    def __init__(self, stepper: LaggedStepper, capacity: EngineCapacity, spec: EngineSpec) -> None:
+    def __init__(self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
         window = capacity.window_pool
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
         limits = PlanLimits(
@@ -64,7 +64,7 @@ class _Passes:
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
         )
-        self._runner = LaggedPlanRunner(rows, limits, stepper)
+        self._runner = OverlappedRunner(rows, limits, executor)
         self._capacity = capacity
         self._spec = spec
         # Its rows use the same pages of both pools.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.engine.kernels.interface import ExpertMatrices, HeadNorms
-from services.worker.engine.model.feed_forward import DenseFeedForward, MixtureFeedForward
+from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
+from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
 from services.worker.engine.quantization.fp8 import above
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
-    from services.worker.engine.model.config import MixtureConfig, ModelConfig
+    from services.worker.engine.model.config import ModelConfig, MoeConfig
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.tensors import Tensors
     from services.worker.engine.parallel.shards import ModelShard
@@ -60,25 +60,25 @@ class Assembler:
             head=head_linear,
         )
 
-    def _layer(self, prefix: str, mixture: MixtureConfig | None) -> DecoderLayer:
-        attention, output_norms = f"{prefix}.self_attn", None
+    def _layer(self, prefix: str, moe: MoeConfig | None) -> DecoderLayer:
+        attention, post_norms = f"{prefix}.self_attn", None
         # Where outputs are normalised, too, this name belongs to that of attention.
         feed_forward_norm = f"{prefix}.post_attention_layernorm.weight"
-        if self.config.output_norms:
-            output_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
+        if self.config.post_norms:
+            post_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
             qkv=self._qkv(attention),
-            head_norms=self._head_norms(attention),
+            qk_norm=self._head_norms(attention),
             attention_output=self._row_parallel(
                 f"{attention}.o_proj",
                 self.shard.query_heads.scaled(self.config.head_dim),
                 self.config.output_bias,
             ),
             feed_forward_norm=self._norm(feed_forward_norm),
-            feed_forward=self._dense(f"{prefix}.mlp") if mixture is None else self._mixture(f"{prefix}.mlp", mixture),
-            output_norms=output_norms,
+            feed_forward=self._dense(f"{prefix}.mlp") if moe is None else self._moe(f"{prefix}.mlp", moe),
+            post_norms=post_norms,
         )
 
     def _qkv(self, attention: str) -> Linear:
@@ -95,10 +95,10 @@ class Assembler:
         columns, has_bias = self.shard.intermediate.scaled(1), self.config.mlp_bias
         return DenseFeedForward(self._gate_up(mlp), self._row_parallel(f"{mlp}.down_proj", columns, has_bias))
 
-    def _mixture(self, mlp: str, mixture: MixtureConfig) -> FeedForward:
+    def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
         router = self.kernels.linear(self.tensors.plain(f"{mlp}.gate.weight"), None)
-        experts = self.kernels.experts(mixture.experts, self._experts(mlp, mixture.experts), self.config.activation)
-        return MixtureFeedForward(router, experts, mixture)
+        experts = self.kernels.experts(moe.experts, self._experts(mlp, moe.experts), self.config.activation)
+        return MoeFeedForward(router, experts, moe)
 
     def _experts(self, mlp: str, count: int) -> Iterator[ExpertMatrices]:
         """Read one expert after the other, so that only one is held twice."""
@@ -132,11 +132,11 @@ class Assembler:
         bias = self.tensors.plain(f"{name}.bias") if has_bias and self.shard.is_first else None
         return self.kernels.linear(weight, bias)
 
-    def _head_norms(self, attention: str) -> HeadNorms | None:
+    def _head_norms(self, attention: str) -> QkNorm | None:
         config = self.config
-        if not config.head_norms:
+        if not config.qk_norm:
             return None
-        return HeadNorms(
+        return QkNorm(
             query=self._norm(f"{attention}.q_norm.weight"),
             key=self._norm(f"{attention}.k_norm.weight"),
             epsilon=config.norm_epsilon,

@@ -42,14 +42,14 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureConfig:
+class MoeConfig:
     """A feed-forward layer of many experts, of which each token passes through a few."""
 
     experts: int
     experts_per_token: int
     intermediate_size: int
     """Columns of one expert."""
-    normalises_shares: bool
+    normalizes_routing_weights: bool
     """Whether the shares of a token's experts are scaled to add up to one."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have an ordinary feed-forward layer instead."""
@@ -74,7 +74,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False
+    qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     windows: tuple[int | None, ...] = ()
@@ -83,17 +83,17 @@ class ModelConfig:
     """Rotary embedding of layers with a window, where it differs from that of the others."""
     attention_scale: float | None = None
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
-    score_cap: float | None = None
+    attention_softcap: float | None = None
     """Scores are bent into (-cap, cap) by a hyperbolic tangent."""
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     """What is added to the weights of norms as the checkpoint has them."""
-    output_norms: bool = False
+    post_norms: bool = False
     """Whether attention and feed-forward output are normalised, too, before they are added to the residual stream."""
-    logit_cap: float | None = None
+    logits_softcap: float | None = None
     """Logits are bent into (-cap, cap) by a hyperbolic tangent."""
-    mixture: MixtureConfig | None = None
+    moe: MoeConfig | None = None
     stored_scales: StoredScales | None = None
     """How matrices that the checkpoint stores in FP8 are scaled; None: it stores none."""
 
@@ -119,6 +119,6 @@ class ModelConfig:
         """Return the rotary embedding of `layer`."""
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
 
-    def mixture_of(self, layer: int) -> MixtureConfig | None:
+    def mixture_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of `layer`; None: it has an ordinary feed-forward layer."""
-        return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe

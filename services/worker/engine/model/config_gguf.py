@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import Activation, MixtureConfig, ModelConfig, RotaryConfig
+from services.worker.engine.model.config import Activation, ModelConfig, MoeConfig, RotaryConfig
 from services.worker.engine.model.rotary import yarn_amplitude, yarn_divisors
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _read(
         rotary=_rotary(own, head_dim, divisors),
         tied_embeddings=tied_embeddings,
         qkv_bias=family == "qwen2",
-        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         # Gemma's activations overflow in float16.
         dtype="bfloat16" if is_gemma else "float16",
@@ -92,9 +92,9 @@ def _read(
         embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
         # Converters have added the one that Gemma's norms lack.
         norm_offset=0.0,
-        output_norms=is_gemma,
-        logit_cap=own.get("final_logit_softcapping"),
-        mixture=_mixture(own) if family == "qwen3_moe" else None,
+        post_norms=is_gemma,
+        logits_softcap=own.get("final_logit_softcapping"),
+        moe=_moe(own) if family == "qwen3_moe" else None,
     )
 
 
@@ -130,10 +130,10 @@ def _rotary(own: _Fields, head_dim: int, divisors: tuple[float, ...]) -> RotaryC
             )
 
 
-def _mixture(own: _Fields) -> MixtureConfig:
-    return MixtureConfig(
+def _moe(own: _Fields) -> MoeConfig:
+    return MoeConfig(
         experts=own["expert_count"],
         experts_per_token=own["expert_used_count"],
         intermediate_size=own["expert_feed_forward_length"],
-        normalises_shares=True,
+        normalizes_routing_weights=True,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import FAMILIES, Activation, MixtureConfig, ModelConfig, RotaryConfig
+from services.worker.engine.model.config import FAMILIES, Activation, ModelConfig, MoeConfig, RotaryConfig
 from services.worker.engine.model.rotary import read_rotary
 from services.worker.engine.quantization.checkpoint_scheme import stored_scales
 
@@ -86,7 +86,7 @@ def _read(family: str, config: Mapping[str, Any], generation: Mapping[str, Any])
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         windows=_windows(family, config),
@@ -95,9 +95,9 @@ def _read(family: str, config: Mapping[str, Any], generation: Mapping[str, Any])
         activation=_activation(config, is_gemma),
         embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
         norm_offset=1.0 if is_gemma else 0.0,
-        output_norms=is_gemma,
-        logit_cap=config.get("final_logit_softcapping") if is_gemma else None,
-        mixture=_mixture(config) if family == "qwen3_moe" else None,
+        post_norms=is_gemma,
+        logits_softcap=config.get("final_logit_softcapping") if is_gemma else None,
+        moe=_moe(config) if family == "qwen3_moe" else None,
     )
 
 
@@ -151,13 +151,13 @@ def _gemma_rotary(config: Mapping[str, Any], head_dim: int) -> tuple[RotaryConfi
     )
 
 
-def _mixture(config: Mapping[str, Any]) -> MixtureConfig:
+def _moe(config: Mapping[str, Any]) -> MoeConfig:
     step, layers = config.get("decoder_sparse_step", 1), config["num_hidden_layers"]
     alone = config.get("mlp_only_layers") or ()
-    return MixtureConfig(
+    return MoeConfig(
         experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],
         intermediate_size=config["moe_intermediate_size"],
-        normalises_shares=bool(config.get("norm_topk_prob", False)),
+        normalizes_routing_weights=bool(config.get("norm_topk_prob", False)),
         dense_layers=tuple(i for i in range(layers) if i in alone or (i + 1) % step),
     )

@@ -8,7 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import Experts, GatedLinear, Linear
-    from services.worker.engine.model.config import MixtureConfig
+    from services.worker.engine.model.config import MoeConfig
 
 
 class FeedForward(Protocol):
@@ -40,23 +40,23 @@ class DenseFeedForward:
         self.down.add_to(self.gate_up(inputs), sums)
 
 
-class MixtureFeedForward:
+class MoeFeedForward:
     """Each token goes through the experts that a router likes best, weighted by its liking (Shazeer et al. 2017).
 
     Every rank routes every token, and holds some columns of every expert.
     """
 
-    def __init__(self, router: Linear, experts: Experts, mixture: MixtureConfig) -> None:
+    def __init__(self, router: Linear, experts: Experts, moe: MoeConfig) -> None:
         """Choose among `experts` by the logits of `router`, [tokens, experts]."""
         self._router = router
         self._experts = experts
-        self._mixture = mixture
+        self._moe = moe
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs."""
         logits = self._router(inputs)
-        shares, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._mixture.experts_per_token)
-        if self._mixture.normalises_shares:
+        shares, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._moe.experts_per_token)
+        if self._moe.normalizes_routing_weights:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         weighted = self._experts(inputs, expert_ids, shares.to(logits.dtype))
         return weighted if outputs is None else outputs.copy_(weighted)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.kernels.cpu.layers import JoinedLayers
-    from services.worker.engine.kernels.interface import AttentionBackend, HeadNorms, Kernels, KvLayout, Linear
+    from services.worker.engine.kernels.interface import AttentionBackend, Kernels, KvLayout, Linear, QkNorm
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward
@@ -20,21 +19,28 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.shards import Span
 
 
+class LayerStack(Protocol):
+    """Consecutive layers that run in one call."""
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
+        """Update the residual stream `hidden` [tokens, hidden] in place; return it, normalised for the next layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's weights, on this rank.
 
     `attention_output` and `feed_forward` give partial sums when ranks share the model. What they add up to is
-    normalised by `output_norms` [hidden], where the model has them, before it joins the residual stream.
+    normalised by `post_norms` [hidden], where the model has them, before it joins the residual stream.
     """
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear
-    head_norms: HeadNorms | None
+    qk_norm: QkNorm | None
     attention_output: Linear
     feed_forward_norm: torch.Tensor  # [hidden]
     feed_forward: FeedForward
-    output_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class TransformerWeights:
     layers: Sequence[DecoderLayer]
     output_norm: torch.Tensor  # [hidden]
     head: Linear
-    joined: JoinedLayers | None = None
+    joined: LayerStack | None = None
     """All layers but the last in one call, where the kernels can."""
 
 
@@ -70,7 +76,7 @@ class Transformer:
         self._epsilon = config.norm_epsilon
         # Rounded to the activations' type, as the reference rounds it.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
-        self._logit_cap = config.logit_cap
+        self._logits_softcap = config.logits_softcap
         self._is_local = [config.window_of(i) is not None for i in range(config.layers)]
         self._vocabulary = vocabulary
         self._kernels = kernels
@@ -94,7 +100,9 @@ class Transformer:
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self._vocabulary[-1].stop)
         logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
-        return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
+        return (
+            logits if self._logits_softcap is None else torch.tanh(logits / self._logits_softcap) * self._logits_softcap
+        )
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
@@ -111,22 +119,22 @@ class Transformer:
         else:
             normed = self._kernels.rms_norm(hidden, layers[0].input_norm, self._epsilon)
             for layer, attention, kv, view, next_norm in inner:
-                attended = attention.store_and_attend(layer.qkv(normed), kv, layer.head_norms, view)
+                attended = attention.store_and_attend(layer.qkv(normed), kv, layer.qk_norm, view)
                 normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, kv, view, next_norm = last
         projected = layer.qkv(normed)
         if batch.sample_indices.shape[0] == 0:
-            attention.store(projected, kv, layer.head_norms, view)
+            attention.store(projected, kv, layer.qk_norm, view)
             return hidden[:0]
         sampled = sampled_rows(view)
         if sampled is None:
-            attended = attention.store_and_attend(projected, kv, layer.head_norms, view)
+            attended = attention.store_and_attend(projected, kv, layer.qk_norm, view)
             normed = self._finish_layer(layer, hidden, attended, next_norm)
             # A pass that only decodes samples every token.
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
         # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
         hidden = hidden[batch.sample_indices]
-        queries = attention.store(projected, kv, layer.head_norms, view)
+        queries = attention.store(projected, kv, layer.qk_norm, view)
         attended = attention.attend(queries[batch.sample_indices], kv, sampled)
         return self._finish_layer(layer, hidden, attended, next_norm)
 
@@ -149,7 +157,7 @@ class Transformer:
 
         Returns it normalised by `next_norm`.
         """
-        after_attention, after_feed_forward = layer.output_norms or (None, None)
+        after_attention, after_feed_forward = layer.post_norms or (None, None)
         normed = self._add(layer.attention_output, attended, hidden, after_attention, layer.feed_forward_norm)
         return self._add(layer.feed_forward, normed, hidden, after_feed_forward, next_norm)
 

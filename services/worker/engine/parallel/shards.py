@@ -94,8 +94,8 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         kv_heads=keys,
         intermediate=split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
-        expert_columns=split_evenly(config.mixture.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
-        if config.mixture
+        expert_columns=split_evenly(config.moe.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
+        if config.moe
         else None,
     )
 

@@ -1,19 +1,84 @@
-"""The rows of a rank: ids, page tables and progress of every running request, as arrays indexed by row slot."""
+"""The rows of a rank: ids, page tables and progress of every running sequence, as arrays indexed by row slot."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.steps import PageGrants, RowOpen, RowStop
 from common.types import FinishReason, Pooling, RowSlot, TokenIds
-from services.worker.engine.plans.padded import PaddedTable
 
 if TYPE_CHECKING:
-    from services.worker.engine.plans.jumps import Forced
+    from collections.abc import Iterator
+
+    from common.types import TokenIds
+
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
+
+
+class PaddedTable(Generic[ScalarT]):
+    """`values[row]` is the row's list, followed by the row's padding; as wide as the longest list ever set."""
+
+    def __init__(self, rows: int, dtype: type[ScalarT], fill: float) -> None:
+        """Start with empty lists, padded with `fill`."""
+        self.values: NDArray[ScalarT] = np.full((rows, 1), fill, dtype)
+        self._padding: NDArray[ScalarT] = np.full(rows, fill, dtype)
+        self._fill = fill
+
+    def set(self, row: int, values: NDArray[ScalarT], padding: float | None = None) -> None:
+        """Replace one row's list; `padding` follows it instead of the table's own."""
+        if values.size > self.values.shape[1]:
+            self._widen(values.size)
+        self._padding[row] = self._fill if padding is None else padding
+        self.values[row, : values.size] = values
+        self.values[row, values.size :] = self._padding[row]
+
+    def _widen(self, width: int) -> None:
+        extra = np.repeat(self._padding[:, None], width - self.values.shape[1], axis=1)
+        self.values = np.concatenate([self.values, extra], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedTokens:
+    """Row rows[i] gets token_ids[i] [tokens] int32 behind the one that it has sampled.
+
+    Those of a row are neighbours, in their order; the last of them may stop it, none before.
+    """
+
+    rows: RowIndices
+    token_ids: TokenIds
+
+    def by_row(self) -> Iterator[tuple[int, TokenIds]]:
+        """Yield each row with its tokens."""
+        if self.rows.size:
+            starts = np.flatnonzero(np.diff(self.rows, prepend=-1))
+            for token_ids, first in zip(np.split(self.token_ids, starts[1:]), starts, strict=True):
+                yield int(self.rows[first]), token_ids
+
+    def of(self, rows: RowIndices) -> ForcedTokens:
+        """Return what some rows get."""
+        if not self.rows.size:
+            return self
+        theirs = np.isin(self.rows, rows)
+        return ForcedTokens(self.rows[theirs], self.token_ids[theirs])
+
+
+NOTHING_FORCED = ForcedTokens(np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
+    """Return what the parts of a pass have brought."""
+    if not any(part.rows.size for part in parts):
+        return NOTHING_FORCED
+    return ForcedTokens(
+        np.concatenate([part.rows for part in parts]), np.concatenate([part.token_ids for part in parts])
+    )
+
 
 RowIndices = NDArray[np.int64]
 
@@ -174,7 +239,7 @@ class RowTable:
         """Return whether a token stops a row that gets it at `position`."""
         return bool(position >= self.stops_from[row] and (self.stop_ids.values[row] == token_id).any())
 
-    def append_forced(self, forced: Forced) -> tuple[RowStop, ...]:
+    def append_forced(self, forced: ForcedTokens) -> tuple[RowStop, ...]:
         """Give rows what is forced on them behind the token that they have just got; return those that stop by it."""
         stops = []
         for slot, token_ids in forced.by_row():

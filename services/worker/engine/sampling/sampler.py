@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.engine.sampling.adjust import add_bias, mask_stops, penalise
-from services.worker.engine.sampling.draw import draw
-from services.worker.engine.sampling.filters import order_thresholds
+from services.worker.engine.sampling.drawing import draw, order_thresholds, pad_to_blocks
+from services.worker.engine.sampling.logits_processors import add_bias, mask_grammars, mask_stops, penalise
 from services.worker.engine.sampling.logprobs import token_logprobs
-from services.worker.engine.sampling.masks import mask_grammars
-from services.worker.engine.sampling.order import pad_to_blocks
 from services.worker.engine.sampling.philox import uniforms
 from services.worker.engine.sampling.table import Needs, SamplingTable
 
@@ -46,7 +43,7 @@ def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sampl
         return Samples(logits.argmax(dim=-1))
     reporting = table.rows_that_need(Needs.LOGPROBS, slots)
     unmodified = logits[_index(reporting, logits)] if reporting.size else None
-    _adjust(logits, slots, rows, table, needs)
+    _process(logits, slots, rows, table, needs)
     token_ids = _choose(logits, slots, rows, table)
     if unmodified is None:
         return Samples(token_ids)
@@ -56,16 +53,16 @@ def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sampl
     return Samples(token_ids, token_logprobs(unmodified, chosen, wanted, table.top_logprobs[wanted], asked))
 
 
-def _adjust(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, needs: Needs) -> None:
+def _process(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, needs: Needs) -> None:
     if needs & Needs.PENALTIES:
         samples = table.rows_that_need(Needs.PENALTIES, slots)
         penalise(logits, samples, slots[samples], rows, table)
     if needs & Needs.BIAS:
         samples = table.rows_that_need(Needs.BIAS, slots)
         add_bias(logits, samples, slots[samples], table)
-    if needs & Needs.WORDS:
-        samples = table.rows_that_need(Needs.WORDS, slots)
-        table.words.rule_out(logits, samples, slots[samples], rows)
+    if needs & Needs.CONSTRAINTS:
+        samples = table.rows_that_need(Needs.CONSTRAINTS, slots)
+        table.words.apply(logits, samples, slots[samples], rows)
     if needs & Needs.MIN_TOKENS:
         samples = table.rows_that_need(Needs.MIN_TOKENS, slots)
         samples = samples[rows.lengths[slots[samples]] < rows.stops_from[slots[samples]]]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from services.worker.engine.plans.padded import PaddedTable
-from services.worker.engine.sampling.endings import EndingTable
-from services.worker.engine.sampling.words import WordTable
+from services.worker.engine.plans.rows import PaddedTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from common.steps import RowOpen
     from services.worker.engine.grammars.row_masks import RowMasks
+    from services.worker.engine.plans.rows import RowIndices, RowTable
 
 # Below this a temperature would only overflow: the most likely token is certain.
 LEAST_TEMPERATURE = 1e-5
@@ -38,7 +41,7 @@ class Needs(IntFlag):
     LOGPROBS = 64
     GRAMMAR = 128
     # Some tokens are ruled out.
-    WORDS = 256
+    CONSTRAINTS = 256
 
 
 class SamplingTable:
@@ -65,8 +68,8 @@ class SamplingTable:
         self.top_logprobs = np.zeros(max_rows, np.int64)
         # Ids whose log probabilities are reported, too.
         self.logprob_ids: list[tuple[int, ...]] = [()] * max_rows
-        self.words = WordTable()
-        self.endings = EndingTable(vocabulary_size)
+        self.words = TokenConstraints()
+        self.endings = PostponedStops(vocabulary_size)
 
     def open(self, opened: RowOpen) -> None:
         """Take note of a row's parameters."""
@@ -129,5 +132,109 @@ class SamplingTable:
         if sampling.grammar is not None:
             needs |= Needs.GRAMMAR
         if sampling.allowed_token_ids or sampling.banned_sequences:
-            needs |= Needs.WORDS
+            needs |= Needs.CONSTRAINTS
         return needs
+
+
+# Not minus infinity: should other masks rule out all that is allowed, a row would have no distribution at all.
+BANNED_LOGIT = -1e30
+
+
+class TokenConstraints:
+    """What is ruled out in the rows that rule anything out."""
+
+    def __init__(self) -> None:
+        """Begin with no such row."""
+        self._allowed: dict[int, torch.Tensor] = {}
+        self._banned: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of what a row rules out."""
+        sampling = opened.sampling
+        self._allowed.pop(opened.row, None)
+        if sampling.allowed_token_ids:
+            self._allowed[opened.row] = torch.tensor(sampling.allowed_token_ids, dtype=torch.int64)
+        self._banned[opened.row] = sampling.banned_sequences
+
+    def apply(self, logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable) -> None:
+        """Make what rows `slots` rule out all but impossible in `logits[samples]`, in place.
+
+        Only what a row has generated counts as the beginning of a banned sequence.
+        """
+        for sample, slot in zip(samples.tolist(), slots.tolist(), strict=True):
+            row = logits[sample]
+            if slot in self._allowed:
+                kept = self._allowed[slot].to(logits.device)
+                values = row[kept]
+                row.fill_(BANNED_LOGIT)
+                row[kept] = values
+            ends = self.ends(slot, rows)
+            if ends:
+                row[torch.tensor(ends, device=logits.device)] = BANNED_LOGIT
+
+    def ends(self, slot: int, rows: RowTable) -> list[int]:
+        """Return the ids with which a row would now end a sequence that it bans."""
+        generated = rows.token_ids[slot, rows.prompt_tokens[slot] : rows.lengths[slot]]
+        return [
+            sequence[-1]
+            for sequence in self._banned[slot]
+            if len(sequence) <= generated.size + 1
+            and tuple(generated[generated.size + 1 - len(sequence) :].tolist()) == sequence[:-1]
+        ]
+
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Ids that are put off while the row has fewer than `until` tokens, and those always put off."""
+
+    early: NDArray[np.int64]
+    until: int
+    always: NDArray[np.int64]
+
+
+class PostponedStops:
+    """What is put off in the rows that put anything off; only rows with grammars do."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        """Begin with no such row."""
+        self._vocabulary_size = vocabulary_size
+        self._rows: dict[int, _Row] = {}
+
+    def open(self, opened: RowOpen) -> None:
+        """Take note of what a row puts off; a slot forgets its last tenant's."""
+        self._rows.pop(opened.row, None)
+        if opened.sampling.grammar is None:
+            return
+        early = self._in_vocabulary(opened.stop_token_ids) if opened.min_new_tokens else _NONE
+        always = self._in_vocabulary(opened.postponed_token_ids)
+        if early.size or always.size:
+            until = opened.prompt_tokens + opened.min_new_tokens
+            self._rows[opened.row] = _Row(np.concatenate([early, always]), until, always)
+
+    def mask(self, masks: NDArray[np.int32], slots: RowIndices, rows: RowTable) -> None:
+        """Take ends out of what rows `slots` may sample, in place, where that leaves anything.
+
+        Args:
+            masks: [slots, words] int32, as `RowMasks.masks` returns them.
+            slots: [slots] the rows they belong to.
+            rows: what the rows hold.
+        """
+        for mask, slot in zip(masks, slots.tolist(), strict=True):
+            row = self._rows.get(slot)
+            if row is not None:
+                remaining = _without(mask, row.early if rows.lengths[slot] < row.until else row.always)
+                if remaining.any():
+                    mask[:] = remaining
+
+    def _in_vocabulary(self, ids: Iterable[int]) -> NDArray[np.int64]:
+        return np.array([id_ for id_ in ids if 0 <= id_ < self._vocabulary_size], np.int64)
+
+
+def _without(mask: NDArray[np.int32], ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    words = mask.view(np.uint32).copy()
+    # Unbuffered: several ids may be of one word.
+    np.bitwise_and.at(words, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+    return words.view(np.int32)

@@ -104,7 +104,7 @@ def trace(decoder: torch.nn.Module, tracer: Tracer, config: ModelConfig, device:
         head_dim=first.head_dim,
         rotary=no_rotation(first.head_dim),
         attention_scale=first.scale,
-        score_cap=first.cap,
+        attention_softcap=first.cap,
         windows=() if not any(windows) else windows,
     )
 

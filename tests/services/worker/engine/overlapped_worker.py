@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from common.steps import WindowPool
-from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner, LaggedStepper
-from services.worker.engine.execution.pass_output import Sampled
+from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
+from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.pooler import Pooler, with_pooled
 from services.worker.engine.execution.synchronous_executor import to_device
 from services.worker.engine.plans.passes import ForwardPass, gather
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 class Arriving:
     """Tokens that are there when they have been asked for often enough."""
 
-    tokens: Sampled
+    tokens: PassOutput
     asks: int
 
     @property
@@ -45,7 +45,7 @@ class Arriving:
         self.asks -= 1
         return self.asks < 0
 
-    def wait(self) -> Sampled:
+    def wait(self) -> PassOutput:
         return self.tokens
 
 
@@ -78,14 +78,19 @@ class LateStepper:
         tokens = hidden[:samples].argmax(dim=-1).numpy().astype(np.int32)
         embeddings = self.pooler.finish(forward.pooled_rows)
         self.last.update(zip(forward.sampled_rows.tolist(), tokens.tolist(), strict=True))
-        return Arriving(Sampled(tokens, embeddings=embeddings), asks=self.launches % 3)
+        return Arriving(PassOutput(tokens, embeddings=embeddings), asks=self.launches % 3)
 
 
 class LaggedWorker(SimulatedWorker):
     """Results come when the runner emits them."""
 
     def __init__(
-        self, pages: int, page_size: int, max_rows: int, stepper: LaggedStepper, window: WindowPool | None = None
+        self,
+        pages: int,
+        page_size: int,
+        max_rows: int,
+        executor: OverlappedPassExecutor,
+        window: WindowPool | None = None,
     ) -> None:
         super().__init__(pages, page_size)
         self.emitted: deque[StepResult] = deque()
@@ -97,7 +102,7 @@ class LaggedWorker(SimulatedWorker):
             window_tokens=window.window_tokens if window else 0,
         )
         rows = RowTable(max_rows, 128, page_size, has_window_pool=window is not None)
-        self.runner = LaggedPlanRunner(rows, limits, stepper)
+        self.runner = OverlappedRunner(rows, limits, executor)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         self.runner.run(plan, self.emitted.append)
@@ -116,7 +121,7 @@ class LaggedWorker(SimulatedWorker):
 class LaggedHarness(Harness):
     """A harness around such a worker, which loses nothing but can be lost."""
 
-    def __init__(self, make_stepper: Callable[[CheckingRunner], LaggedStepper], **options: object) -> None:
+    def __init__(self, make_stepper: Callable[[CheckingRunner], OverlappedPassExecutor], **options: object) -> None:
         super().__init__(page_size=4, **options)  # type: ignore[arg-type]  # whatever a test wants to change
         self._make_stepper = make_stepper
         worker = self.worker
@@ -139,6 +144,6 @@ class LaggedHarness(Harness):
             max_context=128,
             window_pool=self._window,
         )
-        stepper = self._make_stepper(CheckingRunner(capacity))
+        executor = self._make_stepper(CheckingRunner(capacity))
         pages, rows = self.config.device_pages, self.config.max_rows
-        self.worker = LaggedWorker(pages, 4, rows, stepper, self._window)
+        self.worker = LaggedWorker(pages, 4, rows, executor, self._window)

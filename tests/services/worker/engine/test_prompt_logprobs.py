@@ -16,7 +16,7 @@ from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_engine import TorchEngine
 from services.worker.engine.loader import load_decoder
-from services.worker.engine.sampling import prompt_scores
+from services.worker.engine.sampling import logprobs as prompt_scores
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk, open_row
 from tests.services.worker.engine.tiny_llama import VOCABULARY, save_tiny_llama

@@ -13,7 +13,7 @@ from services.worker.engine.kernels.cpu.library import (
     CpuLibrary,
     StoreArguments,
 )
-from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
@@ -32,7 +32,7 @@ class CpuAttention:
         self._library = library
         self._threads = threads
 
-    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
         assert qkv.is_contiguous(), "operators take contiguous activations"
         shape = self.shape
@@ -62,7 +62,7 @@ class CpuAttention:
         return outputs
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Do one after the other."""
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
@@ -106,7 +106,7 @@ def page_table_of(batch: ForwardBatch) -> tuple[int, int]:
 def fits(library: CpuLibrary, shape: AttentionShape) -> bool:
     """Return whether the operators can serve heads of `shape`: they work on whole vector registers."""
     return (
-        shape.score_cap is None
+        shape.attention_softcap is None
         and shape.head_dim % library.lanes == 0
         and shape.page_size % library.lanes == 0
         and shape.head_dim <= library.max_head_dim

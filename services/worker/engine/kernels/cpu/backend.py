@@ -35,6 +35,6 @@ class CpuBackend:
             return CpuAttention(self._library, shape, rotary, self._threads)
         log.warning(
             "Compiled attention needs page_size and head_dim in multiples of %d and uncapped scores; %d, %d and %s "
-            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.score_cap,
+            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.attention_softcap,
         )  # fmt: skip
         return TorchAttention(shape, rotary)

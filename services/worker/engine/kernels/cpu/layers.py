@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.transformer import DecoderLayer
 
 
-class JoinedLayers:
+class FusedLayers:
     """Layers that follow each other; threads and interpreter meet once per pass instead of once per operator."""
 
     def __init__(
@@ -37,7 +37,7 @@ class JoinedLayers:
         next_norm: torch.Tensor,
         epsilon: float,
     ) -> None:
-        """Join `layers`, which `can_join` accepted; `next_norm` [hidden] normalises what comes of the last one."""
+        """Join `layers`, which `can_fuse` accepted; `next_norm` [hidden] normalises what comes of the last one."""
         self._kept = (layers, attention, next_norm)  # their memory is what the arguments point at
         self._arguments = (LayerArguments * len(layers))(*map(_layer_arguments, layers, attention))
         self._first = attention[0]
@@ -83,32 +83,32 @@ class JoinedLayers:
         return normed
 
 
-def join_layers(
+def fuse_layers(
     layers: Sequence[DecoderLayer], attention: Sequence[AttentionBackend], next_norm: torch.Tensor, epsilon: float
-) -> JoinedLayers | None:
+) -> FusedLayers | None:
     """Return whole layers of compiled operators as one; None if they are of another kind, or there are none.
 
     `attention` is that of `layers`, and of those behind them.
     """
     native = [backend for backend in attention[: len(layers)] if isinstance(backend, CpuAttention)]
-    if not layers or len(native) < len(layers) or not all(map(can_join, layers)):
+    if not layers or len(native) < len(layers) or not all(map(can_fuse, layers)):
         return None
-    return JoinedLayers(layers, native, next_norm, epsilon)
+    return FusedLayers(layers, native, next_norm, epsilon)
 
 
-def can_join(layer: DecoderLayer) -> bool:
+def can_fuse(layer: DecoderLayer) -> bool:
     """Return whether this is a plain layer, all of whose products are compiled operators."""
     feed_forward = layer.feed_forward
     return (
         isinstance(feed_forward, DenseFeedForward)
         and isinstance(feed_forward.gate_up, CpuGatedLinear)
         and all(isinstance(part, CpuLinear) for part in (layer.qkv, layer.attention_output, feed_forward.down))
-        and layer.output_norms is None
+        and layer.post_norms is None
     )
 
 
 def _layer_arguments(layer: DecoderLayer, attention: CpuAttention) -> LayerArguments:
-    feed_forward, norms, window = layer.feed_forward, layer.head_norms, attention.shape.window_left
+    feed_forward, norms, window = layer.feed_forward, layer.qk_norm, attention.shape.window_left
     assert isinstance(layer.qkv, CpuLinear)
     assert isinstance(layer.attention_output, CpuLinear)
     assert isinstance(feed_forward, DenseFeedForward)

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
-from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
@@ -40,7 +40,7 @@ class GpuAttention:
         self._decode = DecodeAttention(shape, max_rows, angles.device)
         self._own_rows = torch.arange(max_rows, dtype=torch.int32, device=angles.device)
 
-    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
         return elementwise.rotate_and_store(qkv, layer, norms, batch, self._shape, self._angles)
 
@@ -58,7 +58,7 @@ class GpuAttention:
         return outputs
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Do both in one program where few rows decode: with many, a longer start of each costs more than a launch."""
         if batch.decode_rows != batch.rows or batch.rows > _MOST_ROWS_AT_ONCE:

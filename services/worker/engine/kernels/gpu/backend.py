@@ -36,7 +36,7 @@ class GpuBackend:
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the attention for one model shape; plain torch where scores are capped."""
-        if shape.score_cap is not None:
+        if shape.attention_softcap is not None:
             log.warning("Capped attention scores are computed by plain torch, many times slower")
             return TorchAttention(shape, rotary)
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)

@@ -16,7 +16,7 @@ import triton.language as tl
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
+    from services.worker.engine.kernels.interface import AttentionShape, KvLayer, QkNorm
 
 # The smallest matrix that tensor cores multiply.
 _LEAST_QUERIES = 16
@@ -226,7 +226,7 @@ class DecodeAttention:
 
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
-        angles: torch.Tensor, norms: HeadNorms | None,
+        angles: torch.Tensor, norms: QkNorm | None,
     ) -> torch.Tensor:  # fmt: skip
         """Do the same from projections [batch, (query_heads + 2 kv_heads) * head_dim] of each row's newest token.
 
@@ -237,7 +237,7 @@ class DecodeAttention:
 
     def _launch(
         self, inputs: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
-        lengths: torch.Tensor, angles: torch.Tensor | None, norms: HeadNorms | None,
+        lengths: torch.Tensor, angles: torch.Tensor | None, norms: QkNorm | None,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         shape, tuning = self._shape, self.tuning

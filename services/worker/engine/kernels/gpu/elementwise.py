@@ -12,7 +12,7 @@ from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_o
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
-    from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer
+    from services.worker.engine.kernels.interface import AttentionShape, KvLayer, QkNorm
     from services.worker.engine.model.batch import ForwardBatch
 
 # Heads that one program of `rotate_and_store` works on, and its warps: few tokens are spread out, many are bundled.
@@ -159,7 +159,7 @@ def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch, shape: AttentionShape,
+    qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch, shape: AttentionShape,
     angles: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Normalise and rotate queries in place, store rotated keys and values; return the queries, a view of `qkv`.

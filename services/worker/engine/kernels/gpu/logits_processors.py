@@ -1,4 +1,4 @@
-"""Changes to logits before a token is chosen, as `engine/sampling/adjust.py` defines them, without asking the host.
+"""Logits processors on the device, equal to those of `engine/sampling/logits_processors.py`.
 
 What a row asks for is a line in tables on the device: how often each token occurs in it, and one bit per token for
 what it may sample. A pass in which any row asks for anything is adjusted as a whole, into float32.
@@ -20,8 +20,7 @@ from services.worker.engine.kernels.gpu.device_batch import (
     REPETITION_PENALTY,
     STOPS_FROM,
 )
-from services.worker.engine.sampling.table import Needs
-from services.worker.engine.sampling.words import RULED_OUT
+from services.worker.engine.sampling.table import BANNED_LOGIT, Needs
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +33,16 @@ _COUNT_BLOCK = 256
 _BIAS_BLOCK = 1024
 
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
-_RULED_OUT = tl.constexpr(RULED_OUT)
+_RULED_OUT = tl.constexpr(BANNED_LOGIT)
 _PENALTIES = tl.constexpr(int(Needs.PENALTIES))
 _BIAS = tl.constexpr(int(Needs.BIAS))
 _MIN_TOKENS = tl.constexpr(int(Needs.MIN_TOKENS))
 _GRAMMAR = tl.constexpr(int(Needs.GRAMMAR))
-_WORDS = tl.constexpr(int(Needs.WORDS))
+_CONSTRAINTS = tl.constexpr(int(Needs.CONSTRAINTS))
 
 
 @dataclass(frozen=True, slots=True)
-class AdjustmentTables:
+class LogitsProcessorTables:
     """One line per row slot in each; only lines of rows that need them mean anything.
 
     Bits are those of 32 tokens in an int32, the lowest first.
@@ -64,7 +63,7 @@ def _has_bit(table, slot, ids, inside, words):
 
 
 @triton.jit
-def _adjust(
+def _process(
     logits, slots, cells, counts, allowed, before_minimum, grammar, adjusted, vocabulary, words, stride_cells,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +83,7 @@ def _adjust(
         values = tl.where(counted != 0, repeated, values)
         times = counted & (_IN_PROMPT - 1)
         values = tl.where(times > 0, values - presence - frequency * times.to(tl.float32), values)
-    if (needs & _WORDS) != 0:
+    if (needs & _CONSTRAINTS) != 0:
         values = tl.where(_has_bit(allowed, slot, ids, inside, words), values, _RULED_OUT)
     is_short = tl.load(row + LENGTH) < tl.load(row + STOPS_FROM)
     if is_short & ((needs & _MIN_TOKENS) != 0):
@@ -118,8 +117,12 @@ def _count(slots, cells, token_ids, counts, vocabulary, count, stride_cells, BLO
     tl.store(place, tl.load(place, mask=counts_it, other=0) + 1, mask=counts_it)
 
 
-def adjust(
-    logits: torch.Tensor, slots: torch.Tensor, cells: torch.Tensor, tables: AdjustmentTables, adjusted: torch.Tensor
+def process_logits(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    cells: torch.Tensor,
+    tables: LogitsProcessorTables,
+    adjusted: torch.Tensor,
 ) -> None:
     """Fill `adjusted` with the logits that rows choose from.
 
@@ -132,7 +135,7 @@ def adjust(
     """
     rows, vocabulary = logits.shape
     stride, biases = cells.stride(0), tables.bias_ids.shape[1]
-    _adjust[(rows, triton.cdiv(vocabulary, _BLOCK))](
+    _process[(rows, triton.cdiv(vocabulary, _BLOCK))](
         logits, slots, cells, tables.counts, tables.allowed, tables.before_minimum, tables.grammar, adjusted,
         vocabulary, tables.allowed.shape[1], stride, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -142,7 +145,7 @@ def adjust(
     )  # fmt: skip
 
 
-def count(slots: torch.Tensor, cells: torch.Tensor, token_ids: torch.Tensor, tables: AdjustmentTables) -> None:
+def count(slots: torch.Tensor, cells: torch.Tensor, token_ids: torch.Tensor, tables: LogitsProcessorTables) -> None:
     """Count the token that each of `slots` [rows] int32 got in the lines of rows with penalties; each occurs once."""
     rows, vocabulary = slots.shape[0], tables.counts.shape[1]
     _count[(triton.cdiv(rows, _COUNT_BLOCK),)](

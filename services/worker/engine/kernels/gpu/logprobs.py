@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.sampling.order import pad_to_blocks, top_entries
+from services.worker.engine.sampling.drawing import pad_to_blocks, top_entries
 
 # What one row may have reported beside its token: the most likely ones, and those that it names.
 MOST_TOP = 20
@@ -30,7 +30,7 @@ def _weigh(logits, peaks, masses, vocabulary, chunks, CHUNK: tl.constexpr):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LogprobBuffers:
     """Log probabilities on the device, for rows that asked and those that did not alike."""
 
     # [rows, 1 + top + MOST_NAMED] float32: of the token, of the most likely ones, best first, and of those named.
@@ -39,7 +39,7 @@ class Report:
     top_ids: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: int, vocabulary: int, device: torch.device, *, is_pinned: bool = False) -> Report:
+    def empty(cls, rows: int, vocabulary: int, device: torch.device, *, is_pinned: bool = False) -> LogprobBuffers:
         """Make room for `rows` rows."""
         top = min(MOST_TOP, vocabulary)
         return cls(
@@ -47,13 +47,13 @@ class Report:
             torch.empty(rows, top, dtype=torch.int32, device=device, pin_memory=is_pinned),
         )
 
-    def copy_(self, other: Report) -> None:
+    def copy_(self, other: LogprobBuffers) -> None:
         """Begin to copy another of as many rows."""
         self.values.copy_(other.values, non_blocking=True)
         self.top_ids.copy_(other.top_ids, non_blocking=True)
 
 
-def report(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor, into: Report) -> None:
+def report(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor, into: LogprobBuffers) -> None:
     """Tell log probabilities at temperature 1 of the logits as the model gave them.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
 from services.worker.engine.kernels.torch.kernels import rms_norm
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class TorchAttention:
         self._shape = shape
         self._cosines, self._sines = rotary.chunk(2, dim=1)
 
-    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
         shape = self._shape
         queries, keys, values = qkv.tensor_split([shape.query_width, shape.query_width + shape.kv_width], dim=1)
@@ -57,7 +57,7 @@ class TorchAttention:
         return outputs.flatten(1)
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: HeadNorms | None, batch: ForwardBatch
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Do one after the other."""
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
@@ -98,7 +98,7 @@ class TorchAttention:
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
         """Return [rows, heads, queries, head_dim] from queries of that shape and a mask that fits their scores."""
-        cap, scale = self._shape.score_cap, self._shape.scale
+        cap, scale = self._shape.attention_softcap, self._shape.scale
         if cap is None:
             return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
         group = self._shape.query_heads // self._shape.kv_heads

@@ -54,7 +54,7 @@ def write_gguf(
             heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
         kind = quantization if values.ndim > 1 else GGMLQuantizationType.F32
-        stored = gguf_name(name, has_output_norms=config.output_norms)
+        stored = gguf_name(name, has_output_norms=config.post_norms)
         writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -65,18 +65,18 @@ def write_gguf(
 
 def _add_kinds(writer: GGUFWriter, config: ModelConfig) -> None:
     """Add what only some architectures have."""
-    if config.mixture is not None:
-        writer.add_expert_count(config.mixture.experts)
-        writer.add_expert_used_count(config.mixture.experts_per_token)
-        writer.add_expert_feed_forward_length(config.mixture.intermediate_size)
+    if config.moe is not None:
+        writer.add_expert_count(config.moe.experts)
+        writer.add_expert_used_count(config.moe.experts_per_token)
+        writer.add_expert_feed_forward_length(config.moe.intermediate_size)
     if config.family == "gemma3_text":
         windows = [window for window in config.windows if window is not None]
         writer.add_sliding_window(windows[0])
         writer.add_sliding_window_pattern([window is not None for window in config.windows])
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rotary.frequency_divisors[0])
-        if config.logit_cap is not None:
-            writer.add_final_logit_softcapping(config.logit_cap)
+        if config.logits_softcap is not None:
+            writer.add_final_logit_softcapping(config.logits_softcap)
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

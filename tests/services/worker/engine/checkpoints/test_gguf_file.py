@@ -35,9 +35,9 @@ def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path)
     assert checkpoint.config.rotary.frequency_divisors == pytest.approx(source.config.rotary.frequency_divisors)
     for field in ("query_heads", "kv_heads", "head_dim", "hidden_size", "intermediate_size", "layers", "max_context"):
         assert getattr(checkpoint.config, field) == getattr(source.config, field), field
-    for field in ("vocabulary_size", "qkv_bias", "head_norms", "eos_token_ids", "mixture", "windows", "activation"):
+    for field in ("vocabulary_size", "qkv_bias", "qk_norm", "eos_token_ids", "moe", "windows", "activation"):
         assert getattr(checkpoint.config, field) == getattr(source.config, field), field
-    for field in ("embedding_scale", "output_norms", "logit_cap", "local_rotary"):
+    for field in ("embedding_scale", "post_norms", "logits_softcap", "local_rotary"):
         assert getattr(checkpoint.config, field) == getattr(source.config, field), field
     for name in tensors:
         # Converters add to Gemma's norms what `norm_offset` says that files of transformers lack.

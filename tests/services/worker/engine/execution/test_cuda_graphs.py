@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.execution.cuda_graphs import CapturedPasses
+from services.worker.engine.execution.cuda_graphs import CudaGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,14 +45,14 @@ class Ladder:
     fails: Callable[[int], Exception | None] = lambda _size: None
     made: list[MadeUpPass] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
-    passes: CapturedPasses[MadeUpPass] = field(init=False)
+    passes: CudaGraphs[MadeUpPass] = field(init=False)
 
     def capture(self, budget_s: float = 60.0, agree: Callable[[bool], bool] | None = None) -> None:
         def make(size: int) -> MadeUpPass:
             self.made.append(MadeUpPass(size, self.fails))
             return self.made[-1]
 
-        self.passes = CapturedPasses(SIZES, make)
+        self.passes = CudaGraphs(SIZES, make)
         self.passes.capture(self.shares.append, budget_s, None, agree)
 
     @property

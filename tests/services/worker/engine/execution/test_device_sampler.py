@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.execution.device_batch import ResidentRows
-from services.worker.engine.execution.device_sampler import DeviceSampler, Way
-from services.worker.engine.kernels.gpu.logprobs import Report
+from services.worker.engine.execution.device_batch import DeviceBatch
+from services.worker.engine.execution.device_sampler import DeviceSampler, SamplingMode
+from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 
 # More than two chunks, and no whole number of words or blocks.
 VOCABULARY = 5001
@@ -45,7 +45,7 @@ class Both:
         self.rows = RowTable(self.max_rows, CONTEXT, 16)
         self.table = SamplingTable(self.max_rows, self.vocabulary)
         self.table.grammars = EveryThird(self.vocabulary)  # type: ignore[assignment]  # stands in for `RowMasks`
-        self.resident = ResidentRows(self.max_rows, CONTEXT // 16, 99, self.vocabulary, self.device)
+        self.resident = DeviceBatch(self.max_rows, CONTEXT // 16, 99, self.vocabulary, self.device)
         self.sampler = DeviceSampler(EngineSpec("none", max_rows=self.max_rows), self.resident, self.table)
         self._steps = 0
 
@@ -65,13 +65,13 @@ class Both:
         token_ids = torch.empty(len(members), dtype=torch.int32, device=self.device)
         sampler.follow(slots, self.rows)
         given = logits.to(self.device)
-        sampler.choose(given, on_device, token_ids, sampler.way_of(slots, self.rows))
+        sampler.choose(given, on_device, token_ids, sampler.mode_of(slots, self.rows))
         assert torch.equal(given.cpu(), logits), "logits stay as the model gave them"
         expected = sample(logits.float(), slots, self.rows, self.table)
         chosen = expected.token_ids.to(torch.int32)
-        report = Report.empty(len(members), self.vocabulary, self.device)
+        report = LogprobBuffers.empty(len(members), self.vocabulary, self.device)
         sampler.report(given, on_device, chosen.to(self.device), report)
-        arrived = Report(report.values.cpu(), report.top_ids.cpu())
+        arrived = LogprobBuffers(report.values.cpu(), report.top_ids.cpu())
         if sampler.reports(slots):
             got = sampler.launched(arrived, slots, np.arange(len(members))).entries()
             assert_same_logprobs(got, expected.logprobs)
@@ -170,10 +170,14 @@ def test_stop_ids_are_out_of_reach_until_the_minimum(device: torch.device, membe
     logits[:, 40], logits[:, 30] = 9.0, 5.0
     ways = []
     for _ in range(3):
-        ways.append(both.sampler.way_of(np.array(members), both.rows))
+        ways.append(both.sampler.mode_of(np.array(members), both.rows))
         got, expected = both.step(logits.half(), members)
         assert got == expected
-    assert ways == [Way.ADJUSTED, Way.ADJUSTED, Way.ADJUSTED if 1 in members else Way.PLAIN]
+    assert ways == [
+        SamplingMode.PROCESSED,
+        SamplingMode.PROCESSED,
+        SamplingMode.PROCESSED if 1 in members else SamplingMode.PLAIN,
+    ]
     assert both.rows.token_ids[0, 2:5].tolist() == [30, 30, 40]
 
 
@@ -197,8 +201,8 @@ def test_nobody_pays_for_what_nobody_asks(device: torch.device) -> None:
         SamplingParams(0.0, top_logprobs=0),
     ]
     both.open([open_row(row, [1, 2], range(4), sampling=each) for row, each in enumerate(asked)])
-    ways = [both.sampler.way_of(np.array(rows), both.rows) for rows in ([0], [0, 1], [0, 1, 2], [0, 3])]
-    assert ways == [Way.PLAIN, Way.FILTERED, Way.ADJUSTED, Way.PLAIN]
+    ways = [both.sampler.mode_of(np.array(rows), both.rows) for rows in ([0], [0, 1], [0, 1, 2], [0, 3])]
+    assert ways == [SamplingMode.PLAIN, SamplingMode.FILTERED, SamplingMode.PROCESSED, SamplingMode.PLAIN]
     assert [both.sampler.reports(np.array(rows)) for rows in ([0, 1, 2], [0, 3])] == [False, True]
 
 
@@ -222,8 +226,8 @@ def test_what_the_tables_cannot_hold_is_left_to_the_host(device: torch.device) -
 
 def test_tables_take_what_is_kept_free_for_them() -> None:
     both = Both(3, torch.device("cpu"))
-    adjustments = both.sampler._adjustments
+    adjustments = both.sampler._processors
     assert adjustments is not None
     tables = [getattr(adjustments._tables, name) for name in adjustments._tables.__slots__]
-    tables += [adjustments._adjusted, both.sampler._named]
+    tables += [adjustments._processed, both.sampler._named]
     assert sum(tensor.numel() * tensor.itemsize for tensor in tables) <= sampler_bytes(3, VOCABULARY)

@@ -12,13 +12,13 @@ import torch
 from common.steps import EngineSpec, RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution import torch_engine
+from services.worker.engine.execution import synchronous_executor
 from services.worker.engine.execution.interface import OutOfMemoryError
+from services.worker.engine.execution.out_of_memory import is_out_of_memory
 from services.worker.engine.execution.torch_engine import TorchEngine
 from services.worker.engine.loader import load_decoder
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.sampling import sampler
-from services.worker.engine.shortage import is_out_of_memory
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import expected_output
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
@@ -119,7 +119,7 @@ def test_a_pass_is_repeated_in_parts_where_its_sampling_does_not_fit(monkeypatch
             raise torch.OutOfMemoryError("made up")
         return plain(logits, *others)
 
-    monkeypatch.setattr(torch_engine, "sample", sample)
+    monkeypatch.setattr(synchronous_executor, "sample", sample)
     results = run(configured(CheckingRunner()), plan_of(PROMPTS, 4))
     assert [generated(results, row) for row in range(3)] == [expected_output(ids, len(ids) + 4) for ids in PROMPTS]
     assert refusals
@@ -151,7 +151,7 @@ def test_a_chunk_that_follows_what_was_given_up_is_harmless() -> None:
     (first,) = run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 3),)))
     assert first.stops == (RowStop(RowSlot(0), FinishReason.ERROR),)
     # Sent before the scheduler heard of it; what it brings is nobody's. A real model reads what was never written.
-    engine._plans._stepper._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr]
+    engine._plans._executor._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr]
     run(engine, StepPlan(StepId(2), prefills=(chunk(0, 3, 2),)))
     run(engine, StepPlan(StepId(3), closes=(RowSlot(0),)))
     assert engine.open_rows == 0

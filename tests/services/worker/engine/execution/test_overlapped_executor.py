@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.execution.decode_graphs import ladder
-from services.worker.engine.execution.overlapped_executor import GpuStepper
-from services.worker.engine.plans.halves import chunk_halves
+from services.worker.engine.execution.decode_graphs import decode_capture_sizes
+from services.worker.engine.execution.out_of_memory import chunk_halves
+from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
 from services.worker.engine.plans.passes import Chunks
 
 # The runner that checks everything is on the CPU, where only Triton's interpreter can reach its rows.
@@ -48,7 +48,7 @@ class ResidentCheckingRunner(CheckingRunner):
     def agree(self, holds: bool) -> bool:
         return holds
 
-    def compute(self, batch):  # type: ignore[no-untyped-def]  # as `ResidentRunner.compute`
+    def compute(self, batch):  # type: ignore[no-untyped-def]  # as `OverlappedModel.compute`
         if batch.table_rows is None:
             return self.forward(batch).half()
         live = batch.table_rows != batch.page_table.shape[0] - 1
@@ -77,15 +77,15 @@ class ResidentCheckingRunner(CheckingRunner):
         return logits
 
 
-def stepper(runner: CheckingRunner, max_rows: int = 4) -> GpuStepper:
+def executor(runner: CheckingRunner, max_rows: int = 4) -> OverlappedExecutor:
     checking = ResidentCheckingRunner(runner.capacity)
-    return GpuStepper(checking, EngineSpec("none", max_rows=max_rows, page_size=PAGE_SIZE))
+    return OverlappedExecutor(checking, EngineSpec("none", max_rows=max_rows, page_size=PAGE_SIZE))
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3))
 def test_rows_on_the_device_follow_the_plans(data: st.DataObject, pages: int, depth: int) -> None:
-    lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004), data)
+    lives(LaggedHarness(executor, pages=pages, depth=depth, lease_s=0.004), data)
 
 
 @settings(max_examples=6, deadline=None)
@@ -94,7 +94,7 @@ def test_rows_with_two_page_tables_follow_the_plans(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
-    lives(LaggedHarness(stepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
+    lives(LaggedHarness(executor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
 
 
 # What the tables on the device cannot hold: the host samples.
@@ -102,7 +102,7 @@ BEYOND = SamplingParams(temperature=0.0, frequency_penalty=0.001, top_logprobs=2
 
 
 def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -> None:
-    made = stepper(CheckingRunner(), 8)
+    made = executor(CheckingRunner(), 8)
     one = LaggedWorker(4000, PAGE_SIZE, 8, made)
     opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(3, [21, 22], [3, 4, 5], total=9, sampling=BEYOND))
     plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(3, 0, 2)), steps=9)
@@ -113,7 +113,7 @@ def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -
 
 def test_prompts_are_scored_beside_rows_that_decode() -> None:
     prompt = list(range(40, 52))
-    one = LaggedWorker(4000, PAGE_SIZE, 8, stepper(CheckingRunner(), 8))
+    one = LaggedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
     scored = replace(open_row(3, prompt, [6, 7, 8, 9], total=16), prompt_logprobs=PromptLogprobs(2, 1, (5,)))
     plans = [
         StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2, 3], total=16),), prefills=(chunk(0, 0, 5),)),
@@ -136,7 +136,7 @@ def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:
     hot = SamplingParams(temperature=5000.0, seed=1234567890123456789, top_k=400)
     outputs = []
     for row, first in ((0, 0), (6, 9)):
-        one = LaggedWorker(4000, PAGE_SIZE, 8, stepper(CheckingRunner(), 8))
+        one = LaggedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
         opens = (open_row(row, PROMPT, range(first, first + 3), total=12, sampling=hot),)
         other = (open_row(2, [50, 51], [20, 21, 22], total=12, sampling=GREEDY),) if row else ()
         prefills = tuple(chunk(opened.row, 0, opened.token_ids.size) for opened in (*opens, *other))
@@ -147,7 +147,7 @@ def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:
 
 
 def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stepper(CheckingRunner(), 8)
+    made = executor(CheckingRunner(), 8)
     compute = made._runner.compute
     sizes: list[int] = []
 
@@ -172,7 +172,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch:
 def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    made = stepper(CheckingRunner(), 8)
+    made = executor(CheckingRunner(), 8)
     refusals: list[int] = []
 
     def short(owner: object, name: str, size_of: Callable[..., int], most: int) -> None:
@@ -212,7 +212,7 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
 
 
 def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stepper(CheckingRunner(), 8)
+    made = executor(CheckingRunner(), 8)
     compute = made._runner.compute
     lost = expected_output([31, 32, 33], 4)[0]
 
@@ -235,7 +235,7 @@ def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     checking = ResidentCheckingRunner(CheckingRunner().capacity)
-    made = GpuStepper(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
+    made = OverlappedExecutor(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
 
     compute = checking.compute
     refusals: list[ForwardBatch] = []
@@ -278,7 +278,7 @@ def test_halves_hold_the_same_tokens(lengths: list[int], data: st.DataObject) ->
 
 
 def test_the_ladder_covers_every_number_of_rows() -> None:
-    assert ladder(1) == (1,)
-    assert ladder(5) == (1, 2, 4, 5)
-    assert ladder(256)[-1] == 256
-    assert list(ladder(300)) == sorted(set(ladder(300)))
+    assert decode_capture_sizes(1) == (1,)
+    assert decode_capture_sizes(5) == (1, 2, 4, 5)
+    assert decode_capture_sizes(256)[-1] == 256
+    assert list(decode_capture_sizes(300)) == sorted(set(decode_capture_sizes(300)))

@@ -111,8 +111,8 @@ def test_settling_gives_way_to_a_plan_that_waits() -> None:
 
 def test_a_row_that_stops_takes_part_once_more_and_its_token_is_dropped() -> None:
     tokens = expected_output(PROMPT, 20)
-    stepper = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, stepper)
+    executor = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, executor)
     opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[2],))
     results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),), steps=9)) + one.settle()
     assert steps(results) == [{0: tokens[0]}, {0: tokens[1]}, {0: tokens[2]}, {}]
@@ -120,33 +120,33 @@ def test_a_row_that_stops_takes_part_once_more_and_its_token_is_dropped() -> Non
     assert [(stop.reason, stop.matched_token_id) for result in results for stop in result.stops] == [
         (FinishReason.STOP, tokens[2])
     ]
-    assert stepper.launches == 4
+    assert executor.launches == 4
 
 
 @pytest.mark.parametrize("settles", [False, True])
 def test_the_lag_does_not_depend_on_when_tokens_arrive(settles: bool) -> None:
     tokens = expected_output(PROMPT, 20)
-    stepper = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, stepper)
+    executor = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, executor)
     opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[0],))
     results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),)))
     if settles:
         results += one.settle()
     results += one.run(StepPlan(StepId(2))) + one.run(StepPlan(StepId(3))) + one.settle()
     assert steps(results) == [{0: tokens[0]}, {}, {}]
-    assert stepper.launches == 2
+    assert executor.launches == 2
 
 
 def test_a_row_at_its_length_takes_no_further_part() -> None:
-    stepper = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, stepper)
+    executor = LateStepper(CheckingRunner())
+    one = LaggedWorker(64, 4, 8, executor)
     results = one.run(
         StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1], total=7),), prefills=(chunk(0, 0, 5),), steps=9)
     )
     results += one.settle()
     assert [result.last for result in results] == [False, True]
     assert [stop.reason for stop in results[1].stops] == [FinishReason.LENGTH]
-    assert stepper.launches == 2
+    assert executor.launches == 2
 
 
 def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_tokens() -> None:
@@ -184,6 +184,6 @@ def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(row
 
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
     runner = CheckingRunner()
-    stepper = LateStepper(runner)
-    warm_up(stepper, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
-    assert stepper.launches == 0
+    executor = LateStepper(runner)
+    warm_up(executor, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
+    assert executor.launches == 0

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from common.steps import EngineCapacity, WindowPool
-from services.worker.engine.execution.piecewise_graphs import PromptPass, most_worthwhile, prompt_ladder
+from services.worker.engine.execution.piecewise_graphs import (
+    PiecewiseGraph,
+    largest_worthwhile_size,
+    piecewise_capture_sizes,
+)
 from services.worker.engine.model.batch import ForwardBatch
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_model
@@ -63,7 +67,7 @@ def live_batch(tokens: int, samples: list[int]) -> ForwardBatch:
 @pytest.mark.parametrize("samples", [[4], [0, 2, 4], []])
 def test_attention_gets_the_pass_s_own_batch_and_padding_writes_where_nobody_reads(samples: list[int]) -> None:
     runner: Any = StandIn(WINDOWED)
-    one = PromptPass(SIZE, runner, runner)
+    one = PiecewiseGraph(SIZE, runner, runner)
     # More tokens before fewer: padding must not write where those went.
     for tokens in (SIZE, 5):
         batch = live_batch(tokens, samples)
@@ -80,15 +84,15 @@ def test_attention_gets_the_pass_s_own_batch_and_padding_writes_where_nobody_rea
 
 def test_a_warm_up_attends_to_nothing() -> None:
     runner: Any = StandIn()
-    one = PromptPass(SIZE, runner, runner)
+    one = PiecewiseGraph(SIZE, runner, runner)
     runner.hidden_states(one._batch)
     assert runner.attended == []
 
 
 def test_the_ladder_ends_with_what_a_step_may_have() -> None:
-    assert prompt_ladder(8) == ()
-    assert prompt_ladder(100)[-1] == 96
-    sizes = prompt_ladder(1 << 20)
+    assert piecewise_capture_sizes(8) == ()
+    assert piecewise_capture_sizes(100)[-1] == 96
+    sizes = piecewise_capture_sizes(1 << 20)
     assert sizes[-1] == 4096
     assert all(0 < larger - smaller <= max(32, larger / 5) for smaller, larger in itertools.pairwise(sizes))
 
@@ -109,11 +113,11 @@ def test_what_is_captured_depends_on_what_it_saves(max_step_tokens: int, fits: i
             release=lambda: None,
         )  # fmt: skip
 
-    assert most_worthwhile(max_step_tokens, make, None, None) == most
+    assert largest_worthwhile_size(max_step_tokens, make, None, None) == most
     # Ranks ask each other beforehand.
-    assert most_worthwhile(max_step_tokens, make, None, bool) == most
+    assert largest_worthwhile_size(max_step_tokens, make, None, bool) == most
     # Another rank that has less, or saves less.
-    assert most_worthwhile(9000, make, None, lambda holds: False) == 256
+    assert largest_worthwhile_size(9000, make, None, lambda holds: False) == 256
 
 
 OWN = {
@@ -129,11 +133,11 @@ def test_pieces_compute_what_single_programs_do(family: str, tmp_path: Path) -> 
     name, options = FAMILIES[family]
     save_model(tmp_path, name, {**options, **OWN[family], "initializer_range": 0.1})
     runner = load(tmp_path, backend="gpu", dtype="bfloat16")
-    from services.worker.engine.execution.device_batch import ResidentRows
+    from services.worker.engine.execution.device_batch import DeviceBatch
 
-    rows = ResidentRows(8, 16, runner.capacity.device_pages, VOCABULARY, runner.device)
+    rows = DeviceBatch(8, 16, runner.capacity.device_pages, VOCABULARY, runner.device)
     pool = torch.cuda.graph_pool_handle()
-    passes = [PromptPass(size, rows, runner) for size in (64, 32)]
+    passes = [PiecewiseGraph(size, rows, runner) for size in (64, 32)]
     with torch.inference_mode():
         for one in passes:
             assert one.has_memory()

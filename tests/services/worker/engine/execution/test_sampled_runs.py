@@ -15,9 +15,9 @@ import torch
 
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import SamplingParams, StepId
-from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner
-from services.worker.engine.execution.synchronous_executor import TorchStepper
-from services.worker.engine.execution.synchronous_runner import PlanRunner
+from services.worker.engine.execution.overlapped_runner import OverlappedRunner
+from services.worker.engine.execution.synchronous_executor import SynchronousExecutor
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 from services.worker.engine.sampling.table import SamplingTable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.execution.overlapped_executor import GpuStepper, LaunchedTokens
+from services.worker.engine.execution.overlapped_executor import LaunchedOutput, OverlappedExecutor
 
 ROWS = 6
 CPU = torch.device("cpu")
@@ -52,10 +52,10 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class StrictStepper(GpuStepper):
+class StrictStepper(OverlappedExecutor):
     """Launches without waiting, or not at all."""
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedTokens:
+    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
         with nothing_waits(self._runner.device):
             return super().launch(rows, forward)
 
@@ -89,7 +89,9 @@ class OnHost:
     def __init__(self) -> None:
         table = SamplingTable(ROWS, VOCABULARY)
         table.grammars = EveryThird(VOCABULARY)  # type: ignore[assignment]  # stands in for `RowMasks`
-        self._plans = PlanRunner(RowTable(ROWS, 64, PAGE_SIZE), LIMITS, TorchStepper(MarkovRunner(CPU), table, rank=0))
+        self._plans = SynchronousRunner(
+            RowTable(ROWS, 64, PAGE_SIZE), LIMITS, SynchronousExecutor(MarkovRunner(CPU), table, rank=0)
+        )
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
@@ -101,12 +103,12 @@ class OnDevice:
     """What is tested: as the engine makes it."""
 
     def __init__(self, device: torch.device, runner: MarkovRunner | None = None, **changes: object) -> None:
-        stepper = StrictStepper(runner or MarkovRunner(device), spec(**changes))
+        executor = StrictStepper(runner or MarkovRunner(device), spec(**changes))
         with torch.inference_mode():
             if device.type != "cpu":
-                stepper.capture(lambda _share: None)
-        stepper.heed(EveryThird(VOCABULARY))  # type: ignore[arg-type]  # stands in for `RowMasks`
-        self.plans = LaggedPlanRunner(RowTable(ROWS, 64, PAGE_SIZE), LIMITS, stepper)
+                executor.capture(lambda _share: None)
+        executor.use_grammars(EveryThird(VOCABULARY))  # type: ignore[arg-type]  # stands in for `RowMasks`
+        self.plans = OverlappedRunner(RowTable(ROWS, 64, PAGE_SIZE), LIMITS, executor)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []

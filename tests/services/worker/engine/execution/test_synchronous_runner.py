@@ -8,8 +8,8 @@ import numpy as np
 
 from common.steps import RowOpen, StepPlan, StepResult
 from common.types import RowSlot, StepId, TokenLogprob
-from services.worker.engine.execution.pass_output import Sampled
-from services.worker.engine.execution.synchronous_runner import PlanRunner
+from services.worker.engine.execution.pass_output import PassOutput
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
 from tests.services.worker.engine.scenario import chunk, open_row
@@ -30,15 +30,15 @@ class ConstantStepper:
     def open(self, opened: RowOpen) -> None:
         self.opened.append(opened.row)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         for _ in range(3):
             next(self.clock)
-        return Sampled(np.full(forward.sampled_rows.size, 5, np.int32), (LOGPROB,))
+        return PassOutput(np.full(forward.sampled_rows.size, 5, np.int32), (LOGPROB,))
 
 
 def run(plan: StepPlan, *, reports_tokens: bool = True) -> list[StepResult]:
     clock = count()
-    runner = PlanRunner(
+    runner = SynchronousRunner(
         RowTable(4, 40, 4),
         PlanLimits(100, 50, 64),
         ConstantStepper(clock),

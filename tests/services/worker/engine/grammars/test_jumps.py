@@ -13,12 +13,12 @@ import torch
 from common.grammars import Grammar, GrammarKind
 from common.steps import JumpLimit, RowOpen, StepPlan
 from common.types import RowSlot, StepId
-from services.worker.engine.execution.pass_output import Sampled
-from services.worker.engine.execution.synchronous_runner import PlanRunner
+from services.worker.engine.execution.pass_output import PassOutput
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
-from services.worker.engine.sampling.forcing import split_forced, with_forced
+from services.worker.engine.sampling.jump_forward import split_token_block, with_jump_forward
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.grammars.corpus import CORPUS
@@ -64,21 +64,21 @@ class MadeUpModel:
     def open(self, opened: RowOpen) -> None:
         self.table.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> Sampled:
+    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         self.passes += 1
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
         made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
-        told = with_forced(made.token_ids, slots, rows, self.table, rows.jump_room(slots))
-        token_ids, forced = split_forced(told, slots)
-        return Sampled(token_ids, forced=forced)
+        told = with_jump_forward(made.token_ids, slots, rows, self.table, rows.jump_room(slots))
+        token_ids, forced = split_token_block(told, slots)
+        return PassOutput(token_ids, forced=forced)
 
 
 def outputs(opens: list[RowOpen], jump: int, *, steps: int = 1) -> tuple[list[list[int]], int]:
     """Run rows to their ends, which may get `jump` tokens ahead; return their outputs, and the passes that took."""
     model = MadeUpModel(8)
     rows = RowTable(8, 512, page_size=16)
-    runner = PlanRunner(rows, PlanLimits(VOCABULARY_SIZE, 8 * PAGES, 256), model)
+    runner = SynchronousRunner(rows, PlanLimits(VOCABULARY_SIZE, 8 * PAGES, 256), model)
     granted = tuple(
         replace(opened, pages=ids(range(index * PAGES, (index + 1) * PAGES))) for index, opened in enumerate(opens)
     )

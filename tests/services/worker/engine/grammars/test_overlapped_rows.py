@@ -10,8 +10,8 @@ import torch
 
 from common.steps import StepPlan
 from common.types import FinishReason, StepId
-from services.worker.engine.execution.overlapped_runner import LaggedPlanRunner
-from services.worker.engine.execution.pass_output import Sampled
+from services.worker.engine.execution.overlapped_runner import OverlappedRunner
+from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowTable
@@ -40,7 +40,7 @@ PAGES = 20
 
 @dataclass
 class Ready:
-    tokens: Sampled
+    tokens: PassOutput
 
     @property
     def failed(self) -> RowIndices:
@@ -49,7 +49,7 @@ class Ready:
     def is_ready(self) -> bool:
         return True
 
-    def wait(self) -> Sampled:
+    def wait(self) -> PassOutput:
         return self.tokens
 
 
@@ -71,7 +71,7 @@ class HostSampling:
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
         made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
-        return Ready(Sampled(made.token_ids.numpy().astype(np.int32)))
+        return Ready(PassOutput(made.token_ids.numpy().astype(np.int32)))
 
 
 def test_a_lease_follows_the_grammar_at_every_step_and_ends_with_it() -> None:
@@ -79,7 +79,7 @@ def test_a_lease_follows_the_grammar_at_every_step_and_ends_with_it() -> None:
     opens = [bound_row(0, grammar, seed=3, length=300), bound_row(2, grammar, seed=4, length=300)]
     expected = finished(opens)
     rows = RowTable(4, 512, page_size=16)
-    runner = LaggedPlanRunner(rows, PlanLimits(VOCABULARY_SIZE, 4 * PAGES, 256), HostSampling(4))
+    runner = OverlappedRunner(rows, PlanLimits(VOCABULARY_SIZE, 4 * PAGES, 256), HostSampling(4))
     granted = [
         replace(opened, pages=ids(range(index * PAGES, (index + 1) * PAGES))) for index, opened in enumerate(opens)
     ]

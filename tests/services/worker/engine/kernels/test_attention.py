@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
-from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, HeadNorms, KvLayer
+from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KvLayer, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from services.worker.engine.kernels.torch.kernels import rms_norm
 from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major
@@ -43,8 +43,8 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
             seen = slice(first, position + 1)
             heads = queries[token].double().view(shape.kv_heads, group, shape.head_dim)
             scores = torch.einsum("hgd,thd->hgt", heads, keys[seen]) * shape.scale
-            if shape.score_cap is not None:
-                scores = torch.tanh(scores / shape.score_cap) * shape.score_cap
+            if shape.attention_softcap is not None:
+                scores = torch.tanh(scores / shape.attention_softcap) * shape.attention_softcap
             outputs[token] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[seen]).float().flatten()
     return outputs
 
@@ -79,7 +79,7 @@ def test_what_lies_before_all_windows_is_never_looked_at(library: CpuLibrary) ->
 
 
 def test_capped_scores_are_for_plain_torch(library: CpuLibrary) -> None:
-    shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, score_cap=2.0)
+    shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, attention_softcap=2.0)
     case = Case(shape, [(100, 1), (3, 1), (20, 30)], seed=1)
     assert not fits(library, shape)
     backend = TorchAttention(shape, torch.zeros(256, 32))
@@ -102,7 +102,7 @@ def test_attention_reads_every_type_of_kv(library: CpuLibrary, dtype: torch.dtyp
 @given(cases())
 def test_back_ends_store_the_same_keys_and_values(library: CpuLibrary, case: Case) -> None:
     torch.manual_seed(case.seed)
-    norms = HeadNorms(torch.rand(case.shape.head_dim), torch.rand(case.shape.head_dim), 1e-6)
+    norms = QkNorm(torch.rand(case.shape.head_dim), torch.rand(case.shape.head_dim), 1e-6)
     reference, *others = backends(library, case.shape)
     for chosen in (None, norms):
         wanted = case.layer(reference.layout, torch.float32)
@@ -120,7 +120,7 @@ def test_stored_tokens_are_rotated_normalised_and_rounded(
     library: CpuLibrary, dtype: torch.dtype, tolerance: float
 ) -> None:
     case = Case(AttentionShape(4, 2, 32, 16), [(5, 1), (0, 20)], seed=2)
-    norms = HeadNorms(torch.rand(32), torch.rand(32), 1e-6)
+    norms = QkNorm(torch.rand(32), torch.rand(32), 1e-6)
     batch, (queries, keys, values) = case.batch(), case.qkv().view(21, 8, 32).tensor_split([4, 6], dim=1)
     for backend in backends(library, case.shape):
         layer = case.layer(backend.layout, dtype)

@@ -7,7 +7,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.measuring.capacity import MemoryMeasure, activation_reserve, count_pages, longest_context
-from services.worker.engine.model.config import MixtureConfig
+from services.worker.engine.model.config import MoeConfig
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 GIB = 1024**3
@@ -70,9 +70,9 @@ def test_context_may_be_shortened_but_not_stretched() -> None:
 
 
 def test_every_expert_of_a_token_has_activations() -> None:
-    mixture = MixtureConfig(experts=64, experts_per_token=8, intermediate_size=768, normalises_shares=True)
+    moe = MoeConfig(experts=64, experts_per_token=8, intermediate_size=768, normalizes_routing_weights=True)
     one = spec(max_step_tokens=1000)
-    more = activation_reserve(one, replace(SMOL, mixture=mixture), 4) - activation_reserve(one, SMOL, 4)
+    more = activation_reserve(one, replace(SMOL, moe=moe), 4) - activation_reserve(one, SMOL, 4)
     assert more == 1000 * 4 * (8 * (3 * 768 + 2 * 576) - 4 * 1536)
 
 

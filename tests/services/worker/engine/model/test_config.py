@@ -44,7 +44,7 @@ def test_a_config_of_transformers_4_is_read() -> None:
     config = from_json()
     assert (config.query_heads, config.kv_heads, config.head_dim, config.queries_per_kv) == (4, 2, 16, 2)
     assert (config.max_context, config.eos_token_ids, config.dtype) == (256, (2,), "bfloat16")
-    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.head_norms))
+    assert not any((config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
 
 
 def test_without_kv_heads_every_query_head_has_its_own() -> None:
@@ -54,7 +54,7 @@ def test_without_kv_heads_every_query_head_has_its_own() -> None:
 def test_families_differ_in_biases_and_norms() -> None:
     assert from_json(model_type="qwen2").qkv_bias
     assert not from_json(model_type="qwen2").output_bias
-    assert from_json(model_type="qwen3").head_norms
+    assert from_json(model_type="qwen3").qk_norm
     biased = from_json(attention_bias=True, mlp_bias=True)
     assert biased.qkv_bias
     assert biased.output_bias
@@ -125,8 +125,8 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
         "model_type": "qwen3_moe", "num_hidden_layers": 6, **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3],
     }  # fmt: skip
     config = from_json(**experts)
-    assert config.mixture is not None
-    assert config.mixture.dense_layers == (0, 2, 3, 4)
+    assert config.moe is not None
+    assert config.moe.dense_layers == (0, 2, 3, 4)
     assert [config.mixture_of(i) is None for i in range(6)] == [True, False, True, True, True, False]
 
 
@@ -180,8 +180,8 @@ def parameters_of(config: ModelConfig) -> int:
     heads = ("q_proj", "k_proj", "v_proj", "o_proj")
     names = ["model.embed_tokens.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
     for layer in range(config.layers):
-        prefix, mixture = f"model.layers.{layer}", config.mixture_of(layer)
-        experts = [""] if mixture is None else [f"experts.{i}." for i in range(mixture.experts)]
+        prefix, moe = f"model.layers.{layer}", config.mixture_of(layer)
+        experts = [""] if moe is None else [f"experts.{i}." for i in range(moe.experts)]
         names += [f"{prefix}.self_attn.{name}.weight" for name in heads]
         names += [f"{prefix}.mlp.{each}{name}_proj.weight" for each in experts for name in ("gate", "up", "down")]
     return sum(math.prod(tensor_shape(name, config)) for name in names)

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine.sampling.draw import draw
-from services.worker.engine.sampling.order import BLOCK
+from services.worker.engine.sampling.drawing import BLOCK, draw
 
 LARGEST = 1 - 2.0**-24
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine.sampling.filters import order_thresholds
-from services.worker.engine.sampling.order import pad_to_blocks
+from services.worker.engine.sampling.drawing import order_thresholds, pad_to_blocks
 from services.worker.engine.sampling.table import KEEP_ALL
 from tests.services.worker.engine.sampling.rows_of import kept_tokens, softmax
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from services.worker.engine import model_runner
+from services.worker.engine import loader
 from services.worker.engine.kernels.cpu import layers as native_layers
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from services.worker.engine.kernels.cpu.layers import JoinedLayers
+    from services.worker.engine.kernels.cpu.layers import FusedLayers
     from services.worker.engine.kernels.cpu.library import CpuLibrary
 
 # New tokens of three rows in successive passes: prompts, decoding beside the rest of a prompt, decoding.
@@ -25,15 +25,15 @@ WORK = [[random_ids(count, VOCABULARY, seed=count) for count in counts] for coun
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[JoinedLayers | None]:
+def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[FusedLayers | None]:
     """What models are given from now on; needs a compiler."""
     found = []
 
-    def join(*arguments: object) -> JoinedLayers | None:
-        found.append(native_layers.join_layers(*arguments))  # type: ignore[arg-type]  # passed on
+    def join(*arguments: object) -> FusedLayers | None:
+        found.append(native_layers.fuse_layers(*arguments))  # type: ignore[arg-type]  # passed on
         return found[-1]
 
-    monkeypatch.setattr(model_runner, "join_layers", join)
+    monkeypatch.setattr(loader, "fuse_layers", join)
     return found
 
 
@@ -49,14 +49,14 @@ def outcomes(directory: Path, **changes: object) -> list[torch.Tensor]:
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "join_layers", lambda *_: None)
+        patch.setattr(loader, "fuse_layers", lambda *_: None)
         return run()
 
 
 @pytest.mark.parametrize("family", ["llama biased", "qwen3", "qwen2 windowed", "smol"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_layers_in_one_call_give_what_operators_give_one_by_one(
-    family: str, dtype: str, joined: list[JoinedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, dtype: str, joined: list[FusedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_family(tmp_path, family)
     changes = {"dtype": dtype, "kv_dtype": "bfloat16" if family == "smol" else "auto"}
@@ -68,19 +68,19 @@ def test_layers_in_one_call_give_what_operators_give_one_by_one(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3 moe"])
-def test_layers_of_another_kind_stay_apart(family: str, joined: list[JoinedLayers | None], tmp_path: Path) -> None:
+def test_layers_of_another_kind_stay_apart(family: str, joined: list[FusedLayers | None], tmp_path: Path) -> None:
     load(save_family(tmp_path, family), backend="compiled").close()
     assert joined == [None]
 
 
-def test_plain_torch_is_left_as_it_is(joined: list[JoinedLayers | None], tmp_path: Path) -> None:
+def test_plain_torch_is_left_as_it_is(joined: list[FusedLayers | None], tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     load(tmp_path, backend="torch").close()
     assert joined == [None]
 
 
 def test_a_long_prompt_whose_inputs_threads_share_gives_the_same(
-    joined: list[JoinedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    joined: list[FusedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_family(tmp_path, "llama")
 

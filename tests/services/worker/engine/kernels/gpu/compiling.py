@@ -38,7 +38,7 @@ def main() -> None:
     """Compile all, each for the types that it is launched with; write the size of each."""
     ints, sizes = "i32 i32 i32", []
     for dtype in FLOATS:
-        sizes.append(build(adjusting._adjust, f"{dtype} {'*i32 ' * 6} *fp32 {ints}", 4, BLOCK=2048))
+        sizes.append(build(adjusting._process, f"{dtype} {'*i32 ' * 6} *fp32 {ints}", 4, BLOCK=2048))
         sizes.append(build(reporting._weigh, f"{dtype} *fp32 *fp32 i32 i32", 4, CHUNK=4096))
         find = f"{dtype} *i32 *i32 *fp32 *fp32 *fp32 {ints}"
         sizes.append(build(sampling._find_thresholds, find, 16, CHUNKS=64, BLOCK=4096))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.kernels.interface import AttentionShape, HeadNorms, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case
 
@@ -62,8 +62,8 @@ def check(case: Case, device: torch.device, make: Callable[[AttentionShape], Gpu
     """Store and attend with both; compare queries, pool and outputs."""
     torch.manual_seed(case.seed)
     first, second = torch.rand(2, case.shape.head_dim).to(DTYPE)
-    norms = HeadNorms(first, second, 1e-6) if case.seed % 2 else None
-    on_device = HeadNorms(first.to(device), second.to(device), 1e-6) if norms else None
+    norms = QkNorm(first, second, 1e-6) if case.seed % 2 else None
+    on_device = QkNorm(first.to(device), second.to(device), 1e-6) if norms else None
     reference, attention = TorchAttention(case.shape, table(case.shape)), make(case.shape)
     layer = case.layer(KvLayout.TOKEN_MAJOR, DTYPE)
     mine, batch = head_major(layer, device), case.batch()

@@ -48,8 +48,8 @@ def check(experts: int, tokens: int, skew: float, activation: Activation, device
     cpu = torch.device("cpu")
     inputs, ids, shares = routed(tokens, experts, skew)
     expected = ExpertLoop(TorchKernels(torch.float32, cpu), experts, iter(matrices(experts)), activation)
-    mixture = GpuExperts(experts, iter(matrices(experts)), activation, DTYPE, device)
-    got = mixture(inputs.to(device), ids.to(device), shares.to(device))
+    moe = GpuExperts(experts, iter(matrices(experts)), activation, DTYPE, device)
+    got = moe(inputs.to(device), ids.to(device), shares.to(device))
     wanted = expected(inputs.float(), ids, shares.float())
     torch.testing.assert_close(got.cpu().float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -76,8 +76,8 @@ def test_experts_in_fp8_give_what_the_loop_over_them_gives(
         for each in matrices(experts)
     ]
     inputs, ids, shares = routed(tokens, experts, 0.5)
-    mixture = GpuExperts(experts, iter(made), activation, DTYPE, device)
-    got = mixture(inputs.to(device), ids.to(device), shares.to(device)).cpu().float()
+    moe = GpuExperts(experts, iter(made), activation, DTYPE, device)
+    got = moe(inputs.to(device), ids.to(device), shares.to(device)).cpu().float()
     loop = ExpertLoop(TorchKernels(torch.float32, torch.device("cpu")), experts, iter(made), activation)
     expected = loop(inputs.float(), ids, shares.float())
     # What lies between two values may be rounded the other way between the products.
@@ -91,9 +91,9 @@ def test_many_tokens_take_larger_blocks(device: torch.device) -> None:
 
 
 def test_no_tokens_give_nothing(device: torch.device) -> None:
-    mixture = GpuExperts(4, iter(matrices(4)), Activation.SILU, DTYPE, device)
+    moe = GpuExperts(4, iter(matrices(4)), Activation.SILU, DTYPE, device)
     inputs, ids, shares = (tensor[:0].to(device) for tensor in routed(1, 4, 0.0))
-    assert mixture(inputs, ids, shares).shape == (0, HIDDEN)
+    assert moe(inputs, ids, shares).shape == (0, HIDDEN)
 
 
 @pytest.mark.gpu
@@ -102,15 +102,15 @@ def test_no_tokens_give_nothing(device: torch.device) -> None:
 def test_a_captured_mixture_takes_any_routing(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     experts, hidden = 128, 2048
     made = matrices(experts, hidden, 192)
-    mixture = GpuExperts(experts, iter(made), Activation.SILU, dtype, device)
+    moe = GpuExperts(experts, iter(made), Activation.SILU, dtype, device)
     reference = ExpertLoop(TorchKernels(torch.float32, device), experts, iter(made), Activation.SILU)
     places = [tensor.to(device) for tensor in routed(tokens, experts, 0.0, hidden)]
     places[0], places[2] = places[0].to(dtype), places[2].to(dtype)
-    mixture(*places)
+    moe(*places)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = mixture(*places)
+        captured = moe(*places)
     for skew in (0.0, 0.01, 1.0):
         for place, new in zip(places, routed(tokens, experts, skew, hidden), strict=True):
             place.copy_(new)

@@ -17,7 +17,7 @@ from tests.services.worker.engine.scenario import open_row
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.execution.device_batch import ResidentRows
+from services.worker.engine.execution.device_batch import DeviceBatch
 from services.worker.engine.kernels.gpu.sampling import TokenChooser
 
 PARAMETERS = st.builds(
@@ -35,7 +35,7 @@ def choose(
 ) -> tuple[list[int], list[int]]:
     """Return the host's and the device's choice for each row."""
     count, vocabulary = logits.shape
-    rows, resident = RowTable(count, 300, 16), ResidentRows(count, 20, 99, vocabulary, device)
+    rows, resident = RowTable(count, 300, 16), DeviceBatch(count, 20, 99, vocabulary, device)
     table = SamplingTable(count, vocabulary)
     opens = tuple(
         open_row(i, [1] * (5 + 7 * i % 280), range(4), total=290, sampling=each) for i, each in enumerate(asked)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import SamplingParams
-from services.worker.engine.sampling.adjust import add_bias, mask_stops, penalise
+from services.worker.engine.sampling.logits_processors import add_bias, mask_stops, penalise
 from tests.services.worker.engine.sampling.rows_of import tables
 from tests.services.worker.engine.scenario import open_row
 

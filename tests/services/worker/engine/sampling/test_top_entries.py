@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine.sampling.order import BLOCK, pad_to_blocks, sort_descending, top_entries
+from services.worker.engine.sampling.drawing import BLOCK, pad_to_blocks, sort_descending, top_entries
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 4, 40, 100]), st.integers(1, 64), st.booleans())

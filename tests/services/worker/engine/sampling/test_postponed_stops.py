@@ -11,7 +11,7 @@ import pytest
 
 from common.grammars import Grammar, GrammarKind
 from services.worker.engine.plans.rows import RowTable
-from services.worker.engine.sampling.endings import EndingTable
+from services.worker.engine.sampling.table import PostponedStops
 from tests.services.worker.engine.grammars.outputs import EOS, Rows, bound_row, finished, schema_grammar, text_of
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ def test_equal_after_a_retraction() -> None:
 
 
 def test_a_slot_forgets_its_last_tenant() -> None:
-    table, rows = EndingTable(64), RowTable(1, 512, 16)
+    table, rows = PostponedStops(64), RowTable(1, 512, 16)
     opened = replace(row(DIGITS, 1, minimum=5), stop_token_ids=(1, 33, 34, 900))
     mask = np.full((1, 2), -1, np.int32)
     table.open(opened)
     rows.open(opened)
-    table.put_off(mask, np.array([0]), rows)
+    table.mask(mask, np.array([0]), rows)
     assert mask.view(np.uint32).tolist() == [[0xFFFFFFFD, 0xFFFFFFF9]]
     table.open(row(DIGITS, 1))
     mask.fill(-1)
-    table.put_off(mask, np.array([0]), rows)
+    table.mask(mask, np.array([0]), rows)
     assert mask.tolist() == [[-1, -1]]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine.plans.padded import PaddedTable
+from services.worker.engine.plans.rows import PaddedTable
 
 ROWS = 4
 changes = st.tuples(st.integers(0, ROWS - 1), st.lists(st.integers(1, 9), max_size=6), st.none() | st.integers(10, 12))

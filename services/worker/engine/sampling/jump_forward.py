@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.worker.engine.plans.jumps import NOTHING_FORCED, Forced
+from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens
 from services.worker.engine.sampling.table import Needs
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _NOTHING = -1
 
 
-def with_forced(
+def with_jump_forward(
     token_ids: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, room: NDArray[np.int64]
 ) -> torch.Tensor:
-    """Return what rows `slots` sampled, each followed by what that forces on its row, as `split_forced` takes it.
+    """Return what rows `slots` sampled, each followed by what that forces on its row, as `split_token_block` takes it.
 
     Args:
         token_ids: [slots] int64, what they sampled and do not know yet.
@@ -46,14 +46,14 @@ def with_forced(
     return torch.from_numpy(told).to(token_ids.device)
 
 
-def empty_told(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Return an array of the shape of `with_forced`'s, for another rank's to come in."""
+def empty_token_block(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return an array of the shape of `with_jump_forward`'s, for another rank's to come in."""
     return torch.empty(slots.size, 1 + int(room.max()), dtype=torch.int64, device=device)
 
 
-def split_forced(told: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, Forced]:
+def split_token_block(told: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, ForcedTokens]:
     """Return what rows `slots` sampled, [slots] int32, and what that forces on them."""
     values = told.cpu().numpy().astype(np.int32)
     forced = values[:, 1:]
     which, _ = there = np.nonzero(forced != _NOTHING)
-    return values[:, 0], Forced(slots[which], forced[there]) if which.size else NOTHING_FORCED
+    return values[:, 0], ForcedTokens(slots[which], forced[there]) if which.size else NOTHING_FORCED

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.sampling.masks import apply_masks
+from services.worker.engine.sampling.logits_processors import apply_masks
 
 
 @pytest.mark.parametrize("vocabulary", [32, 64, 100, 49_152, 50_257])

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.steps import EngineSpec
-from services.worker.engine.measuring.capacity import MemoryMeasure
-from services.worker.engine.measuring.window_pool import count_window_pages, divide, has_window_pool
+from services.worker.engine.measuring.capacity import MemoryMeasure, count_window_pages, divide, has_window_pool
 
 GIB = 1024**3
 
