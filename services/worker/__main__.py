@@ -13,10 +13,11 @@ from common.rpc.server import RpcServer
 from common.runtime import run_service
 from common.settings import Settings, WorkerSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
-from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from services.worker.engine.execution.engine import ModelEngine
+from services.worker.engine.fake_engine import LOAD_FORMAT as FAKE_FORMAT
+from services.worker.engine.fake_engine import FakeModel, FakeOptions
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
-from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.grammars.desk import GrammarDesk
@@ -27,7 +28,9 @@ from services.worker.storage.factory import make_storage
 from services.worker.storage.tier import StorageTier
 
 if TYPE_CHECKING:
-    from services.worker.engine.execution.interface import Engine
+    from common.steps import EngineSpec
+    from services.worker.engine.execution.engine import LoadedModel
+    from services.worker.engine.execution.interface import Engine, ProgressReport
 
 NAME = "pando.v1.Worker"
 # Exit status that says: start me again. EX_TEMPFAIL of sysexits.h.
@@ -96,27 +99,29 @@ def make_tier(settings: WorkerSettings) -> StorageTier | None:
 
 
 def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
-    """Return the engine that `Configure` will load; torch is imported only when a real model is asked for."""
-    options = FakeOptions(
+    """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
+    fake_options = FakeOptions(
         vocabulary_size=settings.fake_vocabulary_size,
         eos_probability=settings.fake_eos_probability,
         step_s=settings.fake_step_ms / 1000,
     )
 
-    def make_real() -> Engine:
+    def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
+        if spec.load_format == FAKE_FORMAT:
+            return FakeModel(spec, report, fake_options)
         from services.worker.engine.backends import RunnerOptions
-        from services.worker.engine.execution.torch_engine import TorchEngine
+        from services.worker.engine.execution.torch_model import TorchModel
         from services.worker.engine.loader import load_model
 
-        runner_options = RunnerOptions(
+        options = RunnerOptions(
             device=settings.device,
             device_index=settings.device_index,
             threads=settings.threads,
             backend=settings.backend,
         )
-        return TorchEngine(lambda spec, report: load_model(spec, report, runner_options), library)
+        return TorchModel(load_model(spec, report, options), spec, report, library)
 
-    return SelectedEngine(lambda: FakeEngine(options), make_real)
+    return ModelEngine(load)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, spec: EngineSpec) -> None:
         """Load what `spec` says on the GPU of its rank."""
         options = RunnerOptions(device="cuda", device_index=spec.rank)
-        self._engine = TorchEngine(lambda spec, report: load_decoder(spec, report, options))
+        self._engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
         capacity = self._engine.configure(spec, lambda _share, _stage: None)
         self.page_size, self.pages = capacity.page_size, capacity.device_pages
         self._next_step = 1

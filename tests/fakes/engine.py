@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.engine.fake_engine import FakeEngine
+from services.worker.engine.fake_engine import fake_engine
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
+    from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.execution.interface import Emit, HostPages, ProgressReport
 
 
@@ -21,13 +22,13 @@ def nothing() -> None:
 
 @dataclass
 class ScriptedEngine:
-    """Runs plans as `FakeEngine` does, with hooks that are called on the engine's thread."""
+    """Runs plans as the fake engine does, with hooks that are called on the engine's thread."""
 
     before_configure: Callable[[], None] = nothing
     before_execute: Callable[[], None] = nothing
     calls: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
-    inner: FakeEngine = field(default_factory=FakeEngine)
+    inner: ModelEngine = field(default_factory=fake_engine)
     # Since its last `configure`, as an engine on a GPU that has met other ranks.
     ends_with_group: bool = False
     meets_once: bool = False

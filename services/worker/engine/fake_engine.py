@@ -1,7 +1,8 @@
-"""An engine that computes nothing: same protocol, no model, no torch. For tests and control-plane benchmarks."""
+"""A model that computes nothing and needs no torch: same protocol, for tests and benchmarks of the control plane."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobSpan
-from common.steps import EngineCapacity, EngineSpec, RowOpen, StepPlan
+from common.steps import EngineCapacity, EngineSpec, RowOpen
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import RowSlot
+from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.types import TokenIds
-    from services.worker.engine.execution.interface import Emit, ProgressReport
+    from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.scoring import Scored
 
+# The load format that selects the fake.
+LOAD_FORMAT = "fake"
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
 FIRST_WORD = 1024
@@ -53,80 +57,68 @@ class FakeOptions:
     embedding_dimensions: int = 576
 
 
-class FakeEngine:
-    """Generates tokens that depend on a row's seed and the token's position only; see `Engine`."""
+def fake_engine(options: FakeOptions | None = None, sleep: Callable[[float], None] = time.sleep) -> ModelEngine:
+    """Return an engine that behaves as `options` say; `sleep` passes the time of a step."""
+    return ModelEngine(lambda spec, report: FakeModel(spec, report, options or FakeOptions(), sleep))
 
-    def __init__(self, options: FakeOptions | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Behave as `options` say; `sleep` passes the time of a step."""
-        self._options = options or FakeOptions()
-        self._sleep = sleep
-        self._plans: SynchronousRunner | None = None
-        self._host_pages: FakeHostPages | None = None
 
-    @property
-    def ends_with_group(self) -> bool:
-        """False: ranks never meet."""
-        return False
+class FakeModel:
+    """Generates tokens that depend only on a row's seed and the token's position; see `LoadedModel`.
 
-    @property
-    def host_pages(self) -> FakeHostPages | None:
-        """The host tier's pages, of a byte for each token."""
-        return self._host_pages
+    Unless the spec says otherwise, there is room for every row at full length.
+    """
 
-    @property
-    def open_rows(self) -> int:
-        """How many row slots are taken."""
-        return self._plans.rows.open_count if self._plans else 0
+    ends_with_group = False
 
-    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
-        """Return a made-up capacity: room for every row at full length unless `spec` says otherwise."""
+    def __init__(
+        self,
+        spec: EngineSpec,
+        report: ProgressReport,
+        options: FakeOptions,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         report(0.0, "nothing to load")
-        capacity = self._capacity(spec)
+        self.capacity = _capacity(spec, options)
+        self._spec = spec
+        self._options = options
+        self._sleep = sleep
+        host_pages = self.capacity.host_pages
+        self.host_pages = FakeHostPages(host_pages, spec.page_size) if host_pages else None
+        report(1.0, "ready")
+
+    def make_runner(self) -> SynchronousRunner:
+        spec, capacity = self._spec, self.capacity
         rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
         limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
         executor = FakeExecutor(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
-        self._plans = SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0)
-        self._host_pages = FakeHostPages(capacity.host_pages, spec.page_size) if capacity.host_pages else None
-        report(1.0, "ready")
-        return capacity
+        return SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0)
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
-        """Run a plan; see `Engine.execute`."""
-        assert self._plans is not None, "execute before configure"
-        self._plans.run(plan, emit)
-
-    def settle(self, is_wanted: Callable[[], bool]) -> None:
-        """Do nothing: every result was emitted at once."""
+    def computing(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def keep_warm(self) -> None:
         """Do nothing: there is no device."""
 
-    def reset(self) -> None:
-        """Free all rows."""
-        if self._plans is not None:
-            self._plans.reset()
-
     def close(self) -> None:
-        """Forget the rows."""
-        self._plans = None
-        self._host_pages = None
+        """Do nothing: there are no weights."""
 
-    def _capacity(self, spec: EngineSpec) -> EngineCapacity:
-        max_context = spec.max_context or DEFAULT_CONTEXT
-        enough = spec.max_rows * -(-max_context // spec.page_size)
-        return EngineCapacity(
-            device_pages=spec.device_pages or enough,
-            page_size=spec.page_size,
-            max_context=max_context,
-            vocabulary_size=self._options.vocabulary_size,
-            eos_token_ids=(self._options.eos_token_id,),
-            kv_bytes_per_token=1,
-            fingerprint=f"fake-{spec.page_size} {spec.rank}/{spec.world_size}",
-            device="fake",
-            layers=1,
-            host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
-        )
+
+def _capacity(spec: EngineSpec, options: FakeOptions) -> EngineCapacity:
+    max_context = spec.max_context or DEFAULT_CONTEXT
+    enough = spec.max_rows * -(-max_context // spec.page_size)
+    return EngineCapacity(
+        device_pages=spec.device_pages or enough,
+        page_size=spec.page_size,
+        max_context=max_context,
+        vocabulary_size=options.vocabulary_size,
+        eos_token_ids=(options.eos_token_id,),
+        kv_bytes_per_token=1,
+        fingerprint=f"fake-{spec.page_size} {spec.rank}/{spec.world_size}",
+        device="fake",
+        layers=1,
+        host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
+    )
 
 
 class FakeExecutor:

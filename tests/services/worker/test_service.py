@@ -15,7 +15,7 @@ from common.types import ErrorCode, RowSlot, StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.engine.execution.interface import OutOfMemoryError
-from services.worker.engine.fake_engine import FakeEngine, FakeOptions
+from services.worker.engine.fake_engine import FakeOptions, fake_engine
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
@@ -159,7 +159,7 @@ async def test_a_lease_ends_when_its_stream_does(serve: Serve) -> None:
             has_blocked.set()
             wait_for(go_on)()
 
-    engine = ScriptedEngine(inner=FakeEngine(FakeOptions(step_s=1.0), sleep))
+    engine = ScriptedEngine(inner=fake_engine(FakeOptions(step_s=1.0), sleep))
     stub = await serve(engine)
     await configure(stub)
     call = stub.Execute()

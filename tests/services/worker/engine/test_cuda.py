@@ -9,7 +9,7 @@ import pytest
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
@@ -24,7 +24,7 @@ PROMPTS = ([5, 17, 60, 3, 44, 8], [9], [(7 * position) % 90 + 3 for position in 
 
 def generate(reference: str, device: str, dtype: str, steps: int = 24) -> dict[int, list[int]]:
     """Prefill all prompts, the longest in two chunks, then decode greedily."""
-    engine = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(device=device)))
+    engine = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(device=device)))
     spec = EngineSpec(reference, dtype=dtype, max_rows=4, max_context=256, page_size=16, device_pages=64)
     engine.configure(spec, lambda _fraction, _stage: None)
     results: list[StepResult] = []

@@ -14,7 +14,7 @@ from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import StepResult
+    from services.worker.engine.execution.engine import ModelEngine
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 PAGES = 8
@@ -49,10 +50,10 @@ def reference(model: Path, prompt: list[int], pooling: Pooling) -> NDArray[np.fl
     return vector
 
 
-def engine(model: Path, **changes: object) -> TorchEngine:
+def engine(model: Path, **changes: object) -> ModelEngine:
     fields: dict[str, object] = {"max_rows": 8, "device_pages": 64, "dtype": "float32", **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    made = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
+    made = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
     made.configure(spec, lambda _fraction, _stage: None)
     return made
 
@@ -62,14 +63,14 @@ def opened(row: int, prompt: list[int], pooling: Pooling) -> StepPlan:
     return StepPlan(StepId(1), opens=(replace(open_row(row, prompt, pages, total=len(prompt)), pooling=pooling),))
 
 
-def run(engine: TorchEngine, *plans: StepPlan) -> list[StepResult]:
+def run(engine: ModelEngine, *plans: StepPlan) -> list[StepResult]:
     results: list[StepResult] = []
     for step, plan in enumerate(plans, start=1):
         engine.execute(replace(plan, step_id=StepId(step)), results.append)
     return results
 
 
-def embed(engine: TorchEngine, prompt: list[int], pooling: Pooling, borders: tuple[int, ...] = ()) -> StepResult:
+def embed(engine: ModelEngine, prompt: list[int], pooling: Pooling, borders: tuple[int, ...] = ()) -> StepResult:
     """Compute one prompt, in chunks that end at `borders`, and return what came last."""
     cuts = [0, *borders, len(prompt)]
     plans = [StepPlan(StepId(1), prefills=(chunk(0, start, end - start),)) for start, end in pairwise(cuts)]

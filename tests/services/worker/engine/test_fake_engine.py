@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,14 +13,17 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import Pooling, SamplingParams, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeEngine, FakeOptions
+from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeOptions, fake_engine
 from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
+
+if TYPE_CHECKING:
+    from services.worker.engine.execution.engine import ModelEngine
 
 BACKUP, LOAD = TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE
 SPEC = EngineSpec("anything", "fake", max_rows=300)
 
 
-def generate(engine: FakeEngine, seeds: list[int], steps: int = 8, prompt: int = 3) -> list[list[int]]:
+def generate(engine: ModelEngine, seeds: list[int], steps: int = 8, prompt: int = 3) -> list[list[int]]:
     """Open one row for each seed and return what each generates."""
     opens = tuple(
         open_row(
@@ -34,8 +38,8 @@ def generate(engine: FakeEngine, seeds: list[int], steps: int = 8, prompt: int =
     return [[tokens_by_row(result)[i] for result in results if i in tokens_by_row(result)] for i in range(len(seeds))]
 
 
-def configured(options: FakeOptions | None = None, sleep: object = None) -> FakeEngine:
-    engine = FakeEngine(options, sleep or (lambda _seconds: None))  # type: ignore[arg-type]
+def configured(options: FakeOptions | None = None, sleep: object = None) -> ModelEngine:
+    engine = fake_engine(options, sleep or (lambda _seconds: None))  # type: ignore[arg-type]
     engine.configure(SPEC, lambda _fraction, _stage: None)
     return engine
 
@@ -85,16 +89,16 @@ def test_a_pass_takes_the_time_it_was_told_to() -> None:
 
 
 def test_capacity_is_what_was_asked_for_or_enough_for_every_row() -> None:
-    engine = FakeEngine()
+    engine = fake_engine()
     asked = engine.configure(replace(SPEC, device_pages=77, max_context=100), lambda _fraction, _stage: None)
     assert (asked.device_pages, asked.max_context, asked.eos_token_ids) == (77, 100, (2,))
     default = engine.configure(SPEC, lambda _fraction, _stage: None)
     assert default.device_pages * default.page_size == SPEC.max_rows * DEFAULT_CONTEXT
 
 
-def moving(*transfers: Transfer) -> tuple[FakeEngine, list[StepResult]]:
+def moving(*transfers: Transfer) -> tuple[ModelEngine, list[StepResult]]:
     """Return an engine with a host tier that has begun these transfers, and where its results go."""
-    engine = FakeEngine(FakeOptions(transfer_passes=2))
+    engine = fake_engine(FakeOptions(transfer_passes=2))
     engine.configure(replace(SPEC, host_pages=20), lambda _fraction, _stage: None)
     results: list[StepResult] = []
     engine.execute(StepPlan(StepId(1), transfers=transfers), results.append)
@@ -154,7 +158,7 @@ def test_nothing_of_torch_is_imported() -> None:
 
 
 def test_prompts_are_scored_with_made_up_values() -> None:
-    engine = FakeEngine()
+    engine = fake_engine()
     engine.configure(SPEC, lambda *_: None)
     wanted = PromptLogprobs(1, 2, (9,))
     opened = replace(open_row(0, range(10, 20), [0]), prompt_logprobs=wanted)

@@ -13,7 +13,7 @@ from common.models import resolve
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan, StepResult
 from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.e2e.greedy.reference import read_golden
 from tests.services.worker.engine.scenario import chunk, grant, open_row, tokens_by_row
@@ -21,6 +21,8 @@ from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from services.worker.engine.execution.engine import ModelEngine
 
 NEW_TOKENS = 12
 PAGE = 16
@@ -61,8 +63,8 @@ class Subject:
             ]
 
     @cached_property
-    def engine(self) -> TorchEngine:
-        engine = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
+    def engine(self) -> ModelEngine:
+        engine = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
         spec = EngineSpec(self.reference, dtype="float32", max_rows=4, max_context=256, page_size=PAGE, device_pages=64)
         engine.configure(spec, lambda _fraction, _stage: None)
         return engine

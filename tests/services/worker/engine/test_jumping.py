@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.steps import JumpLimit, StepPlan
 from common.types import FinishReason, RequestId, RowSlot, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import TorchModel, torch_engine
 from services.worker.engine.grammars.matcher import mask_words
 from tests.fakes.model_runner import CheckingRunner, spec
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker, next_token
@@ -102,14 +102,14 @@ class EngineWorker(SimulatedWorker):
     ) -> None:
         super().__init__(pages, 4)
         capacity = replace(CheckingRunner().capacity, device_pages=pages, max_context=CONTEXT)
-        self.engine = TorchEngine(lambda _spec, _report: runner(capacity), Library())  # type: ignore[arg-type]  # a fake
+        self.engine = torch_engine(lambda _spec, _report: runner(capacity), Library())  # type: ignore[arg-type]  # a fake
         asked = spec(max_step_tokens=40, rank=rank, world_size=2 if rank else 1)
         assert self.engine.configure(asked, lambda *_: None).jumps_forward is (rank == 0)
 
     @property
     def table(self) -> RowTable:
-        assert self.engine._plans is not None
-        return self.engine._plans.rows
+        assert self.engine._runner is not None
+        return self.engine._runner.rows
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
@@ -258,7 +258,8 @@ def test_a_row_computes_what_was_forced_on_it_in_one_pass(worker: EngineWorker) 
     assert written(first) == expected(PROMPT, length + 1, ())
     second = worker.run(StepPlan(StepId(2)))
     assert written([*first, *second]) == expected(PROMPT, length + 2, ())
-    runner = worker.engine._runner
+    assert isinstance(worker.engine._model, TorchModel)
+    runner = worker.engine._model.runner
     assert isinstance(runner, CheckingRunner)
     assert runner.batches[-1].query_starts.tolist() == [0, length + 1]
 

@@ -14,7 +14,7 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from services.worker.engine.sampling import logprobs as prompt_scores
 from tests.services.worker.engine.driving import random_ids
@@ -24,6 +24,7 @@ from tests.services.worker.engine.tiny_llama import VOCABULARY, save_tiny_llama
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from services.worker.engine.execution.engine import ModelEngine
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 TOLERANCE = 1e-3
@@ -48,8 +49,8 @@ def expected(model: Path) -> torch.Tensor:
         return torch.log_softmax(loaded(torch.tensor([PROMPT])).logits[0], dim=-1)
 
 
-def load(model: Path, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> TorchEngine:
-    engine = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
+def load(model: Path, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> ModelEngine:
+    engine = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
     spec = EngineSpec(
         str(model), dtype="float32", rank=rank, world_size=world_size, rendezvous=rendezvous, max_rows=4,
         max_context=256, page_size=16, device_pages=64,
@@ -59,12 +60,12 @@ def load(model: Path, rank: int = 0, world_size: int = 1, rendezvous: str = "") 
 
 
 @pytest.fixture(scope="module")
-def loaded(model: Path) -> TorchEngine:
+def loaded(model: Path) -> ModelEngine:
     return load(model)
 
 
 @pytest.fixture
-def engine(loaded: TorchEngine) -> TorchEngine:
+def engine(loaded: ModelEngine) -> ModelEngine:
     loaded.reset()
     return loaded
 
@@ -82,7 +83,7 @@ def plans(wanted: PromptLogprobs, lengths: list[int], *, computed: int = 0) -> l
     return made
 
 
-def results_of(engine: TorchEngine, made: list[StepPlan]) -> list[StepResult]:
+def results_of(engine: ModelEngine, made: list[StepPlan]) -> list[StepResult]:
     results: list[StepResult] = []
     for plan in made:
         engine.execute(plan, results.append)
@@ -116,12 +117,12 @@ def check(spans: list[PromptLogprobSpan], expected: torch.Tensor, wanted: Prompt
     "wanted", [PromptLogprobs(), PromptLogprobs(0, 5, (7, 3)), PromptLogprobs(37, 2), PromptLogprobs(88, 1)], ids=str
 )
 def test_they_are_those_of_transformers_however_the_prompt_is_cut(
-    engine: TorchEngine, expected: torch.Tensor, lengths: list[int], wanted: PromptLogprobs
+    engine: ModelEngine, expected: torch.Tensor, lengths: list[int], wanted: PromptLogprobs
 ) -> None:
     check(spans_of(results_of(engine, plans(wanted, lengths))), expected, wanted)
 
 
-def test_behind_a_cached_prefix(engine: TorchEngine, expected: torch.Tensor) -> None:
+def test_behind_a_cached_prefix(engine: ModelEngine, expected: torch.Tensor) -> None:
     results_of(engine, plans(PromptLogprobs(), [90]))
     wanted = PromptLogprobs(40, 3)
     again = replace(open_row(0, PROMPT, range(8), computed=32, total=100), prompt_logprobs=wanted)
@@ -129,7 +130,7 @@ def test_behind_a_cached_prefix(engine: TorchEngine, expected: torch.Tensor) -> 
     check(spans_of(results_of(engine, [plan]), row=0), expected, wanted)
 
 
-def test_rows_beside_it_get_the_tokens_that_they_get_alone(engine: TorchEngine) -> None:
+def test_rows_beside_it_get_the_tokens_that_they_get_alone(engine: ModelEngine) -> None:
     alone = [result.token_ids.tolist() for result in results_of(engine, plans(PromptLogprobs(), [30, 60])[:1])]
     engine.reset()
     beside = results_of(engine, plans(PromptLogprobs(0, 4), [30, 60]))
@@ -137,14 +138,14 @@ def test_rows_beside_it_get_the_tokens_that_they_get_alone(engine: TorchEngine) 
 
 
 def test_logits_are_made_in_slices(
-    engine: TorchEngine, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    engine: ModelEngine, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 7 * 4 * VOCABULARY)
     wanted = PromptLogprobs(0, 3)
     check(spans_of(results_of(engine, plans(wanted, [60, 30]))), expected, wanted)
 
 
-def test_results_that_bring_them_are_bounded_and_come_before_the_pass_is_told_of(engine: TorchEngine) -> None:
+def test_results_that_bring_them_are_bounded_and_come_before_the_pass_is_told_of(engine: ModelEngine) -> None:
     results = results_of(engine, plans(PromptLogprobs(0, 90, tuple(range(96)) * 10), [90]))[1:]
     *partial, last = results
     assert len(partial) > 1
@@ -155,7 +156,7 @@ def test_results_that_bring_them_are_bounded_and_come_before_the_pass_is_told_of
     assert not last.prompt_logprobs
 
 
-def test_a_row_that_wants_none_in_the_slot_of_one_that_did_gets_none(engine: TorchEngine) -> None:
+def test_a_row_that_wants_none_in_the_slot_of_one_that_did_gets_none(engine: ModelEngine) -> None:
     results_of(engine, plans(PromptLogprobs(), [90]))
     plan = StepPlan(
         StepId(200),
@@ -166,7 +167,7 @@ def test_a_row_that_wants_none_in_the_slot_of_one_that_did_gets_none(engine: Tor
     assert not spans_of(results_of(engine, [plan]))
 
 
-def test_positions_that_are_not_computed_cannot_be_asked_for(engine: TorchEngine) -> None:
+def test_positions_that_are_not_computed_cannot_be_asked_for(engine: ModelEngine) -> None:
     with pytest.raises(InvalidPlanError, match="log probabilities from 31 on"):
         results_of(engine, plans(PromptLogprobs(31), [58], computed=32))
 

@@ -9,7 +9,7 @@ import pytest
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from common.types import FinishReason
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
@@ -20,6 +20,7 @@ from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from services.worker.engine.execution.engine import ModelEngine
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 WINDOW = 20
@@ -29,7 +30,7 @@ PAGES, POOL, ROWS = 60, 24, 3
 class EngineWorker(SimulatedWorker):
     """Runs plans on a real engine."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         super().__init__(0, 0)
         self._engine = engine
         # Rows and their tokens, in order.
@@ -46,13 +47,13 @@ class EngineWorker(SimulatedWorker):
 
 def load(
     directory: Path, backend: str, page_size: int, device: str = "cpu", **changes: object
-) -> tuple[TorchEngine, EngineCapacity]:
+) -> tuple[ModelEngine, EngineCapacity]:
     fields: dict[str, object] = {
         "page_size": page_size, "max_rows": ROWS, "max_step_tokens": 16, "max_context": 128, "device_pages": PAGES,
         "window_pages": POOL, "window_ratio": 0.5, "dtype": "float32", **changes,
     }  # fmt: skip
     options = RunnerOptions(device=device, threads=1, backend=backend)
-    engine = TorchEngine(lambda spec, report: load_decoder(spec, report, options))
+    engine = torch_engine(lambda spec, report: load_decoder(spec, report, options))
     spec = EngineSpec(str(directory), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
     return engine, engine.configure(spec, lambda _fraction, _stage: None)
 
@@ -174,11 +175,11 @@ def test_otherwise_all_layers_share_one_pool(family: str, changes: dict[str, Any
 def test_an_engine_is_reused_by_a_scheduler_that_asks_for_what_it_was_given(tmp_path: Path) -> None:
     save_family(tmp_path, "gemma3")
     engine, capacity = load(tmp_path, "torch", 4, device_pages=None, window_pages=None)
-    runner, pool = engine._runner, capacity.window_pool
+    model, pool = engine._model, capacity.window_pool
     assert pool is not None
     spec = engine._spec
     assert spec is not None
     for pages in (pool.pages, pool.pages + 1):
         asked = EngineSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"window_pages": pages})
         engine.configure(asked, lambda _fraction, _stage: None)
-        assert (engine._runner is runner) == (pages == pool.pages)
+        assert (engine._model is model) == (pages == pool.pages)

@@ -15,7 +15,7 @@ from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import TorchModel, torch_engine
 from services.worker.engine.loader import load_model
 from services.worker.engine.model_runner import ModelRunner
 from tests.services.worker.engine.driving import random_ids
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import EngineCapacity, RowOpen, StepResult
+    from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.execution.engine import ModelEngine
 
 LENGTHS = (5, 1, 33, 17, 16, 60)
 PROMPTS = [
@@ -36,10 +38,10 @@ PROMPTS = [
 ]
 
 
-def configured(model: Path, **changes: object) -> tuple[TorchEngine, EngineCapacity]:
+def configured(model: Path, **changes: object) -> tuple[ModelEngine, EngineCapacity]:
     fields: dict[str, object] = {"max_rows": 8, "max_step_tokens": 512, **changes}
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    engine = TorchEngine(lambda spec, report: load_model(spec, report, RunnerOptions(device="cpu", threads=1)))
+    engine = torch_engine(lambda spec, report: load_model(spec, report, RunnerOptions(device="cpu", threads=1)))
     return engine, engine.configure(spec, lambda _fraction, _stage: None)
 
 
@@ -47,7 +49,7 @@ def opened(row: int, prompt: list[int], pooling: Pooling | None = Pooling.MEAN) 
     return replace(open_row(row, prompt, total=len(prompt)), pooling=pooling)
 
 
-def run(engine: TorchEngine, plan: StepPlan) -> StepResult:
+def run(engine: ModelEngine, plan: StepPlan) -> StepResult:
     results: list[StepResult] = []
     engine.execute(plan, results.append)
     (result,) = results
@@ -159,7 +161,9 @@ def test_where_memory_does_not_suffice_fewer_texts_are_computed_at_once(
 ) -> None:
     model = save_encoder(tmp_path)
     engine, _ = configured(model)
-    encoder = engine._runner.encoder  # type: ignore[union-attr]  # it is one
+    assert isinstance(engine._model, TorchModel)
+    assert isinstance(engine._model.runner, EncoderRunner)
+    encoder = engine._model.runner.encoder
     forward = encoder.forward
 
     def short_of_memory(token_ids: torch.Tensor, positions: torch.Tensor, lengths: NDArray[np.int64]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution import synchronous_executor
 from services.worker.engine.execution.interface import OutOfMemoryError
 from services.worker.engine.execution.out_of_memory import is_out_of_memory
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import TorchModel, torch_engine
 from services.worker.engine.loader import load_decoder
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.sampling import sampler
@@ -28,6 +28,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.model.batch import ForwardBatch
     from tests.services.worker.engine.parallel.ranks import Ranks
 
@@ -57,13 +58,13 @@ class ShortRunner(CheckingRunner):
         return super().forward(batch)
 
 
-def configured(runner: CheckingRunner, **changes: object) -> TorchEngine:
-    engine = TorchEngine(lambda _spec, _report: runner)
+def configured(runner: CheckingRunner, **changes: object) -> ModelEngine:
+    engine = torch_engine(lambda _spec, _report: runner)
     engine.configure(spec(**changes), lambda _fraction, _stage: None)
     return engine
 
 
-def run(engine: TorchEngine, plan: StepPlan) -> list[StepResult]:
+def run(engine: ModelEngine, plan: StepPlan) -> list[StepResult]:
     results: list[StepResult] = []
     engine.execute(plan, results.append)
     return results
@@ -151,7 +152,7 @@ def test_a_chunk_that_follows_what_was_given_up_is_harmless() -> None:
     (first,) = run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 3),)))
     assert first.stops == (RowStop(RowSlot(0), FinishReason.ERROR),)
     # Sent before the scheduler heard of it; what it brings is nobody's. A real model reads what was never written.
-    engine._plans._executor._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr]
+    engine._runner._executor._runner.forward = lambda batch: torch.zeros(1, 1000)  # type: ignore[union-attr]
     run(engine, StepPlan(StepId(2), prefills=(chunk(0, 3, 2),)))
     run(engine, StepPlan(StepId(3), closes=(RowSlot(0),)))
     assert engine.open_rows == 0
@@ -168,7 +169,7 @@ def test_a_rank_of_several_says_so_at_once_as_others_may_have_had_the_memory(err
 
 def test_what_else_takes_memory_in_a_plan_is_told_as_a_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = configured(CheckingRunner())
-    monkeypatch.setattr(engine._plans, "run", lambda *_: np.empty(2**60, np.uint8))
+    monkeypatch.setattr(engine._runner, "run", lambda *_: np.empty(2**60, np.uint8))
     with pytest.raises(OutOfMemoryError):
         run(engine, plan_of(PROMPTS, 1))
 
@@ -188,11 +189,12 @@ def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: s
         model, max_rows=2, max_context=64, max_step_tokens=32, device_pages=8, dtype="float32",
         rank=rank, world_size=world_size, rendezvous=rendezvous,
     )  # fmt: skip
-    engine = TorchEngine(
+    engine = torch_engine(
         lambda spec, report: load_decoder(spec, report, RunnerOptions(device="cpu", threads=1, backend="torch"))
     )
     engine.configure(asked, lambda _fraction, _stage: None)
-    runner = engine._runner
+    assert isinstance(engine._model, TorchModel)
+    runner = engine._model.runner
     assert isinstance(runner, ModelRunner)
     forward = runner.forward
 
@@ -225,7 +227,7 @@ def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: s
 @pytest.mark.parametrize("phase", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
 def test_two_ranks_of_which_one_lacks_memory_meet_anew_and_go_on(ranks: Ranks, phase: str, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
-    engine = TorchEngine(lambda asked, report: load_decoder(asked, report, RunnerOptions(threads=1)))
+    engine = torch_engine(lambda asked, report: load_decoder(asked, report, RunnerOptions(threads=1)))
     engine.configure(
         EngineSpec(str(tmp_path), max_rows=2, max_context=64, max_step_tokens=32, device_pages=8, dtype="float32"),
         lambda _fraction, _stage: None,

@@ -15,13 +15,13 @@ from tests.services.worker.engine.grammars.writing import ROWS, load, outputs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.worker.engine.execution.torch_engine import TorchEngine
+    from services.worker.engine.execution.engine import ModelEngine
 
 pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engine(request: pytest.FixtureRequest) -> Iterator[TorchEngine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[ModelEngine]:
     made = load(request.param)
     yield made
     made.close()
@@ -29,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[TorchEngine]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("part", range(0, len(CORPUS), ROWS))
-def test_the_model_writes_the_same_with_jumps_as_without(engine: TorchEngine, part: int, temperature: float) -> None:
+def test_the_model_writes_the_same_with_jumps_as_without(engine: ModelEngine, part: int, temperature: float) -> None:
     grammars = [schema_grammar(schema) for schema in list(CORPUS.values())[part : part + ROWS]]
     sampling = SamplingParams(temperature=temperature, seed=17)
     without, most = outputs(engine, grammars, sampling, 0)

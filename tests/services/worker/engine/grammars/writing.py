@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.steps import EngineSpec, JumpLimit, RowOpen, StepPlan
 from common.types import FinishReason, RowSlot, SamplingParams, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.grammars.outputs import EOS, SOURCE, library
 from tests.services.worker.engine.scenario import chunk, open_row
@@ -16,6 +16,7 @@ from tests.services.worker.engine.scenario import chunk, open_row
 if TYPE_CHECKING:
     from common.grammars import Grammar
     from common.steps import StepResult
+    from services.worker.engine.execution.engine import ModelEngine
 
 # "The capital of France is", with the bundled model's tokenizer.
 PROMPT = [504, 3575, 282, 4649, 314]
@@ -24,16 +25,16 @@ ROWS = 8
 PAGES = 8
 
 
-def load(dtype: str = "auto") -> TorchEngine:
+def load(dtype: str = "auto") -> ModelEngine:
     """Return an engine with the bundled model and `ROWS` rows."""
-    made = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions()), library())
+    made = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions()), library())
     spec = EngineSpec(SOURCE.model, dtype=dtype, max_rows=ROWS, max_context=128, device_pages=ROWS * PAGES)
     assert made.configure(spec, lambda *_: None).jumps_forward
     return made
 
 
 def outputs(
-    engine: TorchEngine, grammars: list[Grammar], sampling: SamplingParams, jump: int
+    engine: ModelEngine, grammars: list[Grammar], sampling: SamplingParams, jump: int
 ) -> tuple[list[list[int]], int]:
     """Let the model write under each grammar; return what it has written and in how many passes."""
     engine.reset()

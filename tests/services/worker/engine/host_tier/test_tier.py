@@ -11,7 +11,7 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(self, model: Path, **changes: object) -> None:
         fields: dict[str, object] = {"device_pages": 24, "host_pages": 16, "dtype": "float32", **changes}
-        self.engine = TorchEngine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
+        self.engine = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
         spec = EngineSpec(str(model), max_rows=2, max_context=128, max_step_tokens=64, **fields)  # type: ignore[arg-type]
         self.capacity: EngineCapacity = self.engine.configure(spec, lambda _fraction, _stage: None)
         self.results: list[StepResult] = []

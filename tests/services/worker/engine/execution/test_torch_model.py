@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,21 +11,24 @@ from hypothesis import strategies as st
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import FinishReason, RowSlot, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.execution.torch_engine import TorchEngine
+from services.worker.engine.execution.torch_model import torch_engine
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner, spec
 from tests.fakes.simulated_worker import SimulatedWorker, expected_output
 from tests.services.worker.engine.scenario import RandomScheduler, chunk, grant, open_row, tokens_by_row
 
+if TYPE_CHECKING:
+    from services.worker.engine.execution.engine import ModelEngine
+
 PROMPT = [11, 12, 13, 14, 15]
 
 
-def configured(runner: CheckingRunner, asked: EngineSpec | None = None) -> TorchEngine:
-    engine = TorchEngine(lambda _spec, _report: runner)
+def configured(runner: CheckingRunner, asked: EngineSpec | None = None) -> ModelEngine:
+    engine = torch_engine(lambda _spec, _report: runner)
     engine.configure(asked or spec(), lambda _fraction, _stage: None)
     return engine
 
 
-def run(engine: TorchEngine, plan: StepPlan) -> list[StepResult]:
+def run(engine: ModelEngine, plan: StepPlan) -> list[StepResult]:
     results: list[StepResult] = []
     engine.execute(plan, results.append)
     return results
@@ -184,7 +188,7 @@ def test_an_equal_configuration_reuses_the_loaded_model(again: EngineSpec, loads
         loaded.append(CheckingRunner())
         return loaded[-1]
 
-    engine = TorchEngine(load)
+    engine = torch_engine(load)
     engine.configure(spec(), lambda _fraction, _stage: None)
     run(engine, StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1]),)))
     engine.configure(again, lambda _fraction, _stage: None)
@@ -196,7 +200,7 @@ def test_an_equal_configuration_reuses_the_loaded_model(again: EngineSpec, loads
 def test_ranks_of_a_group_always_load_anew() -> None:
     runners = [CheckingRunner(), CheckingRunner()]
     fresh = iter(runners)
-    engine = TorchEngine(lambda _spec, _report: next(fresh))
+    engine = torch_engine(lambda _spec, _report: next(fresh))
     for _ in range(2):
         engine.configure(spec(world_size=2), lambda _fraction, _stage: None)
     assert [runner.closed for runner in runners] == [True, False]

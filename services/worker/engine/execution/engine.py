@@ -1,0 +1,134 @@
+"""The engine of one rank: loads the configured model and runs step plans with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from common.steps import EngineCapacity, EngineSpec
+from services.worker.engine.execution.interface import ProgressReport
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from common.steps import StepPlan
+    from services.worker.engine.execution.interface import Emit, HostPages
+    from services.worker.engine.plans.rows import RowTable
+
+
+class PlanRunner(Protocol):
+    """Owns the rows of one stream of plans and runs these plans, synchronously or overlapped."""
+
+    rows: RowTable
+
+    def run(self, plan: StepPlan, emit: Emit) -> None:
+        """Run a plan; see `Engine.execute`."""
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        """Emit the results of passes that are still computed; see `Engine.settle`."""
+
+    def reset(self) -> None:
+        """Free all rows and cancel all transfers."""
+
+
+class LoadedModel(Protocol):
+    """A model on this rank, real or fake."""
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """The room for rows and pages."""
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """The host tier's pages, None without one."""
+
+    @property
+    def ends_with_group(self) -> bool:
+        """See `Engine.ends_with_group`."""
+
+    def make_runner(self) -> PlanRunner:
+        """Return a runner with free rows; the runner made before is not used any more."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context in which a plan runs."""
+
+    def keep_warm(self) -> None:
+        """See `Engine.keep_warm`."""
+
+    def close(self) -> None:
+        """Free weights and memory, and leave the group."""
+
+
+LoadModel = Callable[[EngineSpec, ProgressReport], LoadedModel]
+
+
+class ModelEngine:
+    """Implements `Engine` for whichever model `load` returns."""
+
+    def __init__(self, load: LoadModel) -> None:
+        """Call `load` for each new configuration, in the thread that calls `configure`."""
+        self._load = load
+        self._spec: EngineSpec | None = None
+        self._model: LoadedModel | None = None
+        self._runner: PlanRunner | None = None
+
+    @property
+    def open_rows(self) -> int:
+        return self._runner.rows.open_count if self._runner else 0
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        return self._model.host_pages if self._model else None
+
+    @property
+    def ends_with_group(self) -> bool:
+        return self._model is not None and self._model.ends_with_group
+
+    def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
+        """Load the model, unless the same one is loaded; see `Engine.configure`."""
+        if self._model is None or not self._is_loaded(spec, self._model.capacity):
+            self.close()
+            self._model = self._load(spec, report)
+            self._spec = spec
+        self._runner = self._model.make_runner()
+        return self._model.capacity
+
+    def execute(self, plan: StepPlan, emit: Emit) -> None:
+        assert self._model is not None, "execute before configure"
+        assert self._runner is not None, "a configured engine has a runner"
+        with self._model.computing():
+            self._runner.run(plan, emit)
+
+    def settle(self, is_wanted: Callable[[], bool]) -> None:
+        if self._runner is not None:
+            self._runner.settle(is_wanted)
+
+    def keep_warm(self) -> None:
+        if self._model is not None:
+            self._model.keep_warm()
+
+    def reset(self) -> None:
+        if self._runner is not None:
+            self._runner.reset()
+
+    def close(self) -> None:
+        model, self._model, self._runner, self._spec = self._model, None, None, None
+        if model is not None:
+            model.close()
+
+    def _is_loaded(self, spec: EngineSpec, capacity: EngineCapacity) -> bool:
+        if self._spec is None or spec.world_size > 1:
+            # This rank cannot know whether the others still belong to its group: all of them join again.
+            return False
+        # A scheduler that lost its worker configures the number of pages that it was given before.
+        return (
+            spec.device_pages in (self._spec.device_pages, capacity.device_pages)
+            and spec.host_pages in (self._spec.host_pages, capacity.host_pages)
+            and spec.window_pages in (self._spec.window_pages, capacity.window_pool and capacity.window_pool.pages)
+            and _without_pages(spec) == _without_pages(self._spec)
+        )
+
+
+def _without_pages(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, device_pages=None, host_pages=None, window_pages=None)

@@ -1,0 +1,169 @@
+"""Models that torch computes: which runner and executor serve each kind, and what surrounds a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.steps import EngineCapacity, EngineSpec
+from services.worker.engine.encoder.runner import EncoderExecutor, EncoderRunner
+from services.worker.engine.execution.engine import ModelEngine
+from services.worker.engine.execution.interface import OutOfMemoryError, ProgressReport
+from services.worker.engine.execution.out_of_memory import is_out_of_memory
+from services.worker.engine.execution.overlapped_runner import OverlappedRunner
+from services.worker.engine.execution.synchronous_executor import Runner, SynchronousExecutor
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.grammars.vocabulary_source import VocabularySource
+from services.worker.engine.measuring.warm_up import warm_up
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.plans.plan import PlanLimits
+from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.sampling.table import SamplingTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.worker.engine.execution.keep_warm import DeviceWarmer
+    from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
+    from services.worker.engine.grammars.library import GrammarLibrary
+    from services.worker.engine.host_tier.pool import HostPool
+
+log = logging.getLogger(__name__)
+
+LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
+
+
+def torch_engine(load: LoadRunner, library: GrammarLibrary | None = None) -> ModelEngine:
+    """Return an engine for the models that `load` returns; rows' grammars come from `library`."""
+    return ModelEngine(lambda spec, report: TorchModel(load(spec, report), spec, report, library))
+
+
+class TorchModel:
+    """A decoder or an encoder; see `LoadedModel`.
+
+    A decoder on a GPU whose passes can overlap gets the overlapped runner, every other model the synchronous one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner | EncoderRunner,
+        spec: EngineSpec,
+        report: ProgressReport,
+        library: GrammarLibrary | None = None,
+    ) -> None:
+        """Take over `runner`; CUDA graphs are captured here, which `report` follows."""
+        self.runner = runner
+        self._spec = spec
+        self._library = library
+        self._warmer: DeviceWarmer | None = None
+        self._has_warned_of_cpu = False
+        self._executor: OverlappedExecutor | None = None
+        if isinstance(runner, ModelRunner) and runner.can_overlap:
+            self._executor = _overlapped_executor(runner, spec, report)
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """The runner's, and whether rows jump forward.
+
+        They do not with a sliding-window KV pool: the scheduler frees its pages by row lengths that it computes itself.
+        """
+        capacity = self.runner.capacity
+        is_synchronous_decoder = self._executor is None and not isinstance(self.runner, EncoderRunner)
+        jumps = is_synchronous_decoder and self._follows_grammars and capacity.window_pool is None
+        return replace(capacity, jumps_forward=jumps)
+
+    @property
+    def host_pages(self) -> HostPool | None:
+        return self.runner.host_pool
+
+    @property
+    def ends_with_group(self) -> bool:
+        """True on GPUs: NCCL within graphs hangs once a process has met others before (seen with torch 2.11)."""
+        distributed = torch.distributed
+        return distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl"
+
+    def make_runner(self) -> SynchronousRunner | OverlappedRunner:
+        spec, capacity = self._spec, self.runner.capacity
+        window = capacity.window_pool
+        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        limits = PlanLimits(
+            capacity.vocabulary_size,
+            capacity.device_pages,
+            spec.max_step_tokens,
+            capacity.host_pages,
+            is_encoder=capacity.is_encoder,
+            window_pages=window.pages if window else 0,
+            window_tokens=window.window_tokens if window else 0,
+        )
+        if isinstance(self.runner, EncoderRunner):
+            return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
+        transfers, is_first, grammars = self.runner.transfers, spec.rank == 0, self._row_masks()
+        if self._executor is not None:
+            self._executor.use_grammars(grammars)
+            return OverlappedRunner(rows, limits, self._executor, transfers=transfers, reports_tokens=is_first)
+        table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
+        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
+        return SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=is_first)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run without gradients; errors that mean lack of memory become OutOfMemoryError."""
+        try:
+            with torch.inference_mode():
+                yield
+        except OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(f"memory does not suffice for a plan: {error}") from error
+
+    def keep_warm(self) -> None:
+        """Run a little work on an idle GPU."""
+        device = self.runner.device
+        if device.type == "cpu":
+            if not self._has_warned_of_cpu:
+                log.warning("worker.keep_warm_ms changes nothing here: a CPU needs no work to stay fast")
+            self._has_warned_of_cpu = True
+            return
+        if self._warmer is None:
+            from services.worker.engine.execution.keep_warm import DeviceWarmer
+
+            self._warmer = DeviceWarmer(device)
+        self._warmer.run()
+
+    def close(self) -> None:
+        """Free the model's memory and leave its group."""
+        self._executor = self._warmer = None
+        self.runner.close()
+
+    @property
+    def _follows_grammars(self) -> bool:
+        """Whether this rank, which samples, has a library of grammars."""
+        return self._library is not None and self._spec.rank == 0
+
+    def _row_masks(self) -> RowMasks | None:
+        if self._library is None or not self._follows_grammars:
+            return None
+        capacity, spec = self.runner.capacity, self._spec
+        self._library.serve(
+            VocabularySource(spec.model, spec.load_format, capacity.vocabulary_size, capacity.eos_token_ids)
+        )
+        return RowMasks(self._library, capacity.vocabulary_size)
+
+
+def _overlapped_executor(runner: ModelRunner, spec: EngineSpec, report: ProgressReport) -> OverlappedExecutor:
+    # Imported here because it needs Triton.
+    from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
+
+    with torch.inference_mode():
+        executor = OverlappedExecutor(runner, spec)
+        executor.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
+        warm_up(executor, runner.capacity, spec)
+    return executor
