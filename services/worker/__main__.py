@@ -78,12 +78,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if tier is not None:
             has_ended = await tier.close() and has_ended
         if not has_ended:
-            # Nor can it end while operators or a storage that hangs run in another thread; nobody waits for them.
+            # The interpreter cannot end either while operators or a hanging storage run in another thread.
             os._exit(0)
 
 
 def profile_rules(settings: WorkerSettings) -> ProfileRules:
-    """Return what may be recorded of this rank."""
+    """Return the limits of profiles of this rank."""
     return ProfileRules(
         directory=settings.profile_directory,
         max_seconds=settings.profile_max_seconds,

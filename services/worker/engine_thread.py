@@ -51,7 +51,7 @@ class EngineThread:
         self._last_beat = time.monotonic()
 
     def stop(self) -> None:
-        """Let the thread end behind the commands that are queued."""
+        """Let the thread end after the queued commands."""
         self._commands.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -75,7 +75,7 @@ class EngineThread:
             self._last_command = time.monotonic()
 
     def _when_idle(self) -> Command | None:
-        """Return what is to be done if there has been nothing else to do for long enough."""
+        """Return the idle command once the thread has been idle for its interval."""
         now = time.monotonic()
         if self._idle is None or now - self._last_command < self._idle_s:
             return None

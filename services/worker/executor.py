@@ -1,4 +1,4 @@
-"""What a rank is doing: loading, running plans of one stream, or neither."""
+"""The state of a rank: loading, running the plans of one stream, or neither."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerState(Enum):
 
 
 class NotReadyError(Exception):
-    """What was asked does not fit the rank's state."""
+    """The request does not fit the rank's state."""
 
 
 class SupersededError(Exception):
@@ -48,7 +48,7 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """What a rank holds now. `heartbeat_age_s`: since its engine's thread last showed a sign of life."""
+    """The state of a rank. `heartbeat_age_s` counts from the last heartbeat of the engine's thread."""
 
     state: WorkerState
     spec: EngineSpec | None
@@ -78,7 +78,7 @@ class Executor:
         profile_rules: ProfileRules | None = None,
         keep_warm_s: float = 0.0,
     ) -> None:
-        """Take over `engine`, which nobody else may touch from now on.
+        """Take over `engine`, which only this object uses from now on.
 
         Idle, it is kept warm every `keep_warm_s` seconds; 0: it is not.
         """
@@ -99,7 +99,7 @@ class Executor:
         self._thread.start()
 
     def snapshot(self) -> WorkerSnapshot:
-        """Return what the rank holds now."""
+        """Return the rank's current state."""
         return WorkerSnapshot(
             self._state, self._spec, self._capacity, self._engine.open_rows, self._finished_passes,
             self._thread.heartbeat_age_s,
@@ -158,10 +158,10 @@ class Executor:
 
     def _start_loading(self, spec: EngineSpec, report: ProgressReport) -> _Loading:
         if self._session is not None:
-            self._end_session(self._session, SupersededError("the rank is being configured anew"))
+            self._end_session(self._session, SupersededError("the rank is being configured again"))
         if self._engine.ends_with_group:
             self.needs_new_process.set()
-            raise UnavailableError("ranks on GPUs meet once in a process; this one is starting anew")
+            raise UnavailableError("ranks on GPUs meet once in a process; this one is restarting")
         self._set_state(WorkerState.CONFIGURING)
         self._spec, self._capacity = spec, None
         self._loading = _Loading(spec, report, self._loop.create_future())
@@ -187,7 +187,7 @@ class Executor:
         self._call_loop(loading.started.set)
         try:
             capacity = self._engine.configure(loading.spec, report)
-        except Exception as error:  # noqa: BLE001  (raised again in whoever waits for it)
+        except Exception as error:  # noqa: BLE001  (raised again in the caller that waits for it)
             self._log.exception("engine.configure_failed", model=loading.spec.model)
             self._call_loop(self._on_loaded, loading, error)
         else:
@@ -202,7 +202,7 @@ class Executor:
         if isinstance(outcome, Exception):
             self._set_state(WorkerState.FAILED)
             loading.done.set_exception(outcome)
-            loading.done.exception()  # nobody may be left to wait for it
+            loading.done.exception()  # read here, as no caller may be waiting
             if self._engine.ends_with_group:
                 self.needs_new_process.set()
             return
@@ -248,7 +248,7 @@ class Executor:
                 self._engine.execute(plan, emit)
             self._engine.settle(lambda: self._thread.has_commands)
         except SessionEndedError:
-            pass  # whoever ended it has the rows freed
+            pass  # the code that ended it frees the rows
         except InvalidPlanError as error:
             self._log.error("plan.invalid", step_id=plan.step_id, reason=str(error))
             self._fail(session, plan, f"invalid plan: {error}", self._engine.reset)
@@ -257,11 +257,11 @@ class Executor:
             self._fail(session, plan, str(error), self._leave_group, out_of_memory=True)
         except Exception as error:  # noqa: BLE001  (becomes the plan's result)
             self._log.exception("plan.failed", step_id=plan.step_id)
-            # Closing, too, tells other ranks that wait for this one.
+            # Closing also wakes other ranks that wait for this one.
             self._fail(session, plan, f"{type(error).__name__}: {error}", self._close_engine)
 
     def _leave_group(self) -> None:
-        """Free the rows; other ranks that wait for this one are told by its leaving, which takes the weights along."""
+        """Free the rows; in a group, close the engine: that wakes other ranks that wait for this one."""
         if self._spec is not None and self._spec.world_size > 1:
             self._close_engine()
         else:
@@ -317,7 +317,7 @@ class Executor:
         def run() -> None:
             try:
                 command()
-            except Exception as error:  # noqa: BLE001  (raised again in whoever waits)
+            except Exception as error:  # noqa: BLE001  (raised again in the caller that waits)
                 self._call_loop(settle, error)
             else:
                 self._call_loop(settle, None)

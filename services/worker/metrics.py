@@ -1,4 +1,4 @@
-"""What the worker exports to Prometheus."""
+"""Prometheus metrics of the worker."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Recorder(Protocol):
         """Write what was recorded as a trace in Chrome's format; in any thread."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return what marks a stretch of time in the trace; in the engine's thread."""
+        """Return a context that marks a span of time in the trace; for the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Profiles:
             self._loop.call_soon_threadsafe(self._end_by_itself)
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return what marks a stretch of time in the recording, if there is one; in the engine's thread."""
+        """Return a context that marks a span of time in the recording, if there is one; for the engine's thread."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.span(name)
 
     def _check_room(self) -> Path:

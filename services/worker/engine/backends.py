@@ -30,7 +30,7 @@ BACKENDS = ("auto", "torch", "compiled", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a host's operator sets, unlike the `EngineSpec` that the scheduler sends."""
+    """The settings of this host; the scheduler sends the `EngineSpec`."""
 
     device: str = "auto"
     """auto, cpu or cuda; auto takes the GPU if there is one."""
@@ -90,7 +90,7 @@ def count_threads(options: RunnerOptions, spec: EngineSpec) -> int:
 
 
 def ranks_on_host(spec: EngineSpec) -> int:
-    """Return how many ranks run here, as far as the rendezvous address tells."""
+    """Return the number of ranks on this host: all of them if they meet at a loopback address, else one."""
     host = spec.rendezvous.rpartition(":")[0].strip("[]")
     is_local = host in ("localhost", "::1") or host.startswith("127.")
     return spec.world_size if is_local else 1

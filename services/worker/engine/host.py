@@ -1,4 +1,4 @@
-"""What of this host the process may use, and how."""
+"""Cores and memory of this host that the process may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def available_cores() -> int:
-    """Return physical cores this process may keep busy: its CPU set without hyperthread twins, within its CPU quota.
+    """Return physical cores this process may keep busy: its CPU set without hyperthread siblings, within its CPU quota.
 
     Matrix products fill a core's vector units, so a second thread on the same core only adds contention.
     """

@@ -143,7 +143,7 @@ class _DecoderLoader:
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context)
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
-        # Rows that fill a captured batch up write to a page behind the last one.
+        # One page more than granted ones: padding rows of captured batches write there.
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(

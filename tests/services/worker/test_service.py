@@ -251,7 +251,7 @@ async def test_ranks_that_meet_once_leave_their_group_with_their_process(serve: 
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await configure(stub, grouped)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "starting anew" in str(refused.value.details())
+        assert "restarting" in str(refused.value.details())
     await asyncio.wait_for(ends.wait(), 30)
     # The thread may wait for other ranks: nobody asks it to.
     assert engine.calls == ["configure"]

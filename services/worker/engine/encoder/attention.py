@@ -30,7 +30,7 @@ class TextAttention:
     """Bidirectional attention for one batch. What fills rectangles up is masked, and nothing of it is kept."""
 
     def __init__(self, lengths: NDArray[np.int64], heads: int, device: torch.device) -> None:
-        """Prepare for texts of `lengths` tokens, one behind the other."""
+        """Prepare for consecutive texts of `lengths` tokens."""
         self._heads = heads
         starts = np.cumsum(lengths) - lengths
         buckets = -(-lengths // _STEP)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Activation(Enum):
-    """What bends the middle of a feed-forward layer."""
+    """The activation function of an encoder's feed-forward layers."""
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"

@@ -38,7 +38,7 @@ class Encoder:
         self._activate = _ACTIVATIONS[config.activation]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, lengths: NDArray[np.int64]) -> torch.Tensor:
-        """Return hidden states [tokens, hidden] of texts of `lengths` tokens, one behind the other.
+        """Return hidden states [tokens, hidden] of consecutive texts of `lengths` tokens.
 
         `token_ids` and `positions`, from 0 in each text, are [tokens] int64.
         """

@@ -95,7 +95,7 @@ class EncoderExecutor:
         self._pooler = Pooler()
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of a row."""
+        """Store a row's parameters."""
         self._pooler.open(opened)
 
     def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:

@@ -36,7 +36,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One layer's weights. The norms come behind the sums (Devlin et al. 2019, after Vaswani et al. 2017)."""
+    """One layer's weights. The norms follow the residual sums (Devlin et al. 2019, after Vaswani et al. 2017)."""
 
     qkv: Linear
     attention_output: Linear

@@ -1,4 +1,4 @@
-"""Passes of every size of a ladder, captured as CUDA graphs at start-up as far as memory and time suffice."""
+"""CUDA graphs of every capture size, captured at start-up as far as memory and time suffice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ P = TypeVar("P", bound=CudaGraph)
 
 
 class CudaGraphs(Generic[P]):
-    """Passes of the sizes of a ladder."""
+    """The graphs of all capture sizes."""
 
     def __init__(self, sizes: tuple[int, ...], make: Callable[[int], P], unit: str = "rows") -> None:
         """Make a pass of each of `sizes`, ascending, of which there are so many of `unit`."""
@@ -62,7 +62,7 @@ class CudaGraphs(Generic[P]):
         """Capture the largest first, so that others find its memory; what cannot be captured runs kernel by kernel.
 
         Args:
-            report: told the share that is done.
+            report: called with the fraction of sizes that are done.
             budget_s: what it may take; all that is left then is left out.
             pool: memory for graphs.
             agree: as `OverlappedModel.agree`, where other ranks capture the same passes, which meet in them. All leave
@@ -99,7 +99,7 @@ class CudaGraphs(Generic[P]):
                 return False
             one.capture(pool)
         except Exception as error:
-            # Whoever ends a capture that was cut short may say no more than that; what did it comes before.
+            # The error of an interrupted capture may only say that it was interrupted; its cause is in the context.
             cause = error.__context__
             if not is_out_of_memory(error) and (cause is None or not is_out_of_memory(cause)):
                 raise
@@ -113,7 +113,7 @@ class CudaGraphs(Generic[P]):
         # Only here: the error holds on to what the pass had allocated.
         one.release()
         if stream is not None:
-            # A capture that could not be ended leaves its own behind.
+            # A capture that could not be ended leaves its stream current.
             torch.cuda.set_stream(stream)
             torch.cuda.empty_cache()
         return False

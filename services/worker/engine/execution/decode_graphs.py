@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class OverlappedModel(Protocol):
-    """One rank's model on a GPU, as `ModelRunner` implements it. Behind its pool's last page is one for padding."""
+    """One rank's model on a GPU, as `ModelRunner` implements it.
+
+    Its KV pool has one more page than `capacity` says, for padding.
+    """
 
     capacity: EngineCapacity
     device: torch.device
@@ -56,7 +59,7 @@ class DecodeGraph:
     """Everything a pass of `size` rows reads and writes, at fixed addresses."""
 
     def __init__(self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler) -> None:
-        """Allocate; ranks whose `sampler` does not choose are told by `runner`."""
+        """Allocate; ranks whose `sampler` does not sample receive the tokens by `runner.broadcast_tokens`."""
         device = rows.cells.device
         self.size = size
         self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
@@ -90,7 +93,7 @@ class DecodeGraph:
     def take(self, members: RowIndices, lengths: RowIndices) -> RowIndices:
         """Set who takes part; return the place of each member's token in `token_ids`."""
         if not np.array_equal(members, self._members):
-            # Longest first: whoever starts last then has least to do, so that the device's units end together.
+            # Longest first: the programs that start last have the least work, so that multiprocessors end together.
             order = np.argsort(-lengths, kind="stable")
             slots = np.full(self.size, self._rows.padding_slot, np.int32)
             slots[: members.size] = members[order]
@@ -103,12 +106,12 @@ class DecodeGraph:
         if not self._replay("compute"):
             self._compute()
 
-    def choose(self, way: SamplingMode, *, reports: bool) -> None:
-        """Sample, tell log probabilities if any row wants them, and append to the rows."""
-        if not self._replay(_name(way, reports=reports)):
-            self._choose(way, reports=reports)
+    def choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
+        """Sample, compute log probabilities if `with_logprobs`, and append the tokens to the rows."""
+        if not self._replay(_name(mode, with_logprobs=with_logprobs)):
+            self._choose(mode, with_logprobs=with_logprobs)
 
-    def tell(self, token_ids: torch.Tensor, *, counts: bool) -> None:
+    def take_tokens(self, token_ids: torch.Tensor, *, counts: bool) -> None:
         """Append tokens that were sampled elsewhere, [size] int32; `counts` if any row has penalties."""
         self.token_ids.copy_(token_ids)
         self._sampler.append(self.slots, self.token_ids, counts=counts)
@@ -124,9 +127,12 @@ class DecodeGraph:
 
     def capture(self, pool: Any) -> None:  # torch does not export the type
         """Record the pass, with memory from `pool`, after a run that compiles and warms up."""
-        choices = [(way, reports) for way in SamplingMode for reports in (False, True)]
+        choices = [(mode, with_logprobs) for mode in SamplingMode for with_logprobs in (False, True)]
         runs: list[tuple[str, Callable[[], None]]] = [("compute", self._compute)]
-        runs += [(_name(way, reports=told), partial(self._choose, way, reports=told)) for way, told in choices]
+        runs += [
+            (_name(mode, with_logprobs=with_logprobs), partial(self._choose, mode, with_logprobs=with_logprobs))
+            for mode, with_logprobs in choices
+        ]
         for name, run in runs:
             run()
             torch.cuda.synchronize()
@@ -153,15 +159,15 @@ class DecodeGraph:
             row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
         self.logits = self._runner.compute(batch)
 
-    def _choose(self, way: SamplingMode, *, reports: bool) -> None:
+    def _choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
         if self._sampler.chooses:
-            self._sampler.choose(self.logits, self.slots, self.token_ids, way)
-            if reports:
+            self._sampler.choose(self.logits, self.slots, self.token_ids, mode)
+            if with_logprobs:
                 self._sampler.report(self.logits, self.slots, self.token_ids, self.report)
         self._runner.broadcast_tokens(self.token_ids)
         # Last: nothing that can fail may follow.
-        self._sampler.append(self.slots, self.token_ids, counts=way is SamplingMode.PROCESSED)
+        self._sampler.append(self.slots, self.token_ids, counts=mode is SamplingMode.PROCESSED)
 
 
-def _name(way: SamplingMode, *, reports: bool) -> str:
-    return f"{way.value}, reported" if reports else way.value
+def _name(mode: SamplingMode, *, with_logprobs: bool) -> str:
+    return f"{mode.value}, reported" if with_logprobs else mode.value

@@ -1,7 +1,7 @@
-"""What rows ask of their logits, in tables on the device: penalties, biases, and what may not be sampled.
+"""Logits processors on the device: tables of penalties, biases and masks, one line for each row.
 
-Lines are written when rows are opened. The device itself counts what rows sample; only what a grammar allows next, or
-what would end a banned sequence, is told before every pass.
+Lines are written when rows are opened. The device counts sampled tokens itself; only the tokens that a grammar allows
+next, and those that would end a banned sequence, are uploaded before every pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeviceLogitsProcessors:
         self._flags: dict[RowSlot, NDArray[np.uint8]] = {}
 
     def open(self, opened: RowOpen, needs: Needs) -> None:
-        """Take note of what a row asks for, of which `needs` tells the kinds."""
+        """Queue a row's parameters for the next upload; `needs` are its kinds of processing."""
         self._opened.pop(opened.row, None)
         self._flags.pop(opened.row, None)
         if bans_sequences(opened):
@@ -99,13 +99,13 @@ class DeviceLogitsProcessors:
         self._write(self._tables.allowed, lines)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
-        """Return what rows `slots` choose from, [rows, vocabulary] float32, valid until the next call."""
+        """Return the processed logits of rows `slots`, [rows, vocabulary] float32, valid until the next call."""
         adjusted = self._processed[: logits.shape[0]]
         process_logits(logits, slots, cells, self._tables, adjusted)
         return adjusted
 
     def count(self, slots: torch.Tensor, token_ids: torch.Tensor, cells: torch.Tensor) -> None:
-        """Take note of the tokens that rows `slots` have got."""
+        """Count the tokens that rows `slots` have sampled."""
         count(slots, cells, token_ids, self._tables)
 
     def _gathered(self, need: Needs) -> list[RowOpen]:

@@ -53,20 +53,20 @@ class LaunchedLogprobs:
     named: tuple[int, ...]
 
     def entries(self) -> tuple[tuple[RowSlot, TokenLogprob], ...]:
-        """Return what has arrived."""
+        """Return the log probabilities of each row, once the copy is complete."""
         values, ids = self.report.values.numpy(), self.report.top_ids.numpy()
         width = ids.shape[1]
         entries = []
         for slot, place, top, named in zip(self.slots, self.places, self.tops, self.named, strict=True):
             own, *likely = values[place, : 1 + top].tolist()
             asked = values[place, 1 + width : 1 + width + named].tolist()
-            told = TokenLogprob(own, tuple(ids[place, :top].tolist()), tuple(likely), tuple(asked))
-            entries.append((RowSlot(int(slot)), told))
+            entry = TokenLogprob(own, tuple(ids[place, :top].tolist()), tuple(likely), tuple(asked))
+            entries.append((RowSlot(int(slot)), entry))
         return tuple(entries)
 
 
 class DeviceSampler:
-    """What sampling needs on the device. Ranks other than 0 only decide as it does, and append what they are told."""
+    """Samples on the device. Ranks other than 0 take the same decisions, and append the tokens that rank 0 sampled."""
 
     def __init__(self, spec: EngineSpec, rows: DeviceBatch, table: SamplingTable) -> None:
         """Choose for `rows`, whose parameters are in `table`; what it takes is allocated here, once for all."""
@@ -90,7 +90,7 @@ class DeviceSampler:
         return self._processors is not None
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of a row, whose parameters are in the table already."""
+        """Prepare for a row, whose parameters are in the table already."""
         sampling = opened.sampling
         needs = Needs(int(self._table.needs[opened.row]))
         self._bans_sequences[opened.row] = bans_sequences(opened)
@@ -140,7 +140,7 @@ class DeviceSampler:
         return slots.size > 0 and bool(self._table.needs_of(slots) & Needs.LOGPROBS)
 
     def follow(self, slots: RowIndices, rows: RowTable) -> None:
-        """Tell the device what rows `slots` may sample next, where that depends on what they have sampled."""
+        """Upload the masks of rows `slots` whose allowed tokens depend on their earlier tokens."""
         if self._processors is None:
             return
         banning = slots[self._bans_sequences[slots]].tolist()
@@ -151,22 +151,22 @@ class DeviceSampler:
             self._table.endings.mask(masks, held, rows)
             self._processors.set_grammar_masks(held, masks)
 
-    def choose(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, way: SamplingMode) -> None:
+    def choose(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, mode: SamplingMode) -> None:
         """Choose the next token of rows `slots` [rows] int32, into `token_ids` [rows] int32.
 
         Args:
             logits: [rows, vocabulary] in the model's type; left as they are.
             slots: the rows.
             token_ids: filled.
-            way: at least what they need.
+            mode: at least the one that the rows need.
         """
         assert self._processors is not None, "only asked of the rank that chooses"
-        if way is SamplingMode.PROCESSED:
+        if mode is SamplingMode.PROCESSED:
             logits = self._processors.apply(logits, slots, self._rows.cells)
-        self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=way is not SamplingMode.PLAIN)
+        self._chooser.choose(logits, slots, self._rows.cells, token_ids, filtered=mode is not SamplingMode.PLAIN)
 
     def report(self, logits: torch.Tensor, slots: torch.Tensor, token_ids: torch.Tensor, into: LogprobBuffers) -> None:
-        """Tell log probabilities of the tokens that rows `slots` have got."""
+        """Compute the log probabilities of the tokens that rows `slots` have sampled."""
         report(logits, token_ids, self._named[slots.long()], into)
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor, *, counts: bool) -> None:
@@ -180,7 +180,7 @@ class DeviceSampler:
         return slots.size > 0 and bool(self._table.needs_of(slots) & Needs.PENALTIES)
 
     def launched(self, report: LogprobBuffers, slots: RowIndices, order: RowIndices) -> LaunchedLogprobs:
-        """Return what is told of rows `slots`, the i-th of which has line `order[i]` of a report on its way."""
+        """Return the pending log probabilities of rows `slots`; the i-th row's are in line `order[i]` of `report`."""
         asking = self._table.rows_that_need(Needs.LOGPROBS, slots)
         of = slots[asking]
         named = tuple(len(self._table.logprob_ids[slot]) for slot in of)

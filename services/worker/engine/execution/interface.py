@@ -1,4 +1,4 @@
-"""What a rank's compute looks like from outside: configured once, then fed with plans."""
+"""The interface of an engine, the compute of one rank: configured once, then fed with plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutOfMemoryError(Exception):
 class HostPages(Protocol):
     """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
 
-    The methods belong to no thread. Who calls them knows that nobody else touches the page meanwhile.
+    Any thread may call the methods; the caller ensures that no other one uses the page at the same time.
     """
 
     @property

@@ -58,8 +58,8 @@ def row_halves(forward: ForwardPass) -> tuple[ForwardPass, ForwardPass] | None:
     if forward.decode_rows.size or count < 2:
         return None
     first, second = slice(0, count // 2), slice(count // 2, None)
-    nobody = forward.decode_rows
-    return ForwardPass(nobody, _part(forward.chunks, first)), ForwardPass(nobody, _part(forward.chunks, second))
+    no_rows = forward.decode_rows
+    return ForwardPass(no_rows, _part(forward.chunks, first)), ForwardPass(no_rows, _part(forward.chunks, second))
 
 
 def chunk_halves(chunks: Chunks) -> tuple[Chunks, Chunks]:
@@ -116,7 +116,7 @@ def compute_in_parts(
         compute: Computes all or a part of it. May be called again with parts of what it has failed at, so it changes
             nothing that computing the same again would not make right.
         is_shared: Whether other ranks compute the same. They may have had the memory, and none knows of another's
-            want until it waits in vain: then the group starts anew, with smaller steps.
+            shortage before a collective times out: then the group starts again, with smaller steps.
         cut: Makes two smaller passes of one, or returns None where it cannot be smaller.
 
     Raises:

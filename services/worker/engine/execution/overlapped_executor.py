@@ -54,7 +54,7 @@ class LaunchedOutput:
     order: RowIndices
     event: torch.cuda.Event | None
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
-    # More of these, which the device tells.
+    # Those that the device computes.
     reports: tuple[LaunchedLogprobs, ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
     # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
@@ -78,7 +78,7 @@ class LaunchedOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a pass or a part of one brings: tokens [samples] int32 that the rows do not have yet, and what was asked."""
+    """The output of a pass or a part of one: tokens [samples] int32, not in the rows yet, and log probabilities."""
 
     token_ids: torch.Tensor
     prompt_logprobs: RowSpans
@@ -133,7 +133,7 @@ class OverlappedExecutor:
         return PiecewiseGraph(size, self._rows, self._runner)
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
-        """Take note of what a plan has changed; see `OverlappedPassExecutor`."""
+        """Copy a plan's changes; see `OverlappedPassExecutor`."""
         for opened in plan.opens:
             self._table.open(opened)
             self._sampler.open(opened)
@@ -166,22 +166,22 @@ class OverlappedExecutor:
         # Before the rows get their tokens: nothing that can fail may follow that.
         host = self._host_memory(one.size)
         reports = self._is_first and self._sampler.reports(members)
-        told = self._host_report(one.size) if reports else None
+        host_logprobs = self._host_report(one.size) if reports else None
         one.compute()
         if not self._sampler.can_choose(members):
             at = to_device(order, self._runner.device)
             samples = self._sample_on_host(one.logits, at, members, rows)
             padded = torch.zeros(one.size, dtype=torch.int32, device=self._runner.device)
             padded[at] = samples.token_ids.to(torch.int32)
-            one.tell(padded, counts=self._sampler.counts(members))
+            one.take_tokens(padded, counts=self._sampler.counts(members))
             return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
         # While the device computes: tokens are known up to here, or nothing depends on them.
         self._sampler.follow(members, rows)
-        one.choose(self._sampler.mode_of(members, rows), reports=reports)
-        if told is None:
+        one.choose(self._sampler.mode_of(members, rows), with_logprobs=reports)
+        if host_logprobs is None:
             return self._fetch(one.token_ids, host, order)
-        told.copy_(one.report)
-        return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(told, members, order),))
+        host_logprobs.copy_(one.report)
+        return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(host_logprobs, members, order),))
 
     def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
@@ -211,7 +211,7 @@ class OverlappedExecutor:
         return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
     def _compute_part(self, rows: RowTable, forward: ForwardPass) -> _Part:
-        """Return what a pass brings."""
+        """Compute a pass, or a part of one, and sample."""
         logits, prompt_logprobs = self._compute_mixed(rows, forward)
         sampled, device = forward.sampled_rows, self._runner.device
         token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
@@ -231,14 +231,14 @@ class OverlappedExecutor:
     def _report(
         self, logits: torch.Tensor, sampled: RowIndices, slots: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[LaunchedLogprobs, ...]:
-        """Start to tell log probabilities of rows `sampled`, if any of them wants some."""
+        """Launch the computation of log probabilities of rows `sampled`, if any of them wants some."""
         if not self._sampler.reports(sampled):
             return ()
         report = LogprobBuffers.empty(sampled.size, self._table.vocabulary_size, self._runner.device)
         self._sampler.report(logits, slots, token_ids, report)
-        told = self._host_report(sampled.size)
-        told.copy_(report)
-        return (self._sampler.launched(told, sampled, np.arange(sampled.size)),)
+        host_logprobs = self._host_report(sampled.size)
+        host_logprobs.copy_(report)
+        return (self._sampler.launched(host_logprobs, sampled, np.arange(sampled.size)),)
 
     def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
         """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
@@ -287,7 +287,7 @@ class OverlappedExecutor:
         logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = (),
         reports: tuple[LaunchedLogprobs, ...] = (),
     ) -> LaunchedOutput:
-        """Start to copy tokens into `host`, behind what else is on its way."""
+        """Start to copy tokens into `host`, in stream order."""
         host.copy_(token_ids, non_blocking=True)
         return LaunchedOutput(host, order, self._record(), logprobs, reports)
 
@@ -300,7 +300,7 @@ class OverlappedExecutor:
         return host.copy_(vectors, non_blocking=True)
 
     def _record(self) -> torch.cuda.Event | None:
-        """Return what tells that all that was launched is done; None where launching waits."""
+        """Return an event that completes after all launched work; None on a CPU, where launching waits."""
         if self._runner.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -60,7 +60,7 @@ class OverlappedPassExecutor(Protocol):
     """Computes passes without waiting for them."""
 
     def mirror(self, plan: StepPlan, rows: RowTable) -> None:
-        """Take note of what a plan has changed in `rows`."""
+        """Copy the changes that a plan made in `rows` to the device."""
 
     def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
         """Whether a pass can be launched only when all earlier tokens are known."""
@@ -136,7 +136,7 @@ class OverlappedRunner:
             self._has_ended[opened.row] = False
         self._executor.mirror(plan, self.rows)
         if self._transfers is not None:
-            # Behind all passes of earlier plans, as those are launched.
+            # All passes of earlier plans are launched: copies follow them in stream order.
             self._transfers.begin(plan.transfers)
         forward = ForwardPass(self.rows.decoding(), chunks)
         for substep in range(plan.steps):
@@ -226,7 +226,7 @@ class OverlappedRunner:
         return self._transfers.wait() if done.tokens is None else self._transfers.poll()
 
     def _end_failed(self, done: _Pass) -> tuple[RowStop, ...]:
-        """Take note of rows for which memory did not suffice; return what is told of them."""
+        """End the rows for which memory did not suffice; return their stops."""
         if not done.failed.size:
             return ()
         is_live = (self._generations[done.failed] == done.failed_tenants) & ~self._has_ended[done.failed]
@@ -236,7 +236,7 @@ class OverlappedRunner:
         return failures(ended)
 
     def _with_embeddings(self, result: StepResult, done: _Pass, sampled: PassOutput) -> StepResult:
-        """Add the embeddings of rows that nobody else has by now."""
+        """Add the embeddings of rows whose slots were not opened again meanwhile."""
         if not (done.pooled.size and self._reports_tokens):
             return result
         live = set(done.pooled[self._generations[done.pooled] == done.pooled_tenants].tolist())

@@ -42,12 +42,12 @@ class PassOutput:
 
 
 def failures(rows: RowIndices) -> tuple[RowStop, ...]:
-    """Return what is told of rows for which memory did not suffice."""
+    """Return the stops of rows for which memory did not suffice."""
     return tuple(RowStop(RowSlot(row), FinishReason.ERROR) for row in rows.tolist())
 
 
 def join(forward: ForwardPass, parts: Sequence[PassOutput], failed: RowIndices) -> PassOutput:
-    """Return what a pass has brought whose parts, in the order of its samples, brought `parts`."""
+    """Return the output of a pass from the outputs of its parts, which are in the order of its samples."""
     if len(parts) == 1 and not failed.size:
         return parts[0]
     token_ids = np.zeros(forward.sampled_rows.size, np.int32)

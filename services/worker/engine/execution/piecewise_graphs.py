@@ -49,7 +49,7 @@ def largest_worthwhile_size(
     for size in (512, 1024, 2048, _MOST_TOKENS):
         if size > max_step_tokens:
             break
-        # As the ladder will be captured: a want of memory ends it here, and nothing else.
+        # Captured as it will be later: lack of memory ends the search, and other errors are raised.
         alone = CudaGraphs((size,), make, UNIT)
         alone.capture(lambda _share: None, math.inf, pool, agree)
         one = alone.captured(size)
@@ -88,7 +88,7 @@ class PiecewiseGraph:
         self.size = size
         self._runner = runner
         window = capacity.window_pool
-        # Where KV of padding goes: to the pages behind the last ones.
+        # KV of padding is written to the page after the last one of each pool.
         self._padding_slot = capacity.device_pages * capacity.page_size
         self._window_padding_slot = window.pages * capacity.page_size if window else 0
         self._batch = ForwardBatch(

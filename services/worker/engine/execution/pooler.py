@@ -29,7 +29,7 @@ class Pooler:
         self._sums: dict[int, torch.Tensor] = {}
 
     def open(self, opened: RowOpen) -> None:
-        """Begin anew with a row, whoever had its slot."""
+        """Forget the sums of the slot's former row."""
         self._sums.pop(opened.row, None)
 
     def add(self, slots: IntArray, hidden: torch.Tensor) -> None:
@@ -63,5 +63,5 @@ def encoded(rows: RowIndices, vectors: torch.Tensor) -> tuple[tuple[RowSlot, byt
 
 
 def with_pooled(batch: HostBatch) -> HostBatch:
-    """Return the batch with the tokens that are pooled behind those that are sampled."""
+    """Return the batch with the pooled tokens appended to the sampled ones."""
     return replace(batch, sample_indices=np.concatenate([batch.sample_indices, batch.pooled_indices]))

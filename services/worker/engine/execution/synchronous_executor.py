@@ -69,7 +69,7 @@ class SynchronousExecutor:
         self._is_shared = is_shared
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of a row's sampling parameters."""
+        """Store a row's parameters."""
         self._table.open(opened)
         self._scoring.open(opened)
         self._pooler.open(opened)
@@ -88,11 +88,11 @@ class SynchronousExecutor:
         room = rows.jump_room(slots)
         if self._rank == 0:
             samples = sample(logits, slots, rows, self._table)
-            told = with_jump_forward(samples.token_ids, slots, rows, self._table, room)
+            block = with_jump_forward(samples.token_ids, slots, rows, self._table, room)
         else:
-            told = empty_token_block(slots, room, self._runner.device)
-            samples = Samples(told)
-        chosen, forced = split_token_block(self._runner.broadcast_tokens(told), slots)
+            block = empty_token_block(slots, room, self._runner.device)
+            samples = Samples(block)
+        chosen, forced = split_token_block(self._runner.broadcast_tokens(block), slots)
         return PassOutput(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:

@@ -28,7 +28,7 @@ class PassExecutor(Protocol):
     """Computes the tokens of passes."""
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of a row's parameters."""
+        """Store a row's parameters."""
 
     def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
         """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""

@@ -23,7 +23,7 @@ _MEMORY_SHARE = 0.9
 
 
 class HostPool:
-    """Pages of a rank's host tier. Within a page its layers lie behind each other, keys before values.
+    """Pages of a rank's host tier. A page holds its layers one after the other, keys before values.
 
     So a page is one run of bytes: long copies over the bus however pages are scattered, and an object for storage as it
     is. Its tokens are laid out as on the device.
@@ -81,7 +81,7 @@ def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
 
 
 class PinnedRange:
-    """Page-locks a pool from its first page on, in a thread of its own, so that nobody waits for hundreds of gigabytes.
+    """Page-locks a pool from its first page on, in a thread of its own: it takes long for hundreds of gigabytes.
 
     Copies to and from pages that are not locked yet have to wait.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # A slice of a copy, in pages: some megabytes, so about a millisecond.
 SLICE_PAGES = 8
-# Time for copies after a pass. Somebody waits for a load; a backup is never urgent, and decoding goes on behind it.
+# Time for copies after a pass. A request waits for a load; a backup is never urgent, and decoding waits for it.
 LOAD_BUDGET_S = 0.02
 BACKUP_BUDGET_S = 0.002
 # How long an engine without work stays with its copies before it looks for the next plan.

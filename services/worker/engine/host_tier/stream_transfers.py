@@ -56,7 +56,7 @@ class StreamTransfers:
     """Moves pages on side streams; see `Transfers`.
 
     Side streams wait for the passes that were launched before the plan; nothing ever waits for a side stream, as the
-    scheduler lets nobody touch the pages until they are acknowledged. Loads and backups have streams of their own: the
+    scheduler does not use the pages until they are acknowledged. Loads and backups have streams of their own: the
     bus carries both ways at once. Pages that are not page-locked yet make their transfer wait here.
     """
 
@@ -74,12 +74,12 @@ class StreamTransfers:
         self._has_warned = False
 
     def begin(self, transfers: Iterable[Transfer]) -> None:
-        """Launch a plan's transfers behind the passes before it."""
+        """Launch a plan's transfers, in stream order after the passes before it."""
         self._waiting.extend(transfers)
         self._launch()
 
     def poll(self) -> tuple[TransferAck, ...]:
-        """Return what is done; only asks the device."""
+        """Return the acknowledgements of finished transfers, without waiting."""
         self._launch()
         return tuple(ack for lane in self._lanes.values() for ack in lane.take_done())
 

@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 
 
 def make_transfers(pool: KvPool, host: HostPool, device: torch.device) -> Transfers:
-    """Return who copies between the KV pool and the host tier."""
+    """Return the transfers between the KV pool and the host tier for this device."""
     return StreamTransfers(pool, host, device) if device.type == "cuda" else SlicedTransfers(pool, host)

@@ -1,4 +1,4 @@
-"""Who copies pages between the tiers beside the forward passes; `common/transfers.py` has the contract of a copy."""
+"""Interface of copies between the tiers beside forward passes; `common/transfers.py` has the contract of a copy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Transfers(Protocol):
         """Take in a plan's transfers, before its first pass; they see what earlier passes wrote."""
 
     def poll(self) -> tuple[TransferAck, ...]:
-        """Return what is done, after a pass; takes no more time than is bearable between passes."""
+        """Return the acknowledgements of finished transfers after a pass; takes a bounded time."""
 
     def wait(self) -> tuple[TransferAck, ...]:
-        """Return what is done while there is nothing to compute; stays a little if nothing is."""
+        """Return the acknowledgements of finished transfers while no pass runs; waits a short time for one."""
 
     def reset(self) -> None:
         """Void what is open: when this returns, no page is touched any more."""

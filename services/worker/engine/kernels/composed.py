@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ExpertLoop:
     """Tokens are grouped by expert, so that each expert's weights are read once; see `Experts`.
 
-    Experts come in the order of their numbers, whoever else is in the batch: a token's sum is the same to the last bit.
+    Experts run in the order of their numbers: a token's sum has the same bits in every batch.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What does not change between calls of an attention back end."""
+    """The constants of an attention back end."""
 
     query_heads: int
     kv_heads: int

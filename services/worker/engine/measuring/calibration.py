@@ -1,4 +1,4 @@
-"""What prefill and copies from the host cost on this machine, measured once at start-up."""
+"""Rates of prefill and of copies from the host tier on this machine, measured once at start-up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Calibration:
 
 
 def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_step_tokens: int) -> Calibration:
-    """Measure, with made-up content in pages that nobody uses yet; all ranks do so at the same time."""
+    """Measure with random content in pages that are still free; all ranks do so at the same time."""
     capacity = runner.capacity
     wanted = CPU_TOKENS if runner.device.type == "cpu" else GPU_TOKENS
     tokens = min(wanted, max_step_tokens, capacity.max_context, capacity.device_pages * capacity.page_size)

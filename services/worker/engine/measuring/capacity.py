@@ -51,7 +51,7 @@ def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve
         kept = max(
             memory.free_before - int(memory.free_before * spec.memory_fraction), 0 if memory.is_host else _MARGIN
         )
-        # What other processes have taken meanwhile is gone as well, whoever counts it.
+        # Memory that other processes have taken since counts as used, too.
         budget = memory.free_before - kept - used - reserve
         page_bytes = kv_bytes_per_token * spec.page_size
         pages = budget // memory.shared_by // page_bytes

@@ -36,5 +36,5 @@ class TorchRecorder:
         self._profile.export_chrome_trace(str(path))
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return what marks a stretch of time."""
+        """Return a context that marks a span of time in the trace."""
         return record_function(name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity, EngineSpec
 
 _PROMPT = 8
-# A plain row, one with filters, and one whose logits change and are told.
+# A plain row, one with filters, and one with logits processors and log probabilities.
 _SAMPLING = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_p=0.9, top_k=5),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Deferral(Protocol):
-    """Takes note of what attends, for passes that are captured without their attention."""
+    """Receives the attention calls of piecewise CUDA graphs, which run between the graphs."""
 
     def __call__(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
         """Have `attend` called with these tensors, and with what is to be computed then, whenever the pass runs."""

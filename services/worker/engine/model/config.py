@@ -12,7 +12,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 
 
 class Activation(Enum):
-    """What bends the gate of a feed-forward layer."""
+    """The activation function of the gate of a feed-forward layer."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -20,7 +20,7 @@ class Activation(Enum):
 
 
 class StoredScales(Enum):
-    """What of an FP8 matrix in a checkpoint has a scale of its own."""
+    """The granularity of the scales of FP8 matrices in a checkpoint."""
 
     CHANNEL = "channel"
     """Each output: scales [out, 1]."""
@@ -88,7 +88,7 @@ class ModelConfig:
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
-    """What is added to the weights of norms as the checkpoint has them."""
+    """The offset added to the checkpoint's norm weights."""
     post_norms: bool = False
     """Whether attention and feed-forward output are normalised, too, before they are added to the residual stream."""
     logits_softcap: float | None = None

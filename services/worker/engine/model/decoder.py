@@ -1,4 +1,4 @@
-"""What the engine asks of a model that generates, whoever implements it."""
+"""The interface of a decoder, for our implementation and for those of `transformers`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Decoder(Protocol):
         ...
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
+        """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` does, for some of the hidden states [samples, hidden]; ranks compute it together."""
+        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ class FeedForward(Protocol):
     """Feed-forward layer of this rank, which gives partial sums when ranks share the model."""
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what comes of inputs [tokens, hidden], of the same shape, in `outputs` if given."""
+        """Return the output for inputs [tokens, hidden], of the same shape, in `outputs` if given."""
         ...
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class DenseFeedForward:
 
 
 class MoeFeedForward:
-    """Each token goes through the experts that a router likes best, weighted by its liking (Shazeer et al. 2017).
+    """Mixture of experts: the top-k experts of each token, weighted by the router's softmax (Shazeer et al. 2017).
 
     Every rank routes every token, and holds some columns of every expert.
     """

@@ -44,7 +44,7 @@ def join_pools(pool: KvPool, window_pool: KvPool, is_local: Sequence[bool]) -> K
 
 
 def bytes_per_token(shape: AttentionShape, layers: int, dtype: torch.dtype) -> int:
-    """Return what a pool will need per token."""
+    """Return the bytes of one token's KV in `layers` layers."""
     return 2 * layers * shape.kv_width * dtype.itemsize
 
 

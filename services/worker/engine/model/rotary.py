@@ -31,7 +31,7 @@ def rotary_table(rotary: RotaryConfig, head_dim: int, positions: int, device: to
 
 
 def no_rotation(head_dim: int) -> RotaryConfig:
-    """Return what turns nothing, for queries and keys that come to attention with their positions in them."""
+    """Return a table of rotations by 0, for queries and keys that already contain their positions."""
     return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
 
 

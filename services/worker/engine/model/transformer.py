@@ -96,7 +96,7 @@ class Transformer:
         return self.logits(self.hidden_states(batch, pool))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` does, for some of the hidden states [samples, hidden]; ranks compute it together."""
+        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together."""
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self._vocabulary[-1].stop)
         logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
@@ -105,10 +105,10 @@ class Transformer:
         )
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return what the head makes logits of, [samples, hidden]; the same on all ranks."""
+        """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
         hidden = self._embed(batch.token_ids)
         layers = self._weights.layers
-        # What normalises the residual stream behind each layer.
+        # The norm that follows each layer: the next one's, or the final one.
         following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
         # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
         kinds = (batch, batch.in_window())
@@ -165,7 +165,7 @@ class Transformer:
         self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None,
         next_norm: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Add what `part` makes of `inputs`, normalised by `norm` if given; return the stream behind `next_norm`."""
+        """Add `part(inputs)`, normalised by `norm` if given, to `hidden`; return `hidden` normalised by `next_norm`."""
         kernels, epsilon = self._kernels, self._epsilon
         if norm is None and self._group.world_size == 1:
             part.add_to(inputs, hidden)

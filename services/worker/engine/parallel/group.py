@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange."""
+"""Communication of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankGroup(Protocol):
         ...
 
     def joined(self, hidden: torch.Tensor) -> RankSums | None:
-        """Return what sums over ranks, adds to `hidden` and normalises in one program, where there is such a thing."""
+        """Return the fused all-reduce, residual sum and norm for `hidden`, None where there is none."""
         ...
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

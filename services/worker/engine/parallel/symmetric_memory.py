@@ -53,7 +53,7 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeShape:
-    """What ranks will exchange: activations [tokens, hidden] and logits [up to rows, vocabulary], both of `dtype`."""
+    """The exchanged tensors: activations [tokens, hidden] and logits [up to rows, vocabulary], both of `dtype`."""
 
     dtype: torch.dtype
     hidden: int
@@ -74,7 +74,7 @@ class SymmetricMemory:
         self._world_size = world_size
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]  # the group exists by now
         self._device = device
-        # Nobody else keeps the others' memory mapped.
+        # No other object keeps the other ranks' memory mapped.
         self._handles: list[Any] = []
         self._sums = self._allocate(SIZES[-1] // shape.dtype.itemsize, shape.dtype)
         self._logits = self._allocate(shape.rows * shape.vocabulary, shape.dtype)
@@ -85,7 +85,7 @@ class SymmetricMemory:
         log.info("symmetric_memory.measured sums=%s joined_rows=%d", describe(self._methods), rows)
 
     def joined(self, hidden: torch.Tensor) -> RankSums | None:
-        """Return what does all at once, if it is for so many tokens; see `RankGroup.joined`."""
+        """Return the fused operation if it serves this number of tokens; see `RankGroup.joined`."""
         joined = self._joined
         fits = joined is not None and hidden.shape[0] <= joined.rows
         return joined if fits and hidden.is_contiguous() and hidden.dtype == self._sums.dtype else None
@@ -118,7 +118,7 @@ class SymmetricMemory:
         self._logits_handle.barrier()
         if self._rank != 0:
             return part.new_empty(0, width)
-        # A captured pass uses its logits before the next one is launched; nobody knows how long others keep theirs.
+        # A captured pass uses its logits before the next one is launched; other callers may keep theirs longer.
         return whole if torch.cuda.is_current_stream_capturing() else whole.clone()
 
     def _sum(self, method: Method, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -141,7 +141,7 @@ class SymmetricMemory:
         return summed
 
     def _make_joined(self, shape: ExchangeShape) -> RankSums | None:
-        """Return what sums, adds and normalises at once, unless it does not do it right here."""
+        """Return the fused operation, or None if its results are wrong on this machine."""
         # Only here: the CPU does without Triton.
         from services.worker.engine.kernels.gpu.rank_sums import RankSums
 
@@ -194,7 +194,7 @@ class SymmetricMemory:
             dist.all_reduce(tensor)
 
     def _place(self, method: Method, elements: int) -> torch.Tensor:
-        """Return what is summed when times are compared, where passes have it."""
+        """Return the buffer that timings sum, at the place where passes have it."""
         return (
             torch.zeros(elements, dtype=self._sums.dtype, device=self._device)
             if method is Method.NCCL

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a plan may name: ids in [0, vocabulary_size), pages of each tier from 0 on, tokens per pass."""
+    """Bounds of a plan: ids in [0, vocabulary_size), pages of each tier from 0 on, tokens per pass."""
 
     vocabulary_size: int
     device_pages: int
@@ -228,7 +228,7 @@ def _check_wholeness(chunks: Chunks) -> None:
 
 
 def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
-    """Check that every pass of the lease has a page to write to, for each row that will take part."""
+    """Check that in every pass of the plan's multi-step decode each participating row has a page to write to."""
     decoding = rows.decoding()
     continuing = chunks.rows[chunks.samples]
     # A decode pass stores the last known id. The very last token of a row is never stored.
@@ -256,5 +256,5 @@ def _limit_jumps(plan: StepPlan, rows: RowTable) -> None:
                 f"jump of row {row} up to {most} tokens: it may have {rows.max_total_tokens[row]} in total, and its "
                 f"{rows.page_counts[row]} pages hold {rows.page_counts[row] * rows.page_size}"
             )
-        # The passes behind the first one bring a token each.
+        # Each pass after the first one adds a token.
         rows.jump_limits[row] = most - (plan.steps - 1)

@@ -45,7 +45,7 @@ class PaddedTable(Generic[ScalarT]):
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """Row rows[i] gets token_ids[i] [tokens] int32 behind the one that it has sampled.
+    """Row rows[i] gets token_ids[i] [tokens] int32 after the one that it has sampled.
 
     Those of a row are neighbours, in their order; the last of them may stop it, none before.
     """
@@ -61,7 +61,7 @@ class ForcedTokens:
                 yield int(self.rows[first]), token_ids
 
     def of(self, rows: RowIndices) -> ForcedTokens:
-        """Return what some rows get."""
+        """Return the tokens of some rows."""
         if not self.rows.size:
             return self
         theirs = np.isin(self.rows, rows)
@@ -72,7 +72,7 @@ NOTHING_FORCED = ForcedTokens(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
-    """Return what the parts of a pass have brought."""
+    """Return the forced tokens of all parts of a pass."""
     if not any(part.rows.size for part in parts):
         return NOTHING_FORCED
     return ForcedTokens(
@@ -116,7 +116,7 @@ class RowTable:
         self.stops_from = np.zeros(max_rows, np.int64)
         self.stop_ids = PaddedTable(max_rows, np.int64, fill=-1)
         self.page_counts = np.zeros(max_rows, np.int64)
-        # Most ids that a row may know behind the pass that is being computed, where it may jump; else 0.
+        # Most ids of each row after the running pass if it may jump forward; else 0.
         self.jump_limits = np.zeros(max_rows, np.int64)
         # How each row is embedded; None: it generates.
         self.pooling: list[Pooling | None] = [None] * max_rows
@@ -227,7 +227,7 @@ class RowTable:
         return hits_stop & (positions >= self.stops_from[rows])
 
     def jump_room(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Return how many tokens may be forced on each row behind the one that it is about to get."""
+        """Return how many tokens may be forced on each row after its next sampled one."""
         room: NDArray[np.int64] = np.maximum(self.jump_limits[rows] - self.lengths[rows] - 1, 0)
         return room
 
@@ -240,7 +240,7 @@ class RowTable:
         return bool(position >= self.stops_from[row] and (self.stop_ids.values[row] == token_id).any())
 
     def append_forced(self, forced: ForcedTokens) -> tuple[RowStop, ...]:
-        """Give rows what is forced on them behind the token that they have just got; return those that stop by it."""
+        """Append forced tokens after the token that was just sampled; return the stops that they cause."""
         stops = []
         for slot, token_ids in forced.by_row():
             row, length = RowSlot(slot), int(self.lengths[slot]) + token_ids.size

@@ -1,4 +1,4 @@
-"""Which tokens of a pass tell the log probabilities of prompt tokens, where these were asked for."""
+"""Selects the tokens of a pass whose logits give requested log probabilities of prompt tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RowSpans = tuple[tuple[RowSlot, "PromptLogprobSpan"], ...]
 class Scored:
     """A run of one row's prompt: `targets` [tokens] int32 from position `first` on.
 
-    `indices` [tokens] are the tokens of the pass before each, whose logits tell how likely it was.
+    `indices` [tokens] are the pass's tokens before each, whose logits give its log probability.
     """
 
     row: RowSlot
@@ -45,14 +45,14 @@ class ScoringTable:
         self._wanted: dict[int, PromptLogprobs] = {}
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of what a row asks for."""
+        """Store a row's request."""
         if opened.prompt_logprobs is None:
             self._wanted.pop(opened.row, None)
         else:
             self._wanted[opened.row] = opened.prompt_logprobs
 
     def of(self, rows: RowTable, forward: ForwardPass) -> tuple[Scored, ...]:
-        """Return what of a pass is scored: the pass's tokens are one of each decoding row, then the chunks'."""
+        """Return the scored runs of a pass, whose tokens are one for each decoding row, then those of chunks."""
         chunks = forward.chunks
         if not self._wanted or not chunks.rows.size:
             return ()
@@ -66,7 +66,7 @@ class ScoringTable:
         if wanted is None:
             return None
         start, stop = int(chunks.starts[index]), int(chunks.starts[index] + chunks.lengths[index])
-        # The last prompt token's logits tell of what is generated.
+        # The last prompt token's logits belong to the first generated token.
         positions = np.arange(max(start, wanted.start), min(stop, int(rows.prompt_tokens[row]) - 1))
         if not positions.size:
             return None
@@ -75,7 +75,7 @@ class ScoringTable:
 
 
 def with_scored(batch: HostBatch, scored: Sequence[Scored]) -> HostBatch:
-    """Return the batch with the tokens that tell of `scored` behind its samples."""
+    """Return the batch with the tokens of `scored` appended to its samples."""
     indices = np.concatenate([batch.sample_indices, *(run.indices for run in scored)])
     return replace(batch, sample_indices=indices)
 

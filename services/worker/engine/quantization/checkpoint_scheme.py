@@ -1,4 +1,4 @@
-"""What a config.json's `quantization_config` says about weights that are stored quantised."""
+"""Parses `quantization_config` of a config.json: the scales of weights that are stored in FP8."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def order_thresholds(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: to
 def _search(
     top: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Look for each row's threshold among its largest probabilities; also tell which rows have theirs among them."""
+    """Return each row's threshold among its largest probabilities, and which rows have theirs among them."""
     count = top.shape[1]
     mass = top.cumsum(-1)
     limits_k, limits_p = top_k < entries, top_p < 1

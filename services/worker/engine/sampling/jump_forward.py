@@ -1,4 +1,4 @@
-"""What grammars force on rows behind the tokens that these sample, as one array that ranks can tell each other."""
+"""Jump-forward: tokens that grammars force after sampled ones, in one array that rank 0 broadcasts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = -1
 def with_jump_forward(
     token_ids: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, room: NDArray[np.int64]
 ) -> torch.Tensor:
-    """Return what rows `slots` sampled, each followed by what that forces on its row, as `split_token_block` takes it.
+    """Return a block [slots, 1 + most forced] of each row's sampled token and its forced tokens, padded with -1.
 
     Args:
         token_ids: [slots] int64, what they sampled and do not know yet.
@@ -35,15 +35,15 @@ def with_jump_forward(
     """
     if not room.any():
         return token_ids[:, None]
-    told = np.full((slots.size, 1 + int(room.max())), _NOTHING, np.int64)
-    told[:, 0] = token_ids.cpu().numpy()
+    block = np.full((slots.size, 1 + int(room.max())), _NOTHING, np.int64)
+    block[:, 0] = token_ids.cpu().numpy()
     if table.grammars is not None:
         for index in np.flatnonzero(room):
-            # Who is told log probabilities is told those of every token: these come from logits.
+            # A row with log probabilities does not jump: those of its tokens come from logits.
             if table.needs[slots[index]] & (Needs.GRAMMAR | Needs.LOGPROBS) == Needs.GRAMMAR:
-                forced = table.grammars.forced(int(slots[index]), int(told[index, 0]), int(room[index]), rows)
-                told[index, 1 : 1 + len(forced)] = forced
-    return torch.from_numpy(told).to(token_ids.device)
+                forced = table.grammars.forced(int(slots[index]), int(block[index, 0]), int(room[index]), rows)
+                block[index, 1 : 1 + len(forced)] = forced
+    return torch.from_numpy(block).to(token_ids.device)
 
 
 def empty_token_block(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -51,9 +51,9 @@ def empty_token_block(slots: RowIndices, room: NDArray[np.int64], device: torch.
     return torch.empty(slots.size, 1 + int(room.max()), dtype=torch.int64, device=device)
 
 
-def split_token_block(told: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, ForcedTokens]:
-    """Return what rows `slots` sampled, [slots] int32, and what that forces on them."""
-    values = told.cpu().numpy().astype(np.int32)
+def split_token_block(block: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, ForcedTokens]:
+    """Return the sampled tokens of rows `slots`, [slots] int32, and their forced tokens."""
+    values = block.cpu().numpy().astype(np.int32)
     forced = values[:, 1:]
     which, _ = there = np.nonzero(forced != _NOTHING)
     return values[:, 0], ForcedTokens(slots[which], forced[there]) if which.size else NOTHING_FORCED

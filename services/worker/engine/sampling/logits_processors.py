@@ -108,6 +108,6 @@ def apply_masks(logits: torch.Tensor, samples: NDArray[np.int64], masks: NDArray
 
 @cache
 def _amounts(device: torch.device) -> torch.Tensor:
-    """Return what a byte of a mask adds to the logits of its eight tokens, [256, 8] float32."""
+    """Return the summands (0 or -inf) that each value of a mask's byte stands for, [256, 8] float32."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))).to(device)

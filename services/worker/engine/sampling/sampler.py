@@ -78,7 +78,7 @@ def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Samp
         return logits.argmax(dim=-1)
     if drawing.size == slots.size:
         return _draw(logits, slots, rows, table)
-    # Rows are told apart by gathering, so that greedy ones cost no exponentials.
+    # Greedy rows are gathered separately, so that they cost no exponentials.
     greedy = np.setdiff1d(np.arange(slots.size), drawing, assume_unique=True)
     token_ids = torch.empty(slots.size, dtype=torch.int64, device=logits.device)
     at_greedy, at_drawing = _index(greedy, logits), _index(drawing, logits)

@@ -27,7 +27,7 @@ KEEP_ALL = 2**62
 
 
 class Needs(IntFlag):
-    """What sampling a row takes beyond the most likely token of its logits."""
+    """The steps that a row's sampling needs beyond argmax."""
 
     NOTHING = 0
     DRAW = 1
@@ -72,7 +72,7 @@ class SamplingTable:
         self.endings = PostponedStops(vocabulary_size)
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of a row's parameters."""
+        """Store a row's parameters."""
         row, sampling = opened.row, opened.sampling
         self.seeds[row] = sampling.seed
         self.temperature[row] = sampling.temperature
@@ -97,7 +97,7 @@ class SamplingTable:
         self.needs[row] = self._needs_of(opened, has_masked_ids=masked.size > 0)
 
     def needs_of(self, rows: NDArray[np.int64]) -> Needs:
-        """Return what any of `rows` needs."""
+        """Return the union of the needs of `rows`."""
         return Needs(int(np.bitwise_or.reduce(self.needs[rows])))
 
     def rows_that_need(self, need: Needs, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -141,7 +141,7 @@ BANNED_LOGIT = -1e30
 
 
 class TokenConstraints:
-    """What is ruled out in the rows that rule anything out."""
+    """Allowed token ids and banned sequences of the rows that have any."""
 
     def __init__(self) -> None:
         """Begin with no such row."""
@@ -149,7 +149,7 @@ class TokenConstraints:
         self._banned: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of what a row rules out."""
+        """Store a row's constraints."""
         sampling = opened.sampling
         self._allowed.pop(opened.row, None)
         if sampling.allowed_token_ids:
@@ -196,7 +196,7 @@ class _Row:
 
 
 class PostponedStops:
-    """What is put off in the rows that put anything off; only rows with grammars do."""
+    """Stop ids that rows with grammars postpone while the grammar allows anything else."""
 
     def __init__(self, vocabulary_size: int) -> None:
         """Begin with no such row."""
@@ -204,7 +204,7 @@ class PostponedStops:
         self._rows: dict[int, _Row] = {}
 
     def open(self, opened: RowOpen) -> None:
-        """Take note of what a row puts off; a slot forgets its last tenant's."""
+        """Store a row's postponed ids in place of those of the slot's former row."""
         self._rows.pop(opened.row, None)
         if opened.sampling.grammar is None:
             return

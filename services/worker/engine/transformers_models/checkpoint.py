@@ -130,7 +130,7 @@ def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Map
 
 
 def _context_of_one_rotation(described: Any) -> int | None:  # see _config
-    """Return the context up to which all positions are rotated alike, whoever else is in the batch.
+    """Return the context length up to which rotations do not depend on the rest of the batch.
 
     LongRoPE has other frequencies beyond the original context, and `transformers` chooses for a whole batch.
     """

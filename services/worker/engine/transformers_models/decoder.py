@@ -68,7 +68,7 @@ class TransformersDecoder:
         return self.logits(self.hidden_states(batch, pool))
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return what the head makes logits of, [samples, hidden]."""
+        """Return the final, normalized hidden states of the samples, [samples, hidden]."""
         # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
         self._pass = batch, batch.in_window(), pool
         try:
@@ -85,7 +85,7 @@ class TransformersDecoder:
             return hidden.new_empty(0, self.config.vocabulary_size)
         assert self._output_type is not None, "hidden states come from a pass"
         given = self._output_type(last_hidden_state=hidden[None])
-        # Families scale and cap logits behind the head in code of their own, so that runs, over what is known already.
+        # Families scale and softcap logits after the head in their own code, which runs here on given hidden states.
         self._decoder.forward = lambda *_arguments, **_options: given
         try:
             places = torch.arange(hidden.shape[0], device=hidden.device)[None]

@@ -1,4 +1,4 @@
-"""What a model asks of attention, found out by running it on two tokens."""
+"""Finds out which attention a model needs by tracing it on two tokens."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class CpuAttention:
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
 
     def store_arguments(self, batch: ForwardBatch) -> StoreArguments:
-        """Return what layers of this shape have in common when they store a batch."""
+        """Return the arguments of a store that all layers of this shape share."""
         shape = self.shape
         return StoreArguments(
             positions=batch.positions.data_ptr(),
@@ -81,7 +81,7 @@ class CpuAttention:
         )
 
     def attention_arguments(self, batch: ForwardBatch) -> AttentionArguments:
-        """Return what layers of this shape have in common when they attend for a batch."""
+        """Return the arguments of attention that all layers of this shape share."""
         shape = self.shape
         return AttentionArguments(
             query_starts=batch.query_starts.data_ptr(),

@@ -85,7 +85,7 @@ def cache_directory() -> Path:
 
 
 def find_openmp() -> Path | None:
-    """Return the OpenMP runtime that this process has loaded, if it can be told."""
+    """Return the path of the OpenMP runtime that this process has loaded, None if it cannot be found."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
@@ -131,7 +131,7 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Return what decides which instructions `-march=native` may use, so that a shared cache fits every host."""
+    """Return the processor's name and flags, which decide the instructions of `-march=native`."""
     try:
         information = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -88,7 +88,7 @@ def fuse_layers(
 ) -> FusedLayers | None:
     """Return whole layers of compiled operators as one; None if they are of another kind, or there are none.
 
-    `attention` is that of `layers`, and of those behind them.
+    `attention` has an entry for each of `layers`, and more.
     """
     native = [backend for backend in attention[: len(layers)] if isinstance(backend, CpuAttention)]
     if not layers or len(native) < len(layers) or not all(map(can_fuse, layers)):

@@ -1,7 +1,7 @@
 """CPU operators compiled ahead, for images that carry no compiler.
 
 `python -m services.worker.engine.kernels.cpu.prebuilt DIRECTORY` compiles one library for each kind of processor; a
-worker that is told of the directory by $PANDO_OPERATORS takes the best one for the processor it runs on.
+worker whose $PANDO_OPERATORS names the directory takes the best one for its processor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kind of x86-64 processor: what the compiler is told, and the flags of /proc/cpuinfo that it needs."""
+    """One kind of x86-64 processor: the compiler's options, and the flags of /proc/cpuinfo that they require."""
 
     name: str
     options: tuple[str, ...]
@@ -53,7 +53,7 @@ def choose(directory: Path, flags: frozenset[str]) -> Path | None:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return what /proc/cpuinfo says that the processor can do; nothing where that cannot be told."""
+    """Return the processor's flags in /proc/cpuinfo; none if it cannot be read."""
     try:
         found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

@@ -1,7 +1,7 @@
 """Attention of single queries over paged keys and values, as one Triton program per row, KV head and part.
 
 Nothing is planned on the host: lengths and page tables are read on the device, so a captured launch stays right while
-rows grow. Long rows of small batches are cut into parts (flash-decoding); whoever finishes a row's last part merges.
+rows grow. Long rows of small batches are cut into parts (flash-decoding); the program that ends last merges them.
 """
 
 from __future__ import annotations

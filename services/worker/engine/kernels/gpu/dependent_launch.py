@@ -2,7 +2,7 @@
 
 The rule that makes it safe: a program waits for the one before it, and only then lets the next one start. So when a
 program begins, all but the one directly before it are done; ahead of its wait it may read whatever older programs
-wrote, and weights, which nobody writes.
+wrote, and weights, which are constant.
 """
 
 from __future__ import annotations

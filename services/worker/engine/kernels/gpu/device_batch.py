@@ -71,7 +71,7 @@ def _place(table, slots, positions, write_slots, count, stride, PAGE_SIZE: tl.co
 def _append(cells, slots, token_ids, count, stride, padding_slot, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < count, other=0)
-    # Padding rows stay as they are: one token long, on a page that is nobody's.
+    # Padding rows do not change: one token long, on the padding page.
     inside = (at < count) & (slot != padding_slot)
     row = cells + slot.to(tl.int64) * stride
     tl.store(row + LENGTH, tl.load(row + LENGTH, mask=inside, other=0) + 1, mask=inside)

@@ -52,7 +52,7 @@ class LogitsProcessorTables:
     allowed: torch.Tensor  # [slots, words] int32, bits of what may be drawn at all
     before_minimum: torch.Tensor  # [slots, words] int32, bits of what may be drawn while the row is too short to stop
     grammar: torch.Tensor  # [slots, words] int32, bits of what the row's grammar allows next
-    bias_ids: torch.Tensor  # [slots, biases] int32, -1 behind the last one
+    bias_ids: torch.Tensor  # [slots, biases] int32, -1 after the last one
     bias_values: torch.Tensor  # [slots, biases] float32
 
 

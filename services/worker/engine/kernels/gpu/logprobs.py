@@ -54,12 +54,12 @@ class LogprobBuffers:
 
 
 def report(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor, into: LogprobBuffers) -> None:
-    """Tell log probabilities at temperature 1 of the logits as the model gave them.
+    """Compute log probabilities at temperature 1, of the logits before any logits processor.
 
     Args:
         logits: [rows, vocabulary] of any float type, contiguous.
         token_ids: [rows] int32, what was sampled.
-        named: [rows, MOST_NAMED] int64, ids whose log probabilities are told, too.
+        named: [rows, MOST_NAMED] int64, ids whose log probabilities are computed, too.
         into: filled.
     """
     rows, vocabulary = logits.shape

@@ -1,6 +1,6 @@
-"""What follows a layer's halves when ranks share the model, as one program: sum over ranks, residual, norm.
+"""The end of each half of a layer under tensor parallelism as one program: all-reduce, residual sum, RMS norm.
 
-Ranks meet row by row: a program tells those of the same row on the other ranks that this rank's partial sums are there,
+Ranks synchronize row by row: a program signals to those of the same row on other ranks that its partial sums are there,
 waits until theirs are, and reads all parts over the bus between the GPUs. Every rank adds in the same order, so that
 all hold the very same sums.
 """
@@ -72,7 +72,7 @@ def _sum_add_norm(
 class RankSums:
     """Sums over ranks into the residual stream, for passes of few tokens.
 
-    Two buffers take turns: when a rank writes to one again, all have met at the other, so that nobody reads it any
+    Two buffers take turns: when a rank writes to one again, all have met at the other, so that no rank reads it any
     more. Passes have an even number of sums, so that they all begin with the same one.
     """
 

@@ -30,7 +30,7 @@ _RESIDENT_PROGRAMS = 132 * 32
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What products of FP8 values are multiplied with."""
+    """The scales of a product of FP8 values."""
 
     of_inputs: torch.Tensor  # [tokens] float32
     of_outputs: torch.Tensor  # [rows of the weights] float32
@@ -41,7 +41,7 @@ def _finished(
     sums, gated_sums, bias, input_scale, weight_scales, target, rows, inside, columns_out,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """Return what is to be stored: the product, scaled, with its bias, gated, or added to what is there."""
+    """Return the value to store: the product, scaled, with its bias, gated, or added to the stored sums."""
     element = target.dtype.element_ty
     product = tl.sum(sums, axis=1)
     if SCALED:

@@ -75,7 +75,7 @@ class TorchAttention:
         keys, values = (self._gather(pool, table, heads.dtype) for pool in (layer.keys, layer.values))
         places = torch.arange(keys.shape[2], device=heads.device)
         visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
-        # Entries behind a row's length may name any page; only finite garbage vanishes under a mask.
+        # Entries after a row's length may name any page; masks remove only finite values.
         values = values.masked_fill(~visible[:, None, :, None], 0.0)
         return self._attend(heads[:, :, None], keys, values, visible[:, None, None])[:, :, 0]
 

@@ -14,6 +14,7 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec, StepPlan
 from common.types import FinishReason, Pooling, RowSlot, StepId
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_model import TorchModel, torch_engine
 from services.worker.engine.loader import load_model
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import EngineCapacity, RowOpen, StepResult
-    from services.worker.engine.encoder.runner import EncoderRunner
-from services.worker.engine.execution.engine import ModelEngine
+    from services.worker.engine.execution.engine import ModelEngine
 
 LENGTHS = (5, 1, 33, 17, 16, 60)
 PROMPTS = [

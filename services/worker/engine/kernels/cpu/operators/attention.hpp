@@ -59,7 +59,7 @@ template <typename Element>
 struct KeyBlock {
   const Element* keys[kKeyVectors];  // component 0 of kLanes keys each; the next component is page_size further
   const Element* values[kKeyBlock];  // component 0 of one value each
-  int count;                         // keys that exist; pointers behind them are valid memory
+  int count;                         // keys that exist; pointers after them are valid memory
 };
 
 // scores[line][key] = queries[line] . keys[key], for one block.
@@ -130,7 +130,7 @@ inline void blend_rest(AttentionScratch& scratch, int first, int start, int vect
 inline void soften(AttentionScratch& scratch, int line, int first, int visible, int head_dim) {
   float* scores = scratch.scores[line];
   const float infinity = std::numeric_limits<float>::infinity();
-  if (first >= kKeyBlock) {  // the window of a later token begins behind this block: it adds exact zeros
+  if (first >= kKeyBlock) {  // the window of a later token begins after this block: it adds exact zeros
     std::fill_n(scores, kKeyBlock, 0.0f);
     return;
   }

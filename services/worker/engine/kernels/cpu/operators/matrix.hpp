@@ -125,7 +125,7 @@ inline void multiply(const InputOf<Weight>* inputs, const Matrix<Weight>& matrix
     for (int v = 0; v < kPanelVectors; ++v) sums[row][v] += load(bias + v * kLanes);
 }
 
-// Writes a tile to outputs [tokens, width], or adds it; columns behind the last one are dropped.
+// Writes a tile to outputs [tokens, width], or adds it; columns after the last one are dropped.
 template <int Rows>
 inline void put(Tile<Rows>& tile, float* outputs, int width, int first, bool accumulate) {
   const int columns = std::min(kPanel, width - first);
