@@ -10,9 +10,9 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.convert import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 from services.worker.executor import NotReadyError, SupersededError
 from services.worker.profiles import ProfileRefusedError
+from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

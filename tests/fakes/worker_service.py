@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.convert import plan_from_wire, result_to_wire
+from services.worker.wire import plan_from_wire, result_to_wire
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:

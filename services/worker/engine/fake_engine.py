@@ -151,7 +151,7 @@ class FakeExecutor:
 
 
 class FakeTransfers:
-    """Copies nothing, but takes its time and refuses what would be a race; see `Transfers`."""
+    """Copies nothing, but takes some passes and refuses races; see `Transfers`."""
 
     def __init__(self, passes: int) -> None:
         """Be done with each transfer after `passes` passes."""

@@ -1,4 +1,4 @@
-"""Host memory for what is large: huge pages for weights and KV, and no pages that come and go with every pass."""
+"""Huge pages for weights and KV, and an allocator that keeps freed memory instead of returning it after every pass."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ModelRunner:
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, can_overlap: bool = False, host_pool: HostPool | None = None,
     ) -> None:  # fmt: skip
-        """Put together what `load` made."""
+        """Take over the loaded model, its pools and its group."""
         self.capacity = capacity
         self.device = torch.device(capacity.device)
         # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
@@ -57,7 +57,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one pass, up to what logits are made of: return it for `batch.sample_indices`, [samples, hidden]."""
+        """Run one pass; return the final hidden states of `batch.sample_indices`, [samples, hidden]."""
         return self._model.hidden_states(batch, self._pool)
 
     @torch.inference_mode()

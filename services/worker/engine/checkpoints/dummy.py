@@ -18,7 +18,7 @@ _DEVIATION = 0.02
 
 
 class DummyCheckpoint:
-    """Weights that depend on the seed, the tensor's name and an element's place, but not on who reads which part.
+    """Random weights by seed, tensor name and element: the same whichever parts a rank reads.
 
     A block of `_PERIOD` normal values is repeated, which keeps reading 8 billion of them a matter of seconds. It is the
     same for all tensors, which begin at different places of it: a mixture has ten thousands of them.

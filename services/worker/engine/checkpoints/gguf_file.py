@@ -77,7 +77,7 @@ class GgufCheckpoint:
         )
 
     def identity(self) -> str:
-        """Return the digest of what has been read, as it is stored; see `Checkpoint.identity`."""
+        """Return the digest of all blocks read, as they are stored; see `Checkpoint.identity`."""
         return self._digest.hexdigest()
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
@@ -124,7 +124,7 @@ class GgufCheckpoint:
 
 
 def split_expert(name: str) -> tuple[str, int | None]:
-    """Return the name of the tensor that holds all experts' matrices, and which of them `name` asks for."""
+    """Return the name of the tensor that holds all experts' matrices, and the expert that `name` denotes."""
     before, found, after = name.partition(".experts.")
     if not found:
         return name, None

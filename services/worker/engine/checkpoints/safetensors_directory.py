@@ -42,7 +42,7 @@ class SafetensorsCheckpoint:
         )
 
     def identity(self) -> str:
-        """Return the digest of what has been read; see `Checkpoint.identity`."""
+        """Return the digest of all blocks read; see `Checkpoint.identity`."""
         return self._tensors.identity()
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SafetensorsCheckpoint:
 
 
 class SafetensorsTensors:
-    """Reads single tensors out of the shards, of whatever model; one shard is mapped at a time."""
+    """Reads single tensors out of the shards of any model; one shard is mapped at a time."""
 
     def __init__(self, directory: Path) -> None:
         """Read the index of `directory`, no weights yet.
@@ -78,7 +78,7 @@ class SafetensorsTensors:
         return block
 
     def identity(self) -> str:
-        """Return the digest of what has been read; see `Checkpoint.identity`."""
+        """Return the digest of all blocks read; see `Checkpoint.identity`."""
         return self._digest.hexdigest()
 
     @staticmethod

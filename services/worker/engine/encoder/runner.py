@@ -43,7 +43,7 @@ class EncoderRunner:
     transfers = None
 
     def __init__(self, encoder: Encoder, capacity: EngineCapacity, device: torch.device) -> None:
-        """Put together what `load` made."""
+        """Take over the loaded model, its pools and its group."""
         self.capacity = capacity
         self.device = device
         self.encoder = encoder
@@ -52,7 +52,7 @@ class EncoderRunner:
     def load(
         cls, directory: Path, spec: EngineSpec, report: Callable[[float, str], None], options: RunnerOptions
     ) -> EncoderRunner:
-        """Load the encoder in `directory`; `report` gets the progress in [0, 1] and what is being done.
+        """Load the encoder in `directory`; `report` is called with the progress in [0, 1] and its stage.
 
         Raises:
             ConfigurationError: it cannot be run as asked.

@@ -32,7 +32,7 @@ class CudaGraph(Protocol):
         """Record it, with memory from `pool`, after a run that compiles and warms up."""
 
     def release(self) -> None:
-        """Give up what was captured: the pass runs kernel by kernel."""
+        """Drop the captured graphs: the pass runs kernel by kernel."""
 
 
 P = TypeVar("P", bound=CudaGraph)
@@ -59,7 +59,7 @@ class CudaGraphs(Generic[P]):
     def capture(
         self, report: Callable[[float], None], budget_s: float, pool: Any, agree: Callable[[bool], bool] | None = None
     ) -> None:
-        """Capture the largest first, so that others find its memory; what cannot be captured runs kernel by kernel.
+        """Capture the largest size first, so that others reuse its memory; sizes that fail run kernel by kernel.
 
         Args:
             report: called with the fraction of sizes that are done.

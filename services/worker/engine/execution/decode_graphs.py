@@ -37,7 +37,7 @@ class OverlappedModel(Protocol):
         """Return logits of the batch's samples, [samples, vocabulary] in the model's type, without waiting."""
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Do the same, but return what the logits are made of, [samples, hidden]."""
+        """Run a pass, but return the final hidden states of the samples, [samples, hidden]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of hidden states [samples, hidden], as `compute` does."""
@@ -91,7 +91,7 @@ class DecodeGraph:
         self._order: RowIndices = np.empty(0, np.int64)
 
     def take(self, members: RowIndices, lengths: RowIndices) -> RowIndices:
-        """Set who takes part; return the place of each member's token in `token_ids`."""
+        """Set the rows of the batch; return the index of each row's token in `token_ids`."""
         if not np.array_equal(members, self._members):
             # Longest first: the programs that start last have the least work, so that multiprocessors end together.
             order = np.argsort(-lengths, kind="stable")
@@ -117,7 +117,7 @@ class DecodeGraph:
         self._sampler.append(self.slots, self.token_ids, counts=counts)
 
     def release(self) -> None:
-        """Give up what was captured: the pass runs kernel by kernel."""
+        """Drop the captured graphs: the pass runs kernel by kernel."""
         self._graphs.clear()
         self.logits = torch.empty(0, device=self.logits.device)
 

@@ -1,4 +1,4 @@
-"""The rows' state on the device: what a pass must know of a row without asking the host.
+"""The state of rows on the device, which passes read and update without waiting for the host.
 
 One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page tables. The host
 writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may be a
@@ -60,7 +60,7 @@ class DeviceBatch:
         return self.cells[:, row_state.LAST_TOKEN.value]
 
     def mirror(self, plan: StepPlan, rows: RowTable, needs: NDArray[np.uint16]) -> None:
-        """Take over what `plan` has changed in `rows`; `needs` [slots] is what sampling them takes (`Needs`)."""
+        """Queue the changes that `plan` made in `rows`; `needs` [slots] are the rows' `Needs`."""
         changed: dict[int, int] = {}
         for opened in plan.opens:
             self._open(opened, int(needs[opened.row]), int(rows.stops_from[opened.row]))
@@ -75,7 +75,7 @@ class DeviceBatch:
             self._write_pages(row, first, rows)
 
     def upload(self) -> None:
-        """Send what has gathered; later launches see it."""
+        """Send the queued changes; later launches see them."""
         if not self._places:
             return
         changes = np.stack([np.concatenate(self._places), np.concatenate(self._values)])

@@ -31,7 +31,7 @@ PROCESSING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | N
 
 
 def bans_sequences(opened: RowOpen) -> bool:
-    """Whether what a row may not sample next depends on what it has sampled."""
+    """Whether a row bans sequences of several tokens: its mask then depends on its earlier tokens."""
     return any(len(sequence) > 1 for sequence in opened.sampling.banned_sequences)
 
 
@@ -69,7 +69,7 @@ class DeviceLogitsProcessors:
             self._opened[opened.row] = opened, needs
 
     def upload(self) -> None:
-        """Send what has gathered; later launches see it."""
+        """Send the queued changes; later launches see them."""
         if not self._opened:
             return
         for opened in self._gathered(Needs.PENALTIES):
@@ -85,12 +85,12 @@ class DeviceLogitsProcessors:
         self._opened = {}
 
     def set_grammar_masks(self, slots: RowIndices, masks: NDArray[np.int32]) -> None:
-        """Let rows `slots` sample next what `masks` [slots, words] allow, whose grammars these are."""
+        """Upload the grammar masks [slots, words] of the next token of rows `slots`."""
         lines = {RowSlot(slot): mask for slot, mask in zip(slots.tolist(), masks, strict=True)}
         self._write(self._tables.grammar, lines)
 
     def ban(self, ends: Mapping[RowSlot, Sequence[int]]) -> None:
-        """Let rows that ban sequences not sample `ends` next, nor what they never may."""
+        """Ban `ends`, the last tokens of banned sequences, for the next token; always banned tokens stay banned."""
         lines = {}
         for row, ids in ends.items():
             flags = self._flags[row].copy()

@@ -43,7 +43,7 @@ class SamplingMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedLogprobs:
-    """Log probabilities on their way to the host: row `slots[i]` asked for those in line `places[i]`."""
+    """Log probabilities that are being copied to the host: those of row `slots[i]` are in line `places[i]`."""
 
     report: LogprobBuffers
     slots: RowIndices
@@ -69,7 +69,7 @@ class DeviceSampler:
     """Samples on the device. Ranks other than 0 take the same decisions, and append the tokens that rank 0 sampled."""
 
     def __init__(self, spec: EngineSpec, rows: DeviceBatch, table: SamplingTable) -> None:
-        """Choose for `rows`, whose parameters are in `table`; what it takes is allocated here, once for all."""
+        """Sample for `rows`, whose parameters are in `table`; all memory is allocated here."""
         device, vocabulary_size = rows.cells.device, table.vocabulary_size
         self._rows = rows
         self._table = table
@@ -108,7 +108,7 @@ class DeviceSampler:
             self._named[int(opened.row)].copy_(to_device(named, self._named.device), non_blocking=True)
 
     def upload(self) -> None:
-        """Send what has gathered."""
+        """Send the queued changes."""
         self._rows.upload()
         if self._processors is not None:
             self._processors.upload()
@@ -118,7 +118,7 @@ class DeviceSampler:
         return not self._is_beyond[slots].any()
 
     def needs_history(self, slots: RowIndices) -> bool:
-        """Whether the host has to know all tokens of rows `slots`: it follows their grammars and what they ban."""
+        """Whether the host needs all tokens of rows `slots`, to follow their grammars and banned sequences."""
         if slots.size == 0:
             return False
         follows = self._bans_sequences[slots].any() or bool(self._table.needs_of(slots) & Needs.GRAMMAR)

@@ -64,7 +64,7 @@ LoadModel = Callable[[EngineSpec, ProgressReport], LoadedModel]
 
 
 class ModelEngine:
-    """Implements `Engine` for whichever model `load` returns."""
+    """Implements `Engine` over the model that `load` returns."""
 
     def __init__(self, load: LoadModel) -> None:
         """Call `load` for each new configuration, in the thread that calls `configure`."""

@@ -53,7 +53,7 @@ class Engine(Protocol):
         """Whether the group of ranks that this engine is in can only be left by ending the process."""
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
-        """Load what `spec` names and return what there is room for; all rows are free afterwards.
+        """Load the model of `spec` and return the capacity; all rows are free afterwards.
 
         An equal spec finds the weights already there. Raises whatever keeps the model from loading; the engine is
         then as if closed.
@@ -73,7 +73,7 @@ class Engine(Protocol):
         """
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
-        """Emit the results that are still owed, by and by; return early once `is_wanted`, for the next `execute`."""
+        """Emit the outstanding results as they arrive; return early once `is_wanted`, for the next `execute`."""
 
     def keep_warm(self) -> None:
         """Let an idle device do a little, so that it does not slow down; delays no plan and touches no page."""

@@ -29,7 +29,7 @@ _CONSTRAINTS = ("can't allocate memory", "not enough memory", "out of memory", "
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on whichever device."""
+    """Whether an error means lack of memory, on the host or a device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONSTRAINTS)

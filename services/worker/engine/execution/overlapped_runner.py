@@ -1,4 +1,4 @@
-"""Running plans one pass ahead of what is known: the device never waits for the host to look at its tokens.
+"""The overlapped runner: launches each pass before the tokens of the one before are read.
 
 Pass p + 1 is launched before the tokens of pass p are read. Rows that reach their length are known in advance; a row
 that samples a stop id in pass p still takes part in pass p + 1, where its token is dropped, and is out of pass p + 2.
@@ -150,7 +150,7 @@ class OverlappedRunner:
                 return
 
     def reset(self) -> None:
-        """Free all rows and forget what is computed."""
+        """Free all rows and drop the outstanding passes."""
         self.rows.reset()
         self._pending.clear()
         self._stopping.clear()
@@ -158,7 +158,7 @@ class OverlappedRunner:
             self._transfers.reset()
 
     def settle(self, is_wanted: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> None:
-        """Emit what is still computed, as it is done; return early when `is_wanted`: there is a plan to run."""
+        """Emit the results of outstanding passes as they end; return early when `is_wanted`: there is a plan to run."""
         while self._pending:
             tokens = self._pending[0].tokens
             if tokens is None or tokens.is_ready():

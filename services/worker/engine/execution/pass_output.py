@@ -25,7 +25,7 @@ NO_ROWS: RowIndices = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """One token for each of a pass's `sampled_rows`, [rows] int32, and the log probabilities that were asked for.
+    """One token for each of a pass's `sampled_rows`, [rows] int32, and the requested log probabilities.
 
     `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
     rows: their tokens mean nothing, and neither does what was to be stored of them.

@@ -168,7 +168,7 @@ class PiecewiseGraph:
         self._hidden = _unowned(hidden)
 
     def release(self) -> None:
-        """Give up what was captured."""
+        """Drop the captured graphs."""
         self._graphs, self._deferred = [], []
         self._hidden = torch.empty(0, device=self._hidden.device)
 

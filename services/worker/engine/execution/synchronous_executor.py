@@ -44,7 +44,7 @@ class Runner(Protocol):
         """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a pass, but return what the logits of its samples are made of, [samples, hidden]."""
+        """Run a pass, but return the final hidden states of the samples, [samples, hidden]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of hidden states [samples, hidden], as `forward` does, in any float type."""
@@ -57,7 +57,7 @@ class Runner(Protocol):
 
 
 class SynchronousExecutor:
-    """Computes passes with a model runner. Rank 0 samples, and the others learn from it what came out."""
+    """Computes passes with a model runner. Rank 0 samples and broadcasts the tokens."""
 
     def __init__(self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False) -> None:
         """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`."""
@@ -96,7 +96,7 @@ class SynchronousExecutor:
         return PassOutput(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
-        """Return logits of the batch's samples, and log probabilities of prompt tokens; pool what is to be pooled."""
+        """Return logits of the batch's samples and log probabilities of prompt tokens; pool the pooled tokens."""
         if not scored and not batch.pooled_indices.size:
             return self._runner.forward(to_device(batch, self._runner.device)), ()
         samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
@@ -113,7 +113,7 @@ class SynchronousExecutor:
 
 
 def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
-    """Return the batch as tensors on `device`, in two transfers whatever the number of fields."""
+    """Return the batch as tensors on `device`, in two transfers for all fields."""
     # Fields of one type travel packed in one buffer.
     longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
     ints = (batch.query_starts, batch.key_lengths, batch.page_table)

@@ -1,4 +1,4 @@
-"""Running a plan over the rows: the part of an engine that is the same whatever computes the tokens."""
+"""The synchronous runner: each pass is computed and sampled before the next one is prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that torch computes: which runner and executor serve each kind, and what surrounds a plan."""
+"""Models that torch computes: the runner and executor of each kind, and the context of a plan."""
 
 from __future__ import annotations
 

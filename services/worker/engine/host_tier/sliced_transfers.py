@@ -64,12 +64,12 @@ class SlicedTransfers:
         return acks or tuple(self._work(self._backups, IDLE_BUDGET_S))
 
     def reset(self) -> None:
-        """Forget what is not done."""
+        """Drop the open transfers."""
         self._loads.clear()
         self._backups.clear()
 
     def close(self) -> None:
-        """Forget what is not done; the pools are their owner's."""
+        """Drop the open transfers; the pools belong to their owner."""
         self.reset()
 
     def _work(self, queue: deque[_Progress], budget_s: float) -> list[TransferAck]:

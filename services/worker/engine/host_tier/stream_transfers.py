@@ -94,13 +94,13 @@ class StreamTransfers:
             time.sleep(IDLE_INTERVAL_S)
 
     def reset(self) -> None:
-        """Forget what has not begun, and wait for what has."""
+        """Drop the transfers that have not begun, and wait for those that have."""
         self._waiting.clear()
         for lane in self._lanes.values():
             lane.drain()
 
     def close(self) -> None:
-        """Wait for what has begun, and unlock the host's pages."""
+        """Wait for the transfers that have begun, and unlock the host's pages."""
         self.reset()
         self._pinned.close()
 

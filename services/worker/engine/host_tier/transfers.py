@@ -23,7 +23,7 @@ class Transfers(Protocol):
         """Return the acknowledgements of finished transfers while no pass runs; waits a short time for one."""
 
     def reset(self) -> None:
-        """Void what is open: when this returns, no page is touched any more."""
+        """Cancel the open transfers: when this returns, no page is read or written any more."""
 
     def close(self) -> None:
         """Give everything back."""

@@ -25,7 +25,7 @@ class KvLayout(Enum):
     """keys [pages, kv_heads, head_dim, page_size], values [pages, kv_heads, page_size, head_dim]: a vector register
     holds one component of successive keys, so that scores need no sum across lanes."""
     HEAD_MAJOR = "head_major"
-    """keys and values [pages, kv_heads, page_size, head_dim]: what one head reads of a page is contiguous."""
+    """keys and values [pages, kv_heads, page_size, head_dim]: the part of a page that one head reads is contiguous."""
 
 
 @dataclass(frozen=True, slots=True)

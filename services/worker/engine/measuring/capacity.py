@@ -30,7 +30,7 @@ class MemoryMeasure:
 
 
 def longest_context(spec: EngineSpec, config: ModelConfig) -> int:
-    """Return the tokens a row may have: the model's limit, or the smaller one that was asked for."""
+    """Return the tokens a row may have: the model's limit, or a smaller configured one."""
     return min(config.max_context, spec.max_context or config.max_context)
 
 
@@ -77,7 +77,7 @@ def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int
 
 
 def sampler_bytes(max_rows: int, vocabulary_size: int) -> int:
-    """Return bytes of what a GPU's sampler keeps of every row: counts of tokens, adjusted logits, masks, short lists.
+    """Return the bytes of a GPU sampler's tables for all rows: counts of tokens, adjusted logits, masks, short lists.
 
     155 + 155 + 15 + 2 MB at 256 rows and 151,936 tokens.
     """

@@ -74,7 +74,7 @@ def prompts_of(tokens: int, longest: int) -> list[int]:
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:
-    """Return how many bytes `run` took at its peak beyond what was taken before; runs it twice, to warm up.
+    """Return the peak of bytes that `run` allocates; runs it twice, the first time to warm up.
 
     Raises:
         ConfigurationError: memory does not suffice for the largest step.

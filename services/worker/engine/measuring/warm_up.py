@@ -99,7 +99,7 @@ class _Passes:
         self.open_rows = self._next_page = 0
 
     def finish(self) -> None:
-        """Wait for what runs."""
+        """Wait for all launched passes."""
         self._runner.settle(lambda: False)
 
     def _open(self, length: int, sampling: SamplingParams) -> RowOpen:

@@ -20,7 +20,7 @@ class Deferral(Protocol):
     """Receives the attention calls of piecewise CUDA graphs, which run between the graphs."""
 
     def __call__(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
-        """Have `attend` called with these tensors, and with what is to be computed then, whenever the pass runs."""
+        """Call `attend` with these tensors and the pass's batch, every time that the pass runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The shape of a decoder, whatever file it was described in."""
+"""The shape of a decoder, read from a config.json or a GGUF file."""
 
 from __future__ import annotations
 

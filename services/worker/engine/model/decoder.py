@@ -33,5 +33,5 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what lies outside of this object."""
+        """Free resources outside of this object."""
         ...

@@ -51,7 +51,7 @@ def bytes_per_token(shape: AttentionShape, layers: int, dtype: torch.dtype) -> i
 def allocate_pool(
     shape: AttentionShape, layers: int, pages: int, layout: KvLayout, *, dtype: torch.dtype, device: torch.device
 ) -> KvPool:
-    """Allocate a zeroed pool: what was never written must be finite, since masked values get multiplied by zero."""
+    """Allocate a zeroed pool: unwritten values must be finite, since masked values are multiplied by zero."""
     match layout:
         case KvLayout.TOKEN_MAJOR:
             key_page = value_page = (shape.page_size, shape.kv_heads, shape.head_dim)

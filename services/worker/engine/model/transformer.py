@@ -1,4 +1,4 @@
-"""The forward pass of a decoder: what is computed, not how (that is `kernels/`)."""
+"""The forward pass of a decoder; `kernels/` has the implementations of its operations."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Transformer:
     def _finish_layer(
         self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
     ) -> torch.Tensor:
-        """Add what attention and feed-forward of `layer` contribute to the residual stream `hidden`, in place.
+        """Add the outputs of `layer`'s attention and feed-forward to the residual stream `hidden`, in place.
 
         Returns it normalised by `next_norm`.
         """

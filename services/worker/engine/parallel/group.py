@@ -150,7 +150,7 @@ class DistributedGroup:
         return tensor
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
-        """Join column parts on rank 0. Collectives want equal shapes, so narrower parts travel padded."""
+        """Join column parts on rank 0. Collectives need equal shapes, so narrower parts are padded."""
         if self._shared is not None and (joined := self._shared.try_gather_columns(part, spans)) is not None:
             return joined
         widest = max(len(span) for span in spans)
@@ -189,7 +189,7 @@ class DistributedGroup:
 def join_group(
     rank: int, world_size: int, rendezvous: str, device: torch.device, shape: ExchangeShape | None = None
 ) -> RankGroup:
-    """Return the group of `world_size` ranks, once all have joined; `shape` is what they will exchange on GPUs."""
+    """Return the group of `world_size` ranks, once all have joined; `shape` describes the exchanged tensors on GPUs."""
     if world_size == 1:
         return SingleRank()
     return DistributedGroup(rank, world_size, rendezvous, device, shape)

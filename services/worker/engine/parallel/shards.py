@@ -52,7 +52,7 @@ class ModelShard:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what must be added only once, such as biases of summed outputs."""
+        """Whether this rank adds terms that must be added only once, such as biases of summed outputs."""
         return self.rank == 0
 
 

@@ -175,7 +175,7 @@ class SymmetricMemory:
         return memory
 
     def _choose(self, device: torch.device) -> tuple[Method, ...]:
-        """Return the fastest method for each of `SIZES`: the same on all ranks, whose slowest counts."""
+        """Return the fastest method for each of `SIZES`: the same on all ranks, by the slowest rank's times."""
         methods = [method for method in Method if method is not Method.TWO_STAGES or self._has_two_stages]
         times = torch.zeros(len(SIZES), len(methods), device=device)
         for i, size in enumerate(SIZES):

@@ -1,4 +1,4 @@
-"""One forward pass: who takes part, and its ragged input as host arrays."""
+"""One forward pass: its rows and chunks, and its ragged input as host arrays."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class HostBatch:
 
 
 def make_pass(rows: RowTable, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
-    """Return the pass of rows that decode and of prefill chunks; who has jumped computes what it lacks in a chunk."""
+    """Return the pass of decoding rows and chunks; rows that jumped forward compute their new tokens as a chunk."""
     lacking = rows.lengths[decoding] - rows.computed[decoding]
     has_jumped = lacking > 1
     if not has_jumped.any():
@@ -110,7 +110,7 @@ def make_pass(rows: RowTable, decoding: RowIndices, chunks: Chunks) -> ForwardPa
 
 
 def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
-    """Collect what the model needs from the rows; no loop over rows."""
+    """Return the model's input for a pass, without a loop over rows."""
     if forward.chunks.rows.size == 0:
         return _gather_decode(rows, forward.decode_rows)
     return _gather_mixed(rows, forward)
@@ -119,7 +119,7 @@ def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
 def _with_window(
     batch: HostBatch, rows: RowTable, taking_part: RowIndices, token_rows: RowIndices, positions: IntArray
 ) -> HostBatch:
-    """Add where the layers with a window find and store what they see, if they have a pool of their own."""
+    """Add page table and write slots of the sliding-window KV pool, if there is one."""
     if rows.window_table is None:
         return batch
     return replace(

@@ -81,7 +81,7 @@ def with_scored(batch: HostBatch, scored: Sequence[Scored]) -> HostBatch:
 
 
 def partial_results(step_id: StepId, substep: int, spans: RowSpans) -> Iterator[StepResult]:
-    """Yield results that bring what a pass scored, each of bounded size, before the pass's own."""
+    """Yield partial results with a pass's prompt log probabilities, each of bounded size, to precede its own result."""
     for bundle in _bundles((row, part) for row, span in spans for part in span.parts()):
         yield StepResult(step_id, substep, last=False, prompt_logprobs=bundle, partial=True)
 

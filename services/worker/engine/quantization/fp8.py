@@ -69,7 +69,7 @@ def quantise(weight: torch.Tensor) -> Fp8Matrix:
 
 
 def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [tokens, width] in FP8, rounded to nearest even, and what each is to be multiplied with.
+    """Return rows [tokens, width] in FP8, rounded to nearest even, and their scales.
 
     Returns:
         [tokens, width] float8_e4m3fn and [tokens, 1] float32.

@@ -31,7 +31,7 @@ def holds_fp8(spec: EngineSpec, config: ModelConfig) -> bool:
 
 
 def quantises(spec: EngineSpec, config: ModelConfig) -> bool:
-    """Return whether matrices are quantised while they are read; what is stored in FP8 already is taken as it is."""
+    """Return whether matrices are quantised while they are read; matrices stored in FP8 are used unchanged."""
     return holds_fp8(spec, config) and (config.stored_scales is None or spec.load_format == "dummy")
 
 

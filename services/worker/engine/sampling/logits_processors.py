@@ -88,7 +88,7 @@ def mask_grammars(
     masks: RowMasks,
     endings: PostponedStops,
 ) -> None:
-    """Keep of `logits[samples]`, which belong to rows `slots`, what their grammars allow, in place."""
+    """Mask `logits[samples]`, which belong to rows `slots`, by the rows' grammars, in place."""
     allowed = masks.masks(slots, rows)
     endings.mask(allowed, slots, rows)
     apply_masks(logits, samples, allowed)

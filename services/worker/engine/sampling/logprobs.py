@@ -94,7 +94,7 @@ def score(
 
 
 def _score_slice(logits: torch.Tensor, targets: np.ndarray, run: Scored) -> tuple[np.ndarray, ...]:
-    """Return log probabilities, ranks, top ids, their log probabilities, and those of the ids asked for."""
+    """Return log probabilities, ranks, top ids, their log probabilities, and those of the requested ids."""
     normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
     own = logits.gather(1, torch.from_numpy(targets.astype(np.int64)).to(logits.device)[:, None])
     ranks = (logits > own).sum(dim=-1) + 1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One token for each row of logits, [rows] int64 on the logits' device, and the log probabilities asked for."""
+    """One token for each row of logits, [rows] int64 on the logits' device, and the requested log probabilities."""
 
     token_ids: torch.Tensor
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
@@ -100,7 +100,7 @@ def _draw(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sampli
 
 
 def _filtered(probabilities: torch.Tensor, slots: RowIndices, table: SamplingTable) -> torch.Tensor:
-    """Return `probabilities` with 0 in place of what the rows' filters drop."""
+    """Return `probabilities` with 0 for tokens that the rows' filters drop."""
     thresholds = _tensor(table.min_p[slots], probabilities) * probabilities.amax(dim=-1)
     ordering = table.rows_that_need(Needs.ORDER, slots)
     if ordering.size:

@@ -157,7 +157,7 @@ class TokenConstraints:
         self._banned[opened.row] = sampling.banned_sequences
 
     def apply(self, logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable) -> None:
-        """Make what rows `slots` rule out all but impossible in `logits[samples]`, in place.
+        """Set the logits of tokens that rows `slots` may not sample to BANNED_LOGIT in `logits[samples]`, in place.
 
         Only what a row has generated counts as the beginning of a banned sequence.
         """
@@ -215,7 +215,7 @@ class PostponedStops:
             self._rows[opened.row] = _Row(np.concatenate([early, always]), until, always)
 
     def mask(self, masks: NDArray[np.int32], slots: RowIndices, rows: RowTable) -> None:
-        """Take ends out of what rows `slots` may sample, in place, where that leaves anything.
+        """Clear the bits of postponed stop ids in rows' masks, in place, unless that would clear all bits of a row.
 
         Args:
             masks: [slots, words] int32, as `RowMasks.masks` returns them.

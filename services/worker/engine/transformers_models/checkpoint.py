@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransformersCheckpoint:
-    """Where the model is, and what its config.json says of it."""
+    """The location of a model and its config.json."""
 
     directory: Path
     config: ModelConfig
@@ -37,7 +37,7 @@ class TransformersCheckpoint:
         return self.digest.hexdigest()
 
     def load(self, dtype: torch.dtype, attention: str) -> Any:  # a PreTrainedModel
-        """Return the model on the CPU, its attention being what is registered as `attention`.
+        """Return the model on the CPU, with the attention function that is registered as `attention`.
 
         Raises:
             ConfigurationError: `transformers` cannot load it.

@@ -1,4 +1,4 @@
-"""Layer operations by the compiled operators: CPUs only, activations in float32 whatever the type of the weights.
+"""Layer operations by the compiled operators: CPUs only, activations in float32 for all types of weights.
 
 Products with bfloat16 weights round their inputs to bfloat16 where the processor has an instruction for such pairs.
 """

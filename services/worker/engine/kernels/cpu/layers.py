@@ -1,4 +1,4 @@
-"""Decoder layers in a single call of the compiled operators, which gives what the operators give one by one."""
+"""Decoder layers in a single call of the compiled operators, with the same bits as operator by operator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FusedLayers:
         next_norm: torch.Tensor,
         epsilon: float,
     ) -> None:
-        """Join `layers`, which `can_fuse` accepted; `next_norm` [hidden] normalises what comes of the last one."""
+        """Join `layers`, which `can_fuse` accepted; `next_norm` [hidden] normalises the output of the last one."""
         self._kept = (layers, attention, next_norm)  # their memory is what the arguments point at
         self._arguments = (LayerArguments * len(layers))(*map(_layer_arguments, layers, attention))
         self._first = attention[0]

@@ -25,6 +25,6 @@ def launch_options(tokens: int) -> dict[str, bool]:
 
 @triton.jit
 def follow():
-    """Wait until what the program before wrote can be read, and let the next one start."""
+    """Wait until the writes of the program before are visible, then let the next one start."""
     gdc_wait()
     gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Programs over the rows' state on the device; see `resident_rows.py` for what its columns are."""
+"""Programs over the rows' state on the device; `execution/device_batch.py` describes its columns."""
 
 from __future__ import annotations
 

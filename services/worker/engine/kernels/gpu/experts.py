@@ -122,7 +122,7 @@ class _Stack:
         return cls(torch.empty(shape, dtype=FP8 if scaled else dtype, device=device), scales)
 
     def put(self, expert: int, rows: slice, matrix: torch.Tensor | Fp8Matrix) -> None:
-        """Copy a matrix, or what is to lie above or below another one, to its place."""
+        """Copy a matrix, or one half of a stacked one, to its place."""
         if isinstance(matrix, Fp8Matrix):
             assert self.scales is not None, "experts are held alike"
             self.values[expert, rows].copy_(matrix.values)

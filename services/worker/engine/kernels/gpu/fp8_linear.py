@@ -55,7 +55,7 @@ def _quantise_rows(
 
 
 def quantise_rows(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [tokens, width] in FP8 and what each is to be multiplied with, [tokens, 1] float32.
+    """Return rows [tokens, width] in FP8 and their scales, [tokens, 1] float32.
 
     Nothing waits for the device.
     """

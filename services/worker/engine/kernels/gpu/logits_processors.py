@@ -1,7 +1,7 @@
 """Logits processors on the device, equal to those of `engine/sampling/logits_processors.py`.
 
-What a row asks for is a line in tables on the device: how often each token occurs in it, and one bit per token for
-what it may sample. A pass in which any row asks for anything is adjusted as a whole, into float32.
+A row's parameters are a line in tables on the device: how often each token occurs in it, and one bit per token for
+masks. A pass in which any row needs a processor is copied to float32 as a whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log probabilities of what was sampled, as `engine/sampling/logprobs.py` defines them, without asking the host."""
+"""Log probabilities of sampled tokens on the device, equal to those of `engine/sampling/logprobs.py`."""
 
 from __future__ import annotations
 

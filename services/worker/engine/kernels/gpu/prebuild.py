@@ -1,4 +1,4 @@
-"""Compiles what GPUs would have to wait for, where there is none: `python -m …kernels.gpu.prebuild DIRECTORY`.
+"""Compiles GPU kernels ahead of time, on a machine without a GPU: `python -m …kernels.gpu.prebuild DIRECTORY`.
 
 FlashInfer compiles its kernels with nvcc when they are first used, which takes minutes; Triton compiles one C file with
 the host's compiler. With both done ahead, an image needs neither compiler. FLASHINFER_CUDA_ARCH_LIST says for which
@@ -48,7 +48,7 @@ def main() -> None:
 def attention_specs(
     architectures: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype], windows: Sequence[bool]
 ) -> Iterable[JitSpec]:
-    """Yield the kernels that `FlashInferChunkAttention` asks for: FlashAttention-3 on Hopper, 2 elsewhere."""
+    """Yield the kernels that `FlashInferChunkAttention` uses: FlashAttention-3 on Hopper, 2 elsewhere."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}

@@ -65,7 +65,7 @@ class TorchGatedLinear:
     """Gate and up projection as one product."""
 
     def __init__(self, both: Linear, activation: Activation) -> None:
-        """Split what `both` returns into gate and up half."""
+        """Split the output of `both` into gate and up half."""
         self._both = both
         self._activation = activation
 
@@ -129,7 +129,7 @@ def activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalise over the last dimension, in float32 whatever the type (Zhang and Sennrich 2019).
+    """Normalise over the last dimension, in float32 for all types (Zhang and Sennrich 2019).
 
     What is multiplied with the weights has their type: Llama's are as narrow as the inputs, Gemma's are wide.
     """

@@ -12,7 +12,7 @@ from common.errors import InvalidRequestError
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from protos.gen.pando.v1 import worker_pb2
 from services.scheduler import convert as scheduler
-from services.worker import convert as worker
+from services.worker import wire as worker
 from tests.services.worker.strategies import capacities, plans, results, specs
 
 

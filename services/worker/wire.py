@@ -39,7 +39,7 @@ _DIRECTIONS = {
 
 
 def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
-    """Decode what this rank is configured with.
+    """Decode a configuration of this rank.
 
     Raises:
         InvalidRequestError: a field that has no default is missing, or the rank is outside the group.
@@ -73,7 +73,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
 
 
 def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
-    """Encode what this rank can hold."""
+    """Encode the capacity of this rank."""
     return worker_pb2.WorkerCapacity(
         device_pages=capacity.device_pages,
         page_size_tokens=capacity.page_size,
@@ -133,7 +133,7 @@ def _grants_from_wire(message: worker_pb2.PageGrants) -> PageGrants:
 
 
 def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
-    """Encode what one forward pass brought."""
+    """Encode the result of one forward pass."""
     message = worker_pb2.StepResult(
         step_id=result.step_id,
         substep=result.substep,
