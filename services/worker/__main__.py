@@ -14,14 +14,14 @@ from common.runtime import run_service
 from common.settings import Settings, WorkerSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.engine import ModelEngine
-from services.worker.engine.fake_engine import LOAD_FORMAT as FAKE_FORMAT
-from services.worker.engine.fake_engine import FakeModel, FakeOptions
+from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
+from services.worker.engine.execution.fake_model import FakeModel, FakeOptions
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
-from services.worker.executor import Executor
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.grammars.desk import GrammarDesk
 from services.worker.profiles import ProfileRules
+from services.worker.rank import Rank
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
 from services.worker.storage.factory import make_storage
@@ -53,15 +53,13 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     grammars = GrammarDesk(library, GrammarChecker(settings.worker.grammar_timeout_s))
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
-    executor = Executor(
-        engine, profile_rules=profile_rules(settings.worker), keep_warm_s=settings.worker.keep_warm_ms / 1000
-    )
+    rank = Rank(engine, profile_rules=profile_rules(settings.worker), keep_warm_s=settings.worker.keep_warm_ms / 1000)
     server = RpcServer(NAME, settings.worker.address, security)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, grammars))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars))
     await server.start()
     await server.set_serving(True)
     get_logger("worker").info("worker.listening", address=settings.worker.address)
-    ends = [asyncio.create_task(event.wait()) for event in (stopping, executor.needs_new_process)]
+    ends = [asyncio.create_task(event.wait()) for event in (stopping, rank.needs_new_process)]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -70,11 +68,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         # Short, because Execute streams never end by themselves.
         await server.stop(grace_s=0.5)
         await grammars.close()
-        if executor.needs_new_process.is_set():
+        if rank.needs_new_process.is_set():
             get_logger("worker").warning("worker.starts_anew", status=RESTART_STATUS)
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
             os._exit(RESTART_STATUS)
-        has_ended = await executor.stop()
+        has_ended = await rank.stop()
         if tier is not None:
             has_ended = await tier.close() and has_ended
         if not has_ended:

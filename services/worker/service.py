@@ -10,16 +10,16 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.executor import NotReadyError, SupersededError
 from services.worker.profiles import ProfileRefusedError
+from services.worker.rank import NotReadyError, SupersededError
 from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.steps import EngineCapacity
-    from services.worker.executor import Executor
     from services.worker.grammars.desk import GrammarDesk
+    from services.worker.rank import Rank
     from services.worker.session import Session
 
     Context = grpc.aio.ServicerContext[object, object]
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves `pando.v1.Worker`; see the comments in the contract."""
 
-    def __init__(self, executor: Executor, grammars: GrammarDesk) -> None:
-        """Serve `executor`, and `grammars` ahead of the rows that need them."""
-        self._executor = executor
+    def __init__(self, rank: Rank, grammars: GrammarDesk) -> None:
+        """Serve `rank`, and `grammars` ahead of the rows that need them."""
+        self._rank = rank
         self._grammars = grammars
 
     async def Configure(  # noqa: N802  (the contract's name)
@@ -43,7 +43,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def report(fraction: float, stage: str) -> None:
             updates.put_nowait(worker_pb2.ConfigureResponse(progress=fraction, stage=stage))
 
-        configuring = asyncio.create_task(self._executor.configure(spec, report))
+        configuring = asyncio.create_task(self._rank.configure(spec, report))
         configuring.add_done_callback(lambda _: updates.put_nowait(None))
         try:
             while (update := await updates.get()) is not None:
@@ -68,7 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.StepResult]:
         """Run plans in their order and report every forward pass."""
         try:
-            session = self._executor.open_session()
+            session = self._rank.open_session()
         except NotReadyError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         reading = asyncio.create_task(_read(request_iterator, session))
@@ -79,7 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         finally:
             reading.cancel()
-            self._executor.close_session(session)
+            self._rank.close_session(session)
 
     async def PrepareGrammar(  # noqa: N802
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
@@ -93,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
         """Say what this rank holds now."""
-        snapshot = self._executor.snapshot()
+        snapshot = self._rank.snapshot()
         spec, capacity = snapshot.spec, snapshot.capacity
         return worker_pb2.GetWorkerStateResponse(
             state=snapshot.state.value,
@@ -112,9 +112,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Begin to record what this rank computes."""
         if request.max_seconds < 0:
             raise InvalidRequestError("max_seconds must not be negative", param="max_seconds")
-        spec = self._executor.snapshot().spec
+        spec = self._rank.snapshot().spec
         try:
-            profile = await self._executor.profiles.start(f"rank{spec.rank if spec else 0}", request.max_seconds)
+            profile = await self._rank.profiles.start(f"rank{spec.rank if spec else 0}", request.max_seconds)
         except ProfileRefusedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.StartProfileResponse(path=str(profile.path), max_seconds=profile.max_seconds)
@@ -124,7 +124,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.StopProfileResponse:
         """End the recording and write it."""
         try:
-            profile = await self._executor.profiles.stop()
+            profile = await self._rank.profiles.stop()
         except ProfileRefusedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.StopProfileResponse(path=str(profile.path), passes=profile.passes, bytes=profile.bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.worker.engine.fake_engine import fake_engine
+from services.worker.engine.execution.fake_model import fake_engine
 
 if TYPE_CHECKING:
     import threading

@@ -11,9 +11,9 @@ from common.rpc.server import RpcServer
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.__main__ import NAME
 from services.worker.engine.grammars.library import GrammarLibrary
-from services.worker.executor import Executor
 from services.worker.grammars.checker import GrammarChecker
 from services.worker.grammars.desk import GrammarDesk
+from services.worker.rank import Rank
 from services.worker.service import WorkerService
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
             keep_warm_s: float = 0.0,
             ends: asyncio.Event | None = None,
         ) -> worker_pb2_grpc.WorkerAsyncStub:
-            executor = Executor(engine, stuck_after_s, profile_rules, keep_warm_s)
-            executor.needs_new_process = ends or executor.needs_new_process
+            rank = Rank(engine, stuck_after_s, profile_rules, keep_warm_s)
+            rank.needs_new_process = ends or rank.needs_new_process
             desk = GrammarDesk(GrammarLibrary(), GrammarChecker(deadline_s=10.0))
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
-            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, desk))
+            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk))
             await server.start()
             channel = open_channel(server.address)
-            stack.push_async_callback(executor.stop)
+            stack.push_async_callback(rank.stop)
             stack.push_async_callback(desk.close)
             stack.push_async_callback(server.stop, 0.1)
             stack.push_async_callback(channel.close)

@@ -14,8 +14,8 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import ErrorCode, RowSlot, StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.worker.engine.execution.fake_model import FakeOptions, fake_engine
 from services.worker.engine.execution.interface import OutOfMemoryError
-from services.worker.engine.fake_engine import FakeOptions, fake_engine
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 

@@ -7,7 +7,7 @@ from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import StepId
 from services.worker.__main__ import make_engine
 from services.worker.engine.execution.engine import ModelEngine
-from services.worker.engine.fake_engine import FakeModel, FakeOptions
+from services.worker.engine.execution.fake_model import FakeModel, FakeOptions
 from services.worker.engine.grammars.library import GrammarLibrary
 from tests.fakes.model_runner import CheckingRunner
 

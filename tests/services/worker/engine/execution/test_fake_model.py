@@ -12,8 +12,8 @@ from common.prompt_logprobs import PromptLogprobs
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import Pooling, SamplingParams, StepId
+from services.worker.engine.execution.fake_model import DEFAULT_CONTEXT, FIRST_WORD, FakeOptions, fake_engine
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.engine.fake_engine import DEFAULT_CONTEXT, FIRST_WORD, FakeOptions, fake_engine
 from tests.services.worker.engine.scenario import chunk, ids, open_row, tokens_by_row
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def test_a_full_house_of_rows_runs_in_few_passes() -> None:
 
 
 def test_nothing_of_torch_is_imported() -> None:
-    code = "import sys, services.worker.__main__, services.worker.engine.fake_engine; print('torch' in sys.modules)"
+    code = "import sys, services.worker.__main__; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 

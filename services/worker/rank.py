@@ -68,7 +68,7 @@ class _Loading:
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Executor:
+class Rank:
     """Owns the engine and its thread. Methods belong to the event loop unless they say otherwise."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Executor:
         self._loading: _Loading | None = None
         self._session: Session | None = None
         self._finished_passes = 0
-        self._log = get_logger("executor")
+        self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
 
