@@ -21,7 +21,7 @@ class DummyCheckpoint:
     """Random weights by seed, tensor name and element: the same whichever parts a rank reads.
 
     A block of `_PERIOD` normal values is repeated, which keeps reading 8 billion of them a matter of seconds. It is the
-    same for all tensors, which begin at different places of it: a mixture has ten thousands of them.
+    same for all tensors, which begin at different places of it: an MoE model has ten thousands of them.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:

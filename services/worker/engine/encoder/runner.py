@@ -82,7 +82,6 @@ class EncoderRunner:
         return cls(Encoder(weights, config), capacity, device)
 
     def close(self) -> None:
-        """Drop the weights."""
         del self.encoder
 
 
@@ -90,12 +89,10 @@ class EncoderExecutor:
     """Computes passes with an encoder; see `PassExecutor`."""
 
     def __init__(self, runner: EncoderRunner) -> None:
-        """Use `runner`."""
         self._runner = runner
         self._pooler = Pooler()
 
     def open(self, opened: RowOpen) -> None:
-        """Store a row's parameters."""
         self._pooler.open(opened)
 
     def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:

@@ -1,4 +1,4 @@
-"""Decode passes of fixed sizes over resident rows, captured as CUDA graphs: one launch instead of hundreds."""
+"""CUDA graphs of decode passes at capture sizes: one launch instead of hundreds."""
 
 from __future__ import annotations
 

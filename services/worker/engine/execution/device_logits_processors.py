@@ -100,9 +100,9 @@ class DeviceLogitsProcessors:
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         """Return the processed logits of rows `slots`, [rows, vocabulary] float32, valid until the next call."""
-        adjusted = self._processed[: logits.shape[0]]
-        process_logits(logits, slots, cells, self._tables, adjusted)
-        return adjusted
+        processed = self._processed[: logits.shape[0]]
+        process_logits(logits, slots, cells, self._tables, processed)
+        return processed
 
     def count(self, slots: torch.Tensor, token_ids: torch.Tensor, cells: torch.Tensor) -> None:
         """Count the tokens that rows `slots` have sampled."""

@@ -1,4 +1,4 @@
-"""Choosing tokens of resident rows on the device, in one of a few ways that can be captured."""
+"""Sampling for the device batch, in one of a few modes, each of which can be captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ class DeviceSampler:
 
     @property
     def chooses(self) -> bool:
-        """Whether this rank samples."""
         return self._processors is not None
 
     def open(self, opened: RowOpen) -> None:

@@ -132,7 +132,6 @@ class FakeExecutor:
         self._scoring = ScoringTable()
 
     def open(self, opened: RowOpen) -> None:
-        """Keep a row's seed."""
         self._seeds[opened.row] = opened.sampling.seed
         self._scoring.open(opened)
 
@@ -175,7 +174,6 @@ class FakeTransfers:
             self._open[transfer.transfer_id] = transfer, self._passes
 
     def poll(self) -> tuple[TransferAck, ...]:
-        """Let a pass go by."""
         self._open = {key: (transfer, passes - 1) for key, (transfer, passes) in self._open.items()}
         done = [transfer for transfer, passes in self._open.values() if passes <= 0]
         for transfer in done:
@@ -183,7 +181,6 @@ class FakeTransfers:
         return tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in done)
 
     def wait(self) -> tuple[TransferAck, ...]:
-        """Let a pass go by."""
         return self.poll()
 
     def reset(self) -> None:
@@ -198,21 +195,17 @@ class FakeHostPages:
     """Host pages of which nothing but storage takes notice; see `HostPages`."""
 
     def __init__(self, pages: int, page_bytes: int) -> None:
-        """Start with zeros."""
         self._bytes = np.zeros((pages, page_bytes), np.uint8)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return int(self._bytes.shape[1])
 
     def read_page(self, page: int) -> bytes:
-        """Return a copy of a page."""
         content: bytes = self._bytes[page].tobytes()
         return content
 
     def write_page(self, page: int, content: memoryview) -> None:
-        """Overwrite a page."""
         self._bytes[page] = content
 
 

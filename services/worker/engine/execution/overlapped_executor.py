@@ -1,4 +1,4 @@
-"""Computes passes on a GPU over resident rows, without waiting for any of them."""
+"""The overlapped executor: launches passes over the device batch without waiting for them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ class LaunchedOutput:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def wait(self) -> PassOutput:
-        """Return them."""
         if self.event is not None:
             self.event.synchronize()
         embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
@@ -87,7 +86,7 @@ class _Part:
 
 
 class OverlappedExecutor:
-    """Decoding rows run from captured graphs, short chunks from pieces, and long ones are launched kernel by kernel."""
+    """Decode passes replay CUDA graphs, passes with few prompt tokens piecewise ones; others run kernel by kernel."""
 
     def __init__(self, runner: OverlappedModel, spec: EngineSpec) -> None:
         """Use `runner`, with rows as `spec` says."""

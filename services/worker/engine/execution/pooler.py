@@ -25,7 +25,6 @@ class Pooler:
     """
 
     def __init__(self) -> None:
-        """Start without rows."""
         self._sums: dict[int, torch.Tensor] = {}
 
     def open(self, opened: RowOpen) -> None:

@@ -1,4 +1,4 @@
-"""Runs one forward pass after the other and samples: the plain stepper, on any device, without CUDA graphs."""
+"""The synchronous executor: runs one forward pass after the other and samples, on any device, without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ class SynchronousExecutor:
         self._is_shared = is_shared
 
     def open(self, opened: RowOpen) -> None:
-        """Store a row's parameters."""
         self._table.open(opened)
         self._scoring.open(opened)
         self._pooler.open(opened)

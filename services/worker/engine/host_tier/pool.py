@@ -43,11 +43,9 @@ class HostPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return int(self._bytes.shape[1])
 
     def read_page(self, page: int) -> bytes:
-        """Return a copy of a page's bytes."""
         content: bytes = self._bytes[page].tobytes()
         return content
 

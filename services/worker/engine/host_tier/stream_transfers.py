@@ -212,17 +212,14 @@ class TorchPageMover:
     """Moves layer by layer: right everywhere, a launch for each layer's keys and one for its values."""
 
     def __init__(self, pool: KvPool) -> None:
-        """Move pages of `pool`."""
         self._pool = pool
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        """Collect pages."""
         for index, layer in enumerate(self._pool.layers):
             for half, tensor in enumerate((layer.keys, layer.values)):
                 staging[: len(pages), index, half] = tensor.view(self._pool.pages, -1).index_select(0, pages)
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        """Distribute pages."""
         for index, layer in enumerate(self._pool.layers):
             for half, tensor in enumerate((layer.keys, layer.values)):
                 tensor.view(self._pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])

@@ -31,12 +31,12 @@ class ExpertLoop:
         ]
         assert len(self._experts) == count, "there are as many matrices as experts"
 
-    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum; on a GPU it waits for `expert_ids`."""
         outputs = torch.zeros_like(inputs)
         chosen = expert_ids.shape[1]
         expert_of, order = expert_ids.flatten().sort(stable=True)
-        tokens, weights = order // chosen, shares.flatten()[order, None]
+        tokens, weights = order // chosen, routing_weights.flatten()[order, None]
         counts = torch.bincount(expert_of, minlength=len(self._experts)).tolist()
         start = 0
         for (gate_up, down), count in zip(self._experts, counts, strict=True):
@@ -71,5 +71,4 @@ class WidenedLinear:
         return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         sums += self(inputs)

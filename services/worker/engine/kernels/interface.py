@@ -99,7 +99,7 @@ class GatedLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """One expert of a mixture: gate and up [intermediate, hidden], down [hidden, intermediate]."""
+    """One expert: gate and up [intermediate, hidden], down [hidden, intermediate]."""
 
     gate: torch.Tensor | Fp8Matrix
     up: torch.Tensor | Fp8Matrix
@@ -109,13 +109,13 @@ class ExpertMatrices:
 class Experts(Protocol):
     """Gated feed-forward layers of which each token passes through some."""
 
-    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the chosen experts' outputs, weighted by their shares, [tokens, hidden].
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the chosen experts' outputs, weighted by the routing weights, [tokens, hidden].
 
         Args:
             inputs: [tokens, hidden].
             expert_ids: [tokens, chosen] int64, all different within a token.
-            shares: [tokens, chosen], of the inputs' type.
+            routing_weights: [tokens, chosen], of the inputs' type.
         """
         ...
 

@@ -77,7 +77,7 @@ def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int
 
 
 def sampler_bytes(max_rows: int, vocabulary_size: int) -> int:
-    """Return the bytes of a GPU sampler's tables for all rows: counts of tokens, adjusted logits, masks, short lists.
+    """Return the bytes of a GPU sampler's tables for all rows: counts of tokens, processed logits, masks, short lists.
 
     155 + 155 + 15 + 2 MB at 256 rows and 151,936 tokens.
     """

@@ -16,7 +16,6 @@ class TorchRecorder:
     """See `services.worker.profiles.Recorder`."""
 
     def __init__(self) -> None:
-        """Prepare."""
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -24,11 +23,9 @@ class TorchRecorder:
         self._profile = profile(activities=activities)
 
     def start(self) -> None:
-        """Begin."""
         self._profile.start()
 
     def stop(self) -> None:
-        """End."""
         self._profile.stop()
 
     def write(self, path: Path) -> None:

@@ -50,7 +50,7 @@ class Assembler:
         report(1 / units)
         layers = []
         for i in range(config.layers):
-            layers.append(self._layer(f"model.layers.{i}", config.mixture_of(i)))
+            layers.append(self._layer(f"model.layers.{i}", config.moe_of(i)))
             report((i + 2) / units)
         return TransformerWeights(
             # A copy: the checkpoint may have returned a view of the whole file.

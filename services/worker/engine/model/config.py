@@ -119,6 +119,6 @@ class ModelConfig:
         """Return the rotary embedding of `layer`."""
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
 
-    def mixture_of(self, layer: int) -> MoeConfig | None:
+    def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of `layer`; None: it has an ordinary feed-forward layer."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe

@@ -1,4 +1,4 @@
-"""The second half of a layer: one feed-forward network, or a mixture of many."""
+"""The second half of a layer: a dense feed-forward network, or a mixture of experts (MoE)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ class DenseFeedForward:
         self.down = down
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         return self.down(self.gate_up(inputs), outputs)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         self.down.add_to(self.gate_up(inputs), sums)
 
 
@@ -55,10 +53,10 @@ class MoeFeedForward:
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs."""
         logits = self._router(inputs)
-        shares, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._moe.experts_per_token)
+        routing_weights, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._moe.experts_per_token)
         if self._moe.normalizes_routing_weights:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        weighted = self._experts(inputs, expert_ids, shares.to(logits.dtype))
+            routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
+        weighted = self._experts(inputs, expert_ids, routing_weights.to(logits.dtype))
         return weighted if outputs is None else outputs.copy_(weighted)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:

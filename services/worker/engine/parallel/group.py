@@ -45,7 +45,7 @@ class RankGroup(Protocol):
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Join parts [rows, len(spans[rank])] to [rows, all] on rank 0; other ranks get [0, all].
 
-        What a captured pass gets is overwritten by the next call.
+        The result that a captured pass reads is overwritten by the next call.
         """
         ...
 

@@ -49,12 +49,10 @@ class ForwardPass:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
         return self.decode_rows.size == 0 and self.chunks.rows.size == 0
 
     @property
     def tokens(self) -> int:
-        """How many tokens are computed."""
         return int(self.decode_rows.size + self.chunks.lengths.sum())
 
     @property

@@ -129,7 +129,6 @@ class RowTable:
 
     @property
     def open_count(self) -> int:
-        """How many slots are taken."""
         return int(np.count_nonzero(self.phase))
 
     def decoding(self) -> RowIndices:
@@ -137,7 +136,6 @@ class RowTable:
         return np.flatnonzero(self.phase == Phase.DECODE)
 
     def reset(self) -> None:
-        """Free all slots."""
         self.phase[:] = Phase.FREE
         self.jump_limits[:] = 0
 
@@ -159,7 +157,6 @@ class RowTable:
         self.append_pages(row, opened.pages, opened.window_pages)
 
     def close(self, row: RowSlot) -> None:
-        """Free a slot."""
         self.phase[row] = Phase.FREE
 
     def append_pages(self, row: RowSlot, pages: NDArray[np.int32], window_pages: NDArray[np.int32]) -> None:
@@ -199,7 +196,6 @@ class RowTable:
             self.window_table[row, end - window_pages.size : end] = window_pages
 
     def advance_prefill(self, rows: RowIndices, lengths: NDArray[np.int64]) -> None:
-        """Count chunks as computed."""
         self.computed[rows] += lengths
 
     def finish_pooled(self, rows: RowIndices) -> tuple[RowStop, ...]:

@@ -41,7 +41,6 @@ class ScoringTable:
     """The rows whose prompts are scored."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._wanted: dict[int, PromptLogprobs] = {}
 
     def open(self, opened: RowOpen) -> None:

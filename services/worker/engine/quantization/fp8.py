@@ -35,7 +35,6 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Outputs and inputs."""
         return self.values.shape
 
     def columns(self, part: slice) -> Fp8Matrix:

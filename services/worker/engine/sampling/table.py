@@ -48,7 +48,7 @@ class SamplingTable:
     """One entry per slot in each array; those of free slots mean nothing."""
 
     def __init__(self, max_rows: int, vocabulary_size: int, grammars: RowMasks | None = None) -> None:
-        """Make room for `max_rows` rows. Without `grammars` those of rows are not heeded."""
+        """Make room for `max_rows` rows. Without `grammars` rows' grammars are ignored."""
         self.vocabulary_size = vocabulary_size
         self.grammars = grammars
         self.needs = np.zeros(max_rows, np.uint16)
@@ -72,7 +72,6 @@ class SamplingTable:
         self.endings = PostponedStops(vocabulary_size)
 
     def open(self, opened: RowOpen) -> None:
-        """Store a row's parameters."""
         row, sampling = opened.row, opened.sampling
         self.seeds[row] = sampling.seed
         self.temperature[row] = sampling.temperature
@@ -144,7 +143,6 @@ class TokenConstraints:
     """Allowed token ids and banned sequences of the rows that have any."""
 
     def __init__(self) -> None:
-        """Begin with no such row."""
         self._allowed: dict[int, torch.Tensor] = {}
         self._banned: dict[int, tuple[tuple[int, ...], ...]] = {}
 
@@ -188,7 +186,7 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Ids that are put off while the row has fewer than `until` tokens, and those always put off."""
+    """Ids postponed while the row has fewer than `until` tokens, and ids always postponed."""
 
     early: NDArray[np.int64]
     until: int
@@ -199,7 +197,6 @@ class PostponedStops:
     """Stop ids that rows with grammars postpone while the grammar allows anything else."""
 
     def __init__(self, vocabulary_size: int) -> None:
-        """Begin with no such row."""
         self._vocabulary_size = vocabulary_size
         self._rows: dict[int, _Row] = {}
 

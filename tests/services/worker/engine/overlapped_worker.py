@@ -50,7 +50,7 @@ class Arriving:
 
 
 @dataclass
-class LateStepper:
+class LateExecutor:
     """Knows its rows' last tokens at once, as a device does, and tells them later."""
 
     runner: CheckingRunner
@@ -81,7 +81,7 @@ class LateStepper:
         return Arriving(PassOutput(tokens, embeddings=embeddings), asks=self.launches % 3)
 
 
-class LaggedWorker(SimulatedWorker):
+class OverlappedWorker(SimulatedWorker):
     """Results come when the runner emits them."""
 
     def __init__(
@@ -118,7 +118,7 @@ class LaggedWorker(SimulatedWorker):
         return taken
 
 
-class LaggedHarness(Harness):
+class OverlappedHarness(Harness):
     """A harness around such a worker, which loses nothing but can be lost."""
 
     def __init__(self, make_stepper: Callable[[CheckingRunner], OverlappedPassExecutor], **options: object) -> None:
@@ -129,7 +129,7 @@ class LaggedHarness(Harness):
         self._renew()
 
     def result(self) -> bool:
-        if not self.results and isinstance(self.worker, LaggedWorker):
+        if not self.results and isinstance(self.worker, OverlappedWorker):
             self.results.extend(self.worker.settle())
         return super().result()
 
@@ -146,4 +146,4 @@ class LaggedHarness(Harness):
         )
         executor = self._make_stepper(CheckingRunner(capacity))
         pages, rows = self.config.device_pages, self.config.max_rows
-        self.worker = LaggedWorker(pages, 4, rows, executor, self._window)
+        self.worker = OverlappedWorker(pages, 4, rows, executor, self._window)

@@ -64,7 +64,6 @@ class CpuAttention:
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Do one after the other."""
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
 
     def store_arguments(self, batch: ForwardBatch) -> StoreArguments:

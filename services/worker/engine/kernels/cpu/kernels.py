@@ -41,7 +41,6 @@ class PackedMatrix:
 
     @property
     def address(self) -> int:
-        """Where the weights begin."""
         return self.panels.data_ptr()
 
     @property
@@ -71,14 +70,12 @@ class CpuLinear:
         self._constants = (matrix.address, matrix.element_type, matrix.bias_address)
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         if outputs is None:
             outputs = inputs.new_empty(inputs.shape[0], self.matrix.outputs)
         self._run(inputs, outputs, accumulate=0)
         return outputs
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         self._run(inputs, sums, accumulate=1)
 
     def _run(self, inputs: torch.Tensor, outputs: torch.Tensor, accumulate: int) -> None:
@@ -130,7 +127,6 @@ class CpuKernels:
         self._arena = HostArena()
 
     def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
-        """Lay out one matrix."""
         if isinstance(weight, Fp8Matrix):
             # The narrowest type that holds FP8 values exactly; so do inputs that are rounded to it.
             packed = self._pack(weight.values, None, torch.bfloat16)
@@ -158,7 +154,6 @@ class CpuKernels:
         return ExpertLoop(self, count, matrices, activation)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Normalise over the last dimension."""
         assert inputs.is_contiguous(), "operators take contiguous activations"
         outputs = torch.empty_like(inputs)
         tokens, width = inputs.shape

@@ -89,11 +89,9 @@ class TorchChunkAttention:
     """Row by row over gathered pages: right everywhere, slow with many rows."""
 
     def __init__(self, shape: AttentionShape) -> None:
-        """Serve heads of `shape`."""
         self._shape = shape
 
     def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
-        """Attend; see `ChunkAttention`."""
         starts, lengths = host_lists(batch)
         first = starts[batch.decode_rows]
         for row in range(batch.decode_rows, batch.rows):

@@ -57,6 +57,6 @@ class GpuBackend:
                 "put CUDA's nvcc on the path or into CUDA_HOME, or build an image with them", shape.head_dim
             )  # fmt: skip
             return TorchChunkAttention(shape)
-        from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferChunkAttention
+        from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
 
-        return FlashInferChunkAttention(shape, self._device)
+        return FlashInferPrefill(shape, self._device)

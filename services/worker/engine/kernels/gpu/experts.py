@@ -1,4 +1,4 @@
-"""A mixture of experts as two grouped products, planned on the device: a captured pass takes any routing.
+"""MoE as two grouped products, planned on the device: a captured pass serves any routing.
 
 Pairs of token and expert are sorted by expert and cut into blocks of one expert each. How many blocks there are depends
 on the routing, so as many programs are launched as there can be at most, and those without a block end at once.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _grouped_product(
-    inputs, weight, input_scales, weight_scales, shares, outputs, order, starts, first_blocks, last_block,
+    inputs, weight, input_scales, weight_scales, routing_weights, outputs, order, starts, first_blocks, last_block,
     width, columns, gated_offset, stride_expert, stride_scales,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -79,7 +79,8 @@ def _grouped_product(
         targets = rows.to(tl.int64)
     else:
         results = (
-            sums.to(element).to(tl.float32) * tl.load(shares + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
+            sums.to(element).to(tl.float32)
+            * tl.load(routing_weights + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
         )
         targets = pairs
     mask = inside[:, None] & in_columns[None, :]
@@ -117,7 +118,6 @@ class _Stack:
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, scaled: bool) -> _Stack:
-        """Allocate."""
         scales = torch.empty(shape[:2], device=device) if scaled else None
         return cls(torch.empty(shape, dtype=FP8 if scaled else dtype, device=device), scales)
 
@@ -153,7 +153,7 @@ class GpuExperts:
         self._activation = activation
         self._bounds = torch.arange(count + 1, device=device)
 
-    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum, without waiting for the device."""
         tokens, chosen = expert_ids.shape
         experts, hidden, columns = self._down.values.shape
@@ -176,7 +176,8 @@ class GpuExperts:
             width, wide = weight.values.shape[2], target.shape[1]
             given, scales = (source, source) if weight.scales is None else quantise_rows(source)
             _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
-                given, weight.values, scales, source if weight.scales is None else weight.scales, shares, target, *plan,
+                given, weight.values, scales, source if weight.scales is None else weight.scales, routing_weights, target,
+                *plan,
                 width, wide, wide * width if is_first else 0, weight.values.stride(0), weight.values.shape[1],
                 PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
                 ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=tuning.depth,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _WORKSPACE_BYTES = 128 * 1024**2
 
 
-class FlashInferChunkAttention:
+class FlashInferPrefill:
     """Plans once per batch, on the host, and runs the plan in every layer; see `ChunkAttention`."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
@@ -28,7 +28,6 @@ class FlashInferChunkAttention:
         self._planned: ForwardBatch | None = None
 
     def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
-        """Attend; see `ChunkAttention`."""
         if batch is not self._planned:
             self._plan(batch, queries.dtype, layer.keys.dtype)
             self._planned = batch

@@ -81,7 +81,6 @@ class GpuFp8Linear:
         self._bias = bias
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         if inputs.shape[0] > small_linear.MOST_TOKENS:
             return multiply(inputs, self._matrix, self._bias, outputs)
         if outputs is None:
@@ -90,7 +89,6 @@ class GpuFp8Linear:
         return outputs
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         if inputs.shape[0] <= small_linear.MOST_TOKENS and sums.is_contiguous():
             multiply_few(inputs, self._matrix, self._bias, sums, adds=True)
         else:

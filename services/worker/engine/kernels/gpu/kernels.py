@@ -28,7 +28,6 @@ class GpuLinear:
         self._bias = bias
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         if inputs.shape[0] <= small_linear.MOST_TOKENS:
             return small_linear.product(inputs, self._weight, self._bias, outputs)
         if outputs is None:
@@ -72,7 +71,6 @@ class GpuKernels:
         self._device = device
 
     def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
-        """Lay out one matrix."""
         converted_bias = None if bias is None else self._converted(bias)
         if isinstance(weight, Fp8Matrix):
             return GpuFp8Linear(weight.to(self._device), converted_bias)
@@ -93,11 +91,10 @@ class GpuKernels:
         return GpuGatedLinear(both, bias, activation)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
-        """Lay out the experts of a mixture above each other."""
+        """Stack the experts' matrices."""
         return GpuExperts(count, matrices, activation, self.activation_dtype, self._device)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Normalise over the last dimension."""
         return elementwise.rms_norm(inputs, weight, epsilon)
 
     def add_rms_norm(

@@ -64,7 +64,7 @@ def _has_bit(table, slot, ids, inside, words):
 
 @triton.jit
 def _process(
-    logits, slots, cells, counts, allowed, before_minimum, grammar, adjusted, vocabulary, words, stride_cells,
+    logits, slots, cells, counts, allowed, before_minimum, grammar, processed, vocabulary, words, stride_cells,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
@@ -90,11 +90,11 @@ def _process(
         values = tl.where(_has_bit(before_minimum, slot, ids, inside, words), values, -float("inf"))
     if (needs & _GRAMMAR) != 0:
         values = tl.where(_has_bit(grammar, slot, ids, inside, words), values, -float("inf"))
-    tl.store(adjusted + index * vocabulary + ids, values, mask=inside)
+    tl.store(processed + index * vocabulary + ids, values, mask=inside)
 
 
 @triton.jit
-def _add_bias(slots, cells, bias_ids, bias_values, adjusted, vocabulary, biases, stride_cells, BLOCK: tl.constexpr):
+def _add_bias(slots, cells, bias_ids, bias_values, processed, vocabulary, biases, stride_cells, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + index).to(tl.int64)
     if (tl.load(cells + slot * stride_cells + NEEDS) & _BIAS) != 0:
@@ -102,7 +102,7 @@ def _add_bias(slots, cells, bias_ids, bias_values, adjusted, vocabulary, biases,
             at = start + tl.arange(0, BLOCK)
             ids = tl.load(bias_ids + slot * biases + at, mask=at < biases, other=-1)
             values = tl.load(bias_values + slot * biases + at, mask=at < biases, other=0.0)
-            place = adjusted + index * vocabulary + ids
+            place = processed + index * vocabulary + ids
             # What is ruled out stays so: its value does not feel any bias.
             tl.store(place, tl.load(place, mask=ids >= 0, other=0.0) + values, mask=ids >= 0)
 
@@ -122,25 +122,25 @@ def process_logits(
     slots: torch.Tensor,
     cells: torch.Tensor,
     tables: LogitsProcessorTables,
-    adjusted: torch.Tensor,
+    processed: torch.Tensor,
 ) -> None:
-    """Fill `adjusted` with the logits that rows choose from.
+    """Fill `processed` with the logits after all processors.
 
     Args:
         logits: [rows, vocabulary] of any float type, contiguous.
         slots: [rows] int32; padding needs nothing, so that its line is never looked for.
         cells: the rows' state.
         tables: what they ask for.
-        adjusted: [rows, vocabulary] float32.
+        processed: [rows, vocabulary] float32.
     """
     rows, vocabulary = logits.shape
     stride, biases = cells.stride(0), tables.bias_ids.shape[1]
     _process[(rows, triton.cdiv(vocabulary, _BLOCK))](
-        logits, slots, cells, tables.counts, tables.allowed, tables.before_minimum, tables.grammar, adjusted,
+        logits, slots, cells, tables.counts, tables.allowed, tables.before_minimum, tables.grammar, processed,
         vocabulary, tables.allowed.shape[1], stride, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _add_bias[(rows,)](
-        slots, cells, tables.bias_ids, tables.bias_values, adjusted, vocabulary, biases, stride,
+        slots, cells, tables.bias_ids, tables.bias_values, processed, vocabulary, biases, stride,
         BLOCK=_BIAS_BLOCK, num_warps=4,
     )  # fmt: skip
 

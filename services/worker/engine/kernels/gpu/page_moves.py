@@ -33,7 +33,6 @@ class ProgramPageMover:
     """See `PageMover`; a page of a layer is moved in words of 8 bytes."""
 
     def __init__(self, pool: KvPool) -> None:
-        """Move pages of `pool`."""
         tensors = [tensor for layer in pool.layers for tensor in (layer.keys, layer.values)]
         assert all(tensor.is_contiguous() for tensor in tensors), "a page of a layer is one run"
         self._bases = torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
@@ -46,11 +45,9 @@ class ProgramPageMover:
         return len(sizes) == 1 and sizes.pop() % 8 == 0
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        """Collect pages."""
         self._launch(pages, staging, gathers=True)
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        """Distribute pages."""
         self._launch(pages, staging, gathers=False)
 
     def _launch(self, pages: torch.Tensor, staging: torch.Tensor, *, gathers: bool) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
 def attention_specs(
     architectures: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype], windows: Sequence[bool]
 ) -> Iterable[JitSpec]:
-    """Yield the kernels that `FlashInferChunkAttention` uses: FlashAttention-3 on Hopper, 2 elsewhere."""
+    """Yield the kernels that `FlashInferPrefill` uses: FlashAttention-3 on Hopper, 2 elsewhere."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}

@@ -4,7 +4,7 @@ The same function as `engine/sampling`: one uniform number per row from Philox k
 inverse of the cumulative distribution over what the filters keep. The vocabulary is surveyed in chunks (largest entry
 and mass of each); then one program per row picks the chunk and the token in it. Filters need one threshold per row,
 found by narrowing down the ordered bit patterns of logits, four ways at a time: at most 8 readings of a row as the
-model gives it, in 16 bits, and 16 of one that was adjusted, in 32.
+model gives it, in 16 bits, and 16 of a processed one, in 32.
 """
 
 from __future__ import annotations

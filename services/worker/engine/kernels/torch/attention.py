@@ -59,7 +59,6 @@ class TorchAttention:
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Do one after the other."""
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,10 @@ class TorchLinear:
         self._bias = bias
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         product = linear(inputs, self._weight, self._bias)
         return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         sums += self(inputs)
 
 
@@ -52,12 +50,10 @@ class PrepackedLinear:
         self._bias = bias
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self._bias, "none", [], "")
         return product if outputs is None else outputs.copy_(product)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add the product to `sums`."""
         sums += self(inputs)
 
 
@@ -87,7 +83,6 @@ class TorchKernels:
         self._linear_type: type[PrepackedLinear | TorchLinear] = PrepackedLinear if packs else TorchLinear
 
     def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
-        """Lay out one matrix."""
         if isinstance(weight, Fp8Matrix):
             # Sums of products that are still to be scaled leave float16's range.
             wide = torch.float32 if self.activation_dtype == torch.float16 else self.activation_dtype
@@ -113,7 +108,6 @@ class TorchKernels:
         return weight.to(self._device, self.activation_dtype)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Normalise over the last dimension."""
         return rms_norm(inputs, weight, epsilon)
 
     def add_rms_norm(

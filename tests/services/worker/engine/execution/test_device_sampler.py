@@ -45,8 +45,8 @@ class Both:
         self.rows = RowTable(self.max_rows, CONTEXT, 16)
         self.table = SamplingTable(self.max_rows, self.vocabulary)
         self.table.grammars = EveryThird(self.vocabulary)  # type: ignore[assignment]  # stands in for `RowMasks`
-        self.resident = DeviceBatch(self.max_rows, CONTEXT // 16, 99, self.vocabulary, self.device)
-        self.sampler = DeviceSampler(EngineSpec("none", max_rows=self.max_rows), self.resident, self.table)
+        self.device_batch = DeviceBatch(self.max_rows, CONTEXT // 16, 99, self.vocabulary, self.device)
+        self.sampler = DeviceSampler(EngineSpec("none", max_rows=self.max_rows), self.device_batch, self.table)
         self._steps = 0
 
     def open(self, opens: Sequence[RowOpen]) -> None:
@@ -54,7 +54,7 @@ class Both:
             self.rows.open(opened)
             self.table.open(opened)
             self.sampler.open(opened)
-        self.resident.mirror(StepPlan(StepId(1), opens=tuple(opens)), self.rows, self.table.needs)
+        self.device_batch.mirror(StepPlan(StepId(1), opens=tuple(opens)), self.rows, self.table.needs)
 
     def step(self, logits: torch.Tensor, members: list[int]) -> tuple[list[int], list[int]]:
         """Sample a token for each of `members` with both; rows get the host's. Return the device's and the host's."""

@@ -18,7 +18,7 @@ from services.worker.engine.execution.interface import OutOfMemoryError
 from tests.fakes.model_runner import PAGE_SIZE, CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.worker.engine.execution.test_overlapped_runner import lives
-from tests.services.worker.engine.overlapped_worker import LaggedHarness, LaggedWorker
+from tests.services.worker.engine.overlapped_worker import OverlappedHarness, OverlappedWorker
 from tests.services.worker.engine.scenario import GREEDY, chunk, open_row, tokens_by_row
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def executor(runner: CheckingRunner, max_rows: int = 4) -> OverlappedExecutor:
 @settings(max_examples=8, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3))
 def test_rows_on_the_device_follow_the_plans(data: st.DataObject, pages: int, depth: int) -> None:
-    lives(LaggedHarness(executor, pages=pages, depth=depth, lease_s=0.004), data)
+    lives(OverlappedHarness(executor, pages=pages, depth=depth, lease_s=0.004), data)
 
 
 @settings(max_examples=6, deadline=None)
@@ -94,7 +94,7 @@ def test_rows_with_two_page_tables_follow_the_plans(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
-    lives(LaggedHarness(executor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
+    lives(OverlappedHarness(executor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
 
 
 # What the tables on the device cannot hold: the host samples.
@@ -103,7 +103,7 @@ BEYOND = SamplingParams(temperature=0.0, frequency_penalty=0.001, top_logprobs=2
 
 def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -> None:
     made = executor(CheckingRunner(), 8)
-    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    one = OverlappedWorker(4000, PAGE_SIZE, 8, made)
     opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(3, [21, 22], [3, 4, 5], total=9, sampling=BEYOND))
     plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(3, 0, 2)), steps=9)
     results = one.run(plan) + one.settle()
@@ -113,7 +113,7 @@ def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -
 
 def test_prompts_are_scored_beside_rows_that_decode() -> None:
     prompt = list(range(40, 52))
-    one = LaggedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
+    one = OverlappedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
     scored = replace(open_row(3, prompt, [6, 7, 8, 9], total=16), prompt_logprobs=PromptLogprobs(2, 1, (5,)))
     plans = [
         StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2, 3], total=16),), prefills=(chunk(0, 0, 5),)),
@@ -136,7 +136,7 @@ def test_sampling_on_the_device_is_a_function_of_seed_and_position() -> None:
     hot = SamplingParams(temperature=5000.0, seed=1234567890123456789, top_k=400)
     outputs = []
     for row, first in ((0, 0), (6, 9)):
-        one = LaggedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
+        one = OverlappedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
         opens = (open_row(row, PROMPT, range(first, first + 3), total=12, sampling=hot),)
         other = (open_row(2, [50, 51], [20, 21, 22], total=12, sampling=GREEDY),) if row else ()
         prefills = tuple(chunk(opened.row, 0, opened.token_ids.size) for opened in (*opens, *other))
@@ -158,7 +158,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch:
         return compute(batch)
 
     monkeypatch.setattr(made._runner, "compute", short_of_memory)
-    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    one = OverlappedWorker(4000, PAGE_SIZE, 8, made)
     opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(1, [31, 32, 33, 34, 35, 36], [3, 4, 5], total=9))
     (result,) = one.run(StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(1, 0, 6)))) + one.settle()
     assert tokens_by_row(result) == {
@@ -192,7 +192,7 @@ def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
         open_row(row, [11 + row, 12, 13], [3 * row, 3 * row + 1, 3 * row + 2], total=9, sampling=asked)
         for row in range(3)
     )
-    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    one = OverlappedWorker(4000, PAGE_SIZE, 8, made)
     results = one.run(StepPlan(StepId(1), opens=opens, prefills=tuple(chunk(row, 0, 3) for row in range(3))))
     match where:
         case "compute":
@@ -222,7 +222,7 @@ def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch:
         return compute(batch)
 
     monkeypatch.setattr(made._runner, "compute", short_of_memory)
-    one = LaggedWorker(4000, PAGE_SIZE, 8, made)
+    one = OverlappedWorker(4000, PAGE_SIZE, 8, made)
     opens = (open_row(0, PROMPT, [0, 1, 2], total=9), open_row(1, [31, 32, 33], [3, 4, 5], total=9))
     plan = StepPlan(StepId(1), opens=opens, prefills=(chunk(0, 0, 5), chunk(1, 0, 3)), steps=4)
     results = one.run(plan) + one.settle()
@@ -248,7 +248,7 @@ def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch
         return logits
 
     monkeypatch.setattr(checking, "compute", short_of_memory)
-    one = LaggedWorker(4000, PAGE_SIZE, 4, made)
+    one = OverlappedWorker(4000, PAGE_SIZE, 4, made)
     with pytest.raises(OutOfMemoryError):
         one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),), steps=3))
     # A second try would find the other ranks elsewhere.

@@ -16,7 +16,7 @@ from services.worker.engine.measuring.warm_up import warm_up
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.scheduler.core.harness import STOP_ID, make_request
-from tests.services.worker.engine.overlapped_worker import LaggedHarness, LaggedWorker, LateStepper
+from tests.services.worker.engine.overlapped_worker import LateExecutor, OverlappedHarness, OverlappedWorker
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROMPT = [11, 12, 13, 14, 15]
 
 
-def lives(harness: LaggedHarness, data: st.DataObject) -> None:
+def lives(harness: OverlappedHarness, data: st.DataObject) -> None:
     """Submit, abort and lose workers at random; check every answer."""
     wanted: dict[str, tuple[list[int], int]] = {}
     embedded: dict[str, tuple[list[int], Pooling]] = {}
@@ -71,7 +71,7 @@ def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None
 def test_whatever_the_scheduler_asks_for_tokens_are_right(
     data: st.DataObject, pages: int, depth: int, lease_s: float
 ) -> None:
-    lives(LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=lease_s), data)
+    lives(OverlappedHarness(LateExecutor, pages=pages, depth=depth, lease_s=lease_s), data)
 
 
 @settings(max_examples=40, deadline=None)
@@ -80,12 +80,12 @@ def test_rows_with_two_page_tables_read_what_they_should_in_both(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
-    harness = LaggedHarness(LateStepper, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool)
+    harness = OverlappedHarness(LateExecutor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool)
     lives(harness, data)
 
 
-def worker() -> LaggedWorker:
-    return LaggedWorker(64, 4, 8, LateStepper(CheckingRunner()))
+def worker() -> OverlappedWorker:
+    return OverlappedWorker(64, 4, 8, LateExecutor(CheckingRunner()))
 
 
 def steps(results: list[StepResult]) -> list[dict[int, int]]:
@@ -111,8 +111,8 @@ def test_settling_gives_way_to_a_plan_that_waits() -> None:
 
 def test_a_row_that_stops_takes_part_once_more_and_its_token_is_dropped() -> None:
     tokens = expected_output(PROMPT, 20)
-    executor = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, executor)
+    executor = LateExecutor(CheckingRunner())
+    one = OverlappedWorker(64, 4, 8, executor)
     opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[2],))
     results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),), steps=9)) + one.settle()
     assert steps(results) == [{0: tokens[0]}, {0: tokens[1]}, {0: tokens[2]}, {}]
@@ -126,8 +126,8 @@ def test_a_row_that_stops_takes_part_once_more_and_its_token_is_dropped() -> Non
 @pytest.mark.parametrize("settles", [False, True])
 def test_the_lag_does_not_depend_on_when_tokens_arrive(settles: bool) -> None:
     tokens = expected_output(PROMPT, 20)
-    executor = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, executor)
+    executor = LateExecutor(CheckingRunner())
+    one = OverlappedWorker(64, 4, 8, executor)
     opened = open_row(0, PROMPT, [0, 1, 2, 3, 4], total=20, stop=(tokens[0],))
     results = one.run(StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 5),)))
     if settles:
@@ -138,8 +138,8 @@ def test_the_lag_does_not_depend_on_when_tokens_arrive(settles: bool) -> None:
 
 
 def test_a_row_at_its_length_takes_no_further_part() -> None:
-    executor = LateStepper(CheckingRunner())
-    one = LaggedWorker(64, 4, 8, executor)
+    executor = LateExecutor(CheckingRunner())
+    one = OverlappedWorker(64, 4, 8, executor)
     results = one.run(
         StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1], total=7),), prefills=(chunk(0, 0, 5),), steps=9)
     )
@@ -175,7 +175,7 @@ def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() ->
 def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
     runner = CheckingRunner()
     spec = EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64)
-    warm_up(LateStepper(runner), runner.capacity, spec)
+    warm_up(LateExecutor(runner), runner.capacity, spec)
     mixed = [batch for batch in runner.batches if 0 < batch.decode_rows < batch.rows]
     assert [batch.decode_rows for batch in mixed] == beside
     alone = [batch.max_query_length for batch in runner.batches if batch.rows == 1 and batch.max_query_length > 1]
@@ -184,6 +184,6 @@ def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(row
 
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
     runner = CheckingRunner()
-    executor = LateStepper(runner)
+    executor = LateExecutor(runner)
     warm_up(executor, replace(runner.capacity, max_context=10), EngineSpec("none", max_rows=8, page_size=4))
     assert executor.launches == 0

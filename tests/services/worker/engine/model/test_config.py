@@ -127,7 +127,7 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
     config = from_json(**experts)
     assert config.moe is not None
     assert config.moe.dense_layers == (0, 2, 3, 4)
-    assert [config.mixture_of(i) is None for i in range(6)] == [True, False, True, True, True, False]
+    assert [config.moe_of(i) is None for i in range(6)] == [True, False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def parameters_of(config: ModelConfig) -> int:
     heads = ("q_proj", "k_proj", "v_proj", "o_proj")
     names = ["model.embed_tokens.weight", *([] if config.tied_embeddings else ["lm_head.weight"])]
     for layer in range(config.layers):
-        prefix, moe = f"model.layers.{layer}", config.mixture_of(layer)
+        prefix, moe = f"model.layers.{layer}", config.moe_of(layer)
         experts = [""] if moe is None else [f"experts.{i}." for i in range(moe.experts)]
         names += [f"{prefix}.self_attn.{name}.weight" for name in heads]
         names += [f"{prefix}.mlp.{each}{name}_proj.weight" for each in experts for name in ("gate", "up", "down")]

@@ -99,12 +99,12 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
 @given(case=cases(head_dims=(64, 128, 256)))
 def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: torch.device) -> None:
     pytest.importorskip("flashinfer")
-    from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferChunkAttention
+    from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
 
     case = replace(case, shape=replace(case.shape, page_size=16))
 
     def make(shape: AttentionShape) -> GpuAttention:
-        return GpuAttention(shape, table(shape).to(device), FlashInferChunkAttention(shape, device), 4)
+        return GpuAttention(shape, table(shape).to(device), FlashInferPrefill(shape, device), 4)
 
     check(case, device, make)
 

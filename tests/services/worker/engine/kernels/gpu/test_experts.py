@@ -40,17 +40,17 @@ def routed(tokens: int, experts: int, skew: float, hidden: int = HIDDEN) -> tupl
     generator = torch.Generator().manual_seed(tokens)
     inputs = torch.randn(tokens, hidden, generator=generator)
     logits = torch.randn(tokens, experts, generator=generator) - skew * torch.arange(experts)
-    shares, ids = torch.topk(torch.softmax(logits, dim=-1), CHOSEN)
-    return inputs.to(DTYPE), ids, shares.to(DTYPE)
+    routing_weights, ids = torch.topk(torch.softmax(logits, dim=-1), CHOSEN)
+    return inputs.to(DTYPE), ids, routing_weights.to(DTYPE)
 
 
 def check(experts: int, tokens: int, skew: float, activation: Activation, device: torch.device) -> None:
     cpu = torch.device("cpu")
-    inputs, ids, shares = routed(tokens, experts, skew)
+    inputs, ids, routing_weights = routed(tokens, experts, skew)
     expected = ExpertLoop(TorchKernels(torch.float32, cpu), experts, iter(matrices(experts)), activation)
     moe = GpuExperts(experts, iter(matrices(experts)), activation, DTYPE, device)
-    got = moe(inputs.to(device), ids.to(device), shares.to(device))
-    wanted = expected(inputs.float(), ids, shares.float())
+    got = moe(inputs.to(device), ids.to(device), routing_weights.to(device))
+    wanted = expected(inputs.float(), ids, routing_weights.float())
     torch.testing.assert_close(got.cpu().float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -75,11 +75,11 @@ def test_experts_in_fp8_give_what_the_loop_over_them_gives(
         ExpertMatrices(*(quantise(matrix.float()) for matrix in (each.gate, each.up, each.down)))  # type: ignore[union-attr]  # made so
         for each in matrices(experts)
     ]
-    inputs, ids, shares = routed(tokens, experts, 0.5)
+    inputs, ids, routing_weights = routed(tokens, experts, 0.5)
     moe = GpuExperts(experts, iter(made), activation, DTYPE, device)
-    got = moe(inputs.to(device), ids.to(device), shares.to(device)).cpu().float()
+    got = moe(inputs.to(device), ids.to(device), routing_weights.to(device)).cpu().float()
     loop = ExpertLoop(TorchKernels(torch.float32, torch.device("cpu")), experts, iter(made), activation)
-    expected = loop(inputs.float(), ids, shares.float())
+    expected = loop(inputs.float(), ids, routing_weights.float())
     # What lies between two values may be rounded the other way between the products.
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < (2e-2 if HAS_GPU else 1e-5)
@@ -92,8 +92,8 @@ def test_many_tokens_take_larger_blocks(device: torch.device) -> None:
 
 def test_no_tokens_give_nothing(device: torch.device) -> None:
     moe = GpuExperts(4, iter(matrices(4)), Activation.SILU, DTYPE, device)
-    inputs, ids, shares = (tensor[:0].to(device) for tensor in routed(1, 4, 0.0))
-    assert moe(inputs, ids, shares).shape == (0, HIDDEN)
+    inputs, ids, routing_weights = (tensor[:0].to(device) for tensor in routed(1, 4, 0.0))
+    assert moe(inputs, ids, routing_weights).shape == (0, HIDDEN)
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ def choose(
 ) -> tuple[list[int], list[int]]:
     """Return the host's and the device's choice for each row."""
     count, vocabulary = logits.shape
-    rows, resident = RowTable(count, 300, 16), DeviceBatch(count, 20, 99, vocabulary, device)
+    rows, device_batch = RowTable(count, 300, 16), DeviceBatch(count, 20, 99, vocabulary, device)
     table = SamplingTable(count, vocabulary)
     opens = tuple(
         open_row(i, [1] * (5 + 7 * i % 280), range(4), total=290, sampling=each) for i, each in enumerate(asked)
@@ -43,12 +43,12 @@ def choose(
     for opened in opens:
         rows.open(opened)
         table.open(opened)
-    resident.mirror(StepPlan(StepId(1), opens=opens), rows, table.needs)
-    resident.upload()
+    device_batch.mirror(StepPlan(StepId(1), opens=opens), rows, table.needs)
+    device_batch.upload()
     slots = torch.arange(count, dtype=torch.int32, device=device)
     token_ids = torch.empty(count, dtype=torch.int32, device=device)
     chooser = TokenChooser(count, vocabulary, device)
-    chooser.choose(logits.to(device), slots, resident.cells, token_ids, filtered=filtered)
+    chooser.choose(logits.to(device), slots, device_batch.cells, token_ids, filtered=filtered)
     expected = sample(logits.float(), np.arange(count), rows, table).token_ids
     return expected.tolist(), token_ids.tolist()
 
