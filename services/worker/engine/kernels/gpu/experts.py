@@ -176,8 +176,8 @@ class GpuExperts:
             width, wide = weight.values.shape[2], target.shape[1]
             given, scales = (source, source) if weight.scales is None else quantise_rows(source)
             _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
-                given, weight.values, scales, source if weight.scales is None else weight.scales, routing_weights, target,
-                *plan,
+                given, weight.values, scales, source if weight.scales is None else weight.scales, routing_weights,
+                target, *plan,
                 width, wide, wide * width if is_first else 0, weight.values.stride(0), weight.values.shape[1],
                 PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
                 ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=tuning.depth,
