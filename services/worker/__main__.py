@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import Engine, ProgressReport
 
 NAME = "pando.v1.Worker"
-# Exit status that says: start me again. EX_TEMPFAIL of sysexits.h.
+# Exit status that asks the supervisor for a restart: EX_TEMPFAIL of sysexits.h.
 RESTART_STATUS = 75
 
 

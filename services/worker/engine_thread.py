@@ -25,7 +25,7 @@ class EngineThread:
         self._last_beat = time.monotonic()
         self._last_command = time.monotonic()
         self._log = get_logger("engine")
-        # A daemon, so that a collective that never returns cannot keep the process from ending.
+        # A daemon: a collective that never returns cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import Engine, ProgressReport
     from services.worker.profiles import Recorder
 
-# A plan lasts far less, so a thread that is not free by then never will be.
+# Far longer than any plan: a thread that is still busy then hangs.
 STUCK_AFTER_S = 30.0
 JOIN_TIMEOUT_S = 5.0
 
@@ -82,7 +82,7 @@ class Rank:
 
         Idle, it is kept warm every `keep_warm_s` seconds; 0: it is not.
         """
-        # Set when only a new process can help: the thread hangs for good, or has left a group that it cannot rejoin.
+        # Set if a restart is needed: the thread hangs, or has left a group that it cannot rejoin.
         self.needs_new_process = asyncio.Event()
         self._engine = engine
         self._stuck_after_s = stuck_after_s
@@ -221,7 +221,7 @@ class Rank:
             # Ranks may have stopped at different passes. Leaving the group wakes those that wait for us in it.
             self._set_state(WorkerState.IDLE)
             if self._engine.ends_with_group:
-                # The thread itself may wait for others.
+                # The thread itself may wait in a collective.
                 self.needs_new_process.set()
             else:
                 self._thread.submit(self._engine.close)
@@ -334,7 +334,7 @@ class Rank:
 
 
 def _make_recorder() -> Recorder:
-    # Only when asked for: an engine without a model does without torch.
+    # Imported here because it loads torch.
     from services.worker.engine.measuring.torch_recorder import TorchRecorder
 
     return TorchRecorder()

@@ -197,5 +197,5 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
 
 
 def _int32(values: Iterable[int]) -> NDArray[np.int32]:
-    # Through uint32: what a peer's defect puts beyond int32 turns negative, and the engine refuses that plan.
+    # Through uint32: values beyond int32, sent by a defective peer, turn negative, and the engine refuses them.
     return np.array(values, dtype=np.uint32).astype(np.int32)

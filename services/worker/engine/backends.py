@@ -140,7 +140,7 @@ def select_gpu_backend(options: RunnerOptions, dtype: torch.dtype, device: torch
     elif importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed; install it: pip install triton"
     if reason is None:
-        # Only here: the CPU does without.
+        # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.backend import GpuBackend
 
         return GpuBackend(dtype, device, max_rows)

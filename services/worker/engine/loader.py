@@ -104,7 +104,7 @@ class _DecoderLoader:
             torch.set_num_threads(threads)
             keep_freed_memory()
         else:
-            # Of this thread, which all work on the engine happens in: launches and captures go to the current device.
+            # For this thread, the engine's only one: launches and captures use the current device.
             torch.cuda.set_device(self._device)
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
@@ -184,7 +184,7 @@ class _DecoderLoader:
     def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:
         self._report(0.0, "loading weights")
         model = TransformersDecoder(checkpoint, self._dtype, self._device)
-        # Heads, scales and windows are known only now.
+        # Heads, scales and windows are known only after tracing.
         self._config = model.config
         self._shard = shard_model(self._config, 0, 1)
         model.use(self._attention(context), self._backend.kernels.activation_dtype)
@@ -211,7 +211,7 @@ class _DecoderLoader:
 
     @property
     def _can_overlap(self) -> bool:
-        # Others' code may wait for the device wherever it likes.
+        # Code of `transformers` may wait for the device anywhere.
         return self._backend.name == "gpu" and not isinstance(self._checkpoint, TransformersCheckpoint)
 
     @property
@@ -264,7 +264,7 @@ class _DecoderLoader:
         )
         peak = measure_peak(lambda: model.forward(batch, pool), self._device)
         log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
-        # Sampling parameters that the host looks at take copies of the logits; those of the device have tables.
+        # The host's sampler copies logits; the device's has tables.
         vocabulary_size = self._config.vocabulary_size
         return peak + 3 * spec.max_rows * vocabulary_size * 4 + sampler_bytes(spec.max_rows, vocabulary_size)
 
@@ -289,7 +289,7 @@ class _DecoderLoader:
         page_bytes = pool.bytes_per_token * pool.page_size
         free = available_memory() // ranks_on_host(self._spec)
         if self._device.type == "cpu":
-            # The pool is there too, but has hardly been touched yet.
+            # The pool is allocated, but hardly any of its pages are committed yet.
             free -= pool.pages * page_bytes
         return count_host_pages(self._spec, page_bytes, free)
 

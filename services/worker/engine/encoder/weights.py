@@ -73,7 +73,7 @@ class _Reader:
         self._config = config
         self._kernels = kernels
         self._device = device
-        # Saved with a head, as for masked words, the encoder stands under its family's name.
+        # In checkpoints with a head, such as masked language models, the encoder has its family's name as prefix.
         candidates = ("", f"{config.family.removeprefix('xlm-')}.")
         found = [prefix for prefix in candidates if tensors.has(f"{prefix}embeddings.word_embeddings.weight")]
         if not found:
@@ -84,7 +84,7 @@ class _Reader:
         config = self._config
         words = self._tensor("embeddings.word_embeddings.weight")
         positions = self._tensor("embeddings.position_embeddings.weight")[config.first_position :]
-        # Texts are single ones: all of their tokens are of the first type.
+        # Texts are not pairs: all tokens have the first token type.
         kind = self._tensor("embeddings.token_type_embeddings.weight")[0]
         report(1 / (config.layers + 1))
         layers = []
@@ -121,7 +121,7 @@ class _Reader:
         return Norm(self._placed(self._tensor(f"{name}.weight")), self._placed(self._tensor(f"{name}.bias")))
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A copy: what was read may be a view of the whole file.
+        # A copy: the tensor may be a view of the whole file.
         return tensor.to(self._device, self._kernels.activation_dtype, copy=True)
 
     def _tensor(self, name: str) -> torch.Tensor:

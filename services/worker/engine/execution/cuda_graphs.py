@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What graphs of one size take beside the memory that their passes use: libraries' work space, and themselves.
+# Memory of one size's graphs beside that of their passes: libraries' workspaces, and the graphs themselves.
 _GRAPH_BYTES = 128 * 1024**2
 
 
@@ -110,7 +110,7 @@ class CudaGraphs(Generic[P]):
                 ) from error
         else:
             return True
-        # Only here: the error holds on to what the pass had allocated.
+        # After the except block: the error keeps the pass's allocations alive.
         one.release()
         if stream is not None:
             # A capture that could not be ended leaves its stream current.

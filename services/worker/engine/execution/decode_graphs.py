@@ -65,7 +65,7 @@ class DecodeGraph:
         self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
         self.token_ids = torch.zeros(size, dtype=torch.int32, device=device)
         self.logits = torch.empty(0, device=device)
-        # Of passes in which any row asked for log probabilities.
+        # Filled in passes in which any row requests log probabilities.
         self.report = LogprobBuffers.empty(size, runner.capacity.vocabulary_size, device)
         self._rows = rows
         self._page_size = runner.capacity.page_size
@@ -137,7 +137,7 @@ class DecodeGraph:
             run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads, such as NCCL's watchdog, may go on asking the device.
+            # Other threads, such as NCCL's watchdog, may query the device during capture.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run()
             self._graphs[name] = graph
@@ -165,7 +165,7 @@ class DecodeGraph:
             if with_logprobs:
                 self._sampler.report(self.logits, self.slots, self.token_ids, self.report)
         self._runner.broadcast_tokens(self.token_ids)
-        # Last: nothing that can fail may follow.
+        # Last, since rows cannot be restored if a later operation fails.
         self._sampler.append(self.slots, self.token_ids, counts=mode is SamplingMode.PROCESSED)
 
 

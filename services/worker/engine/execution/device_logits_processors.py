@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from common.steps import RowOpen
     from services.worker.engine.plans.rows import RowIndices
 
-# As many as the API allows in one request.
+# The API's limit for one request.
 MOST_BIASES = 1024
-# Needs of a row whose logits change on the device.
+# Needs that logits processors on the device serve.
 PROCESSING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | Needs.CONSTRAINTS
 
 
@@ -56,7 +56,7 @@ class DeviceLogitsProcessors:
         )
         self._processed = torch.empty(max_rows, vocabulary_size, dtype=torch.float32, device=device)
         self._opened: dict[RowSlot, tuple[RowOpen, Needs]] = {}
-        # [vocabulary, in whole words] uint8, what rows that ban sequences may sample at all.
+        # [vocabulary, in whole words] uint8: the constant part of the mask of rows that ban sequences.
         self._flags: dict[RowSlot, NDArray[np.uint8]] = {}
 
     def open(self, opened: RowOpen, needs: Needs) -> None:
@@ -118,7 +118,7 @@ class DeviceLogitsProcessors:
         line.zero_()
         line.index_fill_(0, ids[:prompt], IN_PROMPT)
         if length > prompt:
-            # A row that was retracted, or is resumed, has some output.
+            # A row that was preempted or resumed has output already.
             line.index_add_(0, ids[prompt:], torch.ones(length - prompt, dtype=torch.int32, device=line.device))
 
     def _biases(self, opened: RowOpen) -> dict[int, float]:

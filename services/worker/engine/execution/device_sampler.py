@@ -35,9 +35,9 @@ class SamplingMode(Enum):
     """How the rows of a pass choose; each does all that the one before does."""
 
     PLAIN = "plain"
-    # By top-k, top-p or min-p.
+    # With top-k, top-p or min-p.
     FILTERED = "filtered"
-    # From logits that any of them has changed.
+    # After logits processors.
     PROCESSED = "processed"
 
 
@@ -48,7 +48,7 @@ class LaunchedLogprobs:
     report: LogprobBuffers
     slots: RowIndices
     places: RowIndices
-    # How many of the most likely tokens, and of those named, each of `slots` wants.
+    # The number of most likely tokens, and of requested ids, of each of `slots`.
     tops: tuple[int, ...]
     named: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class DeviceSampler:
             return
         self._processors = DeviceLogitsProcessors(spec.max_rows, vocabulary_size, device)
         self._chooser = TokenChooser(spec.max_rows, vocabulary_size, device)
-        # Ids whose log probabilities rows want; also those of padding's line.
+        # Ids whose log probabilities rows request; the last line is for padding rows.
         self._named = torch.zeros(spec.max_rows + 1, MOST_NAMED, dtype=torch.int64, device=device)
 
     @property

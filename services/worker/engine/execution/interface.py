@@ -7,7 +7,7 @@ from typing import Protocol
 
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 
-# Fraction of the work done in [0, 1], and what is happening, for people.
+# Fraction of the work done in [0, 1], and a readable stage.
 ProgressReport = Callable[[float, str], None]
 Emit = Callable[[StepResult], None]
 

@@ -20,7 +20,7 @@ class DeviceWarmer:
         """Allocate, on a GPU."""
         lowest, _ = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # static, whatever torch's stubs say
         self._stream = torch.cuda.Stream(device, priority=lowest)  # type: ignore[no-untyped-call]  # torch leaves it so
-        # Zeros stay zeros: nothing overflows however often.
+        # Products of zeros: nothing can overflow.
         self._factors = torch.zeros(_SIZE, _SIZE, dtype=torch.bfloat16, device=device)
         self._product = torch.zeros_like(self._factors)
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How libraries say it that have no type for it: torch's allocator on CPUs, the driver, and the matrix library's own.
+# Messages of libraries without an error type: torch's allocator on CPUs, the driver, and cuBLAS.
 _CONSTRAINTS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -70,7 +70,7 @@ def chunk_halves(chunks: Chunks) -> tuple[Chunks, Chunks]:
     total = int(chunks.lengths.sum())
     ends = np.cumsum(chunks.lengths)
     middle = total // 2
-    # The chunk that the middle falls into, or ends.
+    # The chunk that contains the middle, or ends there.
     cut = int(np.searchsorted(ends, middle))
     before = middle - int(ends[cut] - chunks.lengths[cut])
     first = _part(chunks, slice(0, cut + 1))
@@ -125,7 +125,7 @@ def compute_in_parts(
     waiting, done = [forward], []
     failed: RowIndices = np.empty(0, np.int64)
     while waiting:
-        # What follows in a prompt is worth nothing without what was to come before.
+        # The rest of a prompt is useless without the part that failed.
         part = without(waiting.pop(), failed)
         if part.is_empty:
             continue
@@ -148,7 +148,7 @@ def _try(compute: Callable[[ForwardPass], T], part: ForwardPass, *, is_shared: b
             raise
         if is_shared:
             raise OutOfMemoryError(f"memory does not suffice for a step of {part.tokens} tokens: {error}") from error
-    # Only here: the error holds on to what the pass had allocated.
+    # After the except block: the error keeps the pass's allocations alive.
     log.warning("Memory does not suffice for a pass of %d tokens: it is computed in parts", part.tokens)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

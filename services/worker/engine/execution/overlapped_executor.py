@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Start-up may spend this long on graphs of rows that decode, and of prompts.
+# Time limits at start-up for capturing decode graphs and piecewise graphs.
 _DECODE_BUDGET_S, _PROMPT_BUDGET_S = 45.0, 15.0
 
 
@@ -57,7 +57,7 @@ class LaunchedOutput:
     # Those that the device computes.
     reports: tuple[LaunchedLogprobs, ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
-    # Rows that are embedded, and their vectors on the way, [rows, hidden] float32.
+    # Rows whose embeddings are complete, and the vectors being copied, [rows, hidden] float32.
     pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
     vectors: torch.Tensor | None = None
     prompt_logprobs: RowSpans = ()
@@ -121,7 +121,7 @@ class OverlappedExecutor:
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture passes as graphs."""
         pool, agree = torch.cuda.graph_pool_handle(), self._runner.agree if self._is_shared else None
-        # Ranks must capture the same passes, since these meet in collectives.
+        # Ranks must capture the same passes, since these contain collectives.
         budgets = (math.inf, math.inf) if self._is_shared else (_DECODE_BUDGET_S, _PROMPT_BUDGET_S)
         self._decode_passes.capture(lambda share: report(0.8 * share), budgets[0], pool, agree)
         most = largest_worthwhile_size(self._max_step_tokens, self._make_prompt_pass, pool, agree)
@@ -151,18 +151,18 @@ class OverlappedExecutor:
             try:
                 return self._launch_decoding(rows, forward.decode_rows)
             except Exception as error:
-                # Nothing was appended to the rows yet. What is to be done is decided outside: the error holds memory.
+                # No token is appended to rows yet. The pass is retried outside of this block: the error holds memory.
                 if not is_out_of_memory(error):
                     raise
                 if self._is_shared:
-                    # Trying again would meet the other ranks in the middle of their pass.
+                    # The other ranks would be in the middle of their pass.
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         return self._launch_parts(rows, forward)
 
     def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedOutput:
         one = self._decode_passes.of(members.size)
         order = one.take(members, rows.lengths[members])
-        # Before the rows get their tokens: nothing that can fail may follow that.
+        # Allocated before tokens are appended: no operation that can fail may follow that.
         host = self._host_memory(one.size)
         reports = self._is_first and self._sampler.reports(members)
         host_logprobs = self._host_report(one.size) if reports else None
@@ -174,7 +174,7 @@ class OverlappedExecutor:
             padded[at] = samples.token_ids.to(torch.int32)
             one.take_tokens(padded, counts=self._sampler.counts(members))
             return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
-        # While the device computes: tokens are known up to here, or nothing depends on them.
+        # While the device computes. Earlier tokens are known here, or no mask depends on them.
         self._sampler.follow(members, rows)
         one.choose(self._sampler.mode_of(members, rows), with_logprobs=reports)
         if host_logprobs is None:
@@ -248,7 +248,7 @@ class OverlappedExecutor:
         batch = replace(batch_to_device(host, self._runner.device), host=host)
         decoding = forward.decode_rows
         if decoding.size:
-            # The host may not know yet what these rows sampled last.
+            # The host may not have read the last tokens of these rows yet.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
         captured = self._prompt_passes.captured(batch.token_ids.shape[0])

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Only what is compiled, loaded or allocated for the first time takes so long.
+# Only first uses take so long: they compile, load or allocate.
 _SLOW_LAUNCH_S = 0.2
 
 
@@ -115,7 +115,7 @@ class OverlappedRunner:
         self._pending: deque[_Pass] = deque()
         self._next_pass = 0
         self._last_done = 0.0
-        # Rows that sampled a stop id, by the pass in which they did, until passes may know.
+        # Rows that sampled a stop id and the pass that sampled it, until the fixed lag is over.
         self._stopping: deque[tuple[int, RowIndices, NDArray[np.int64]]] = deque()
         self._has_ended = np.zeros(rows.max_rows, np.bool_)
         self._generations = np.zeros(rows.max_rows, np.int64)
@@ -205,7 +205,7 @@ class OverlappedRunner:
                 done.plan.step_id,
                 done.substep,
                 done.last,
-                # From the end of the pass before, as far as that was later than the launch: they overlap.
+                # From the launch or the end of the pass before, whichever is later: passes overlap.
                 compute_us=round((finished - max(done.launched, self._last_done)) * 1e6),
                 host_us=round(done.host_s * 1e6),
                 acks=self._take_acks(done),
@@ -213,7 +213,7 @@ class OverlappedRunner:
             self._last_done = finished
             for part in partial_results(done.plan.step_id, done.substep, sampled.prompt_logprobs):
                 self._emit(part)
-            # Who has failed has ended before its tokens are looked at: it has none.
+            # Failed rows have no tokens, so they end first.
             failures_of = self._end_failed(done)
             result = self._with_embeddings(self._with_tokens(result, done, sampled), done, sampled)
             if failures_of and self._reports_tokens:

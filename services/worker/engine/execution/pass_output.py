@@ -35,9 +35,9 @@ class PassOutput:
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
     embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
-    # Only on the rank that gets the logits.
+    # Only on the rank that has the logits.
     prompt_logprobs: RowSpans = ()
-    # What follows that without being sampled.
+    # Tokens that follow the sampled one by jump-forward.
     forced: ForcedTokens = NOTHING_FORCED
 
 

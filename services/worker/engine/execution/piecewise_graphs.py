@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.model.batch import Attend
 
-# What there are so many of in a pass, for the log.
+# The unit of capture sizes, for the log.
 UNIT = "prompt tokens"
 _MOST_TOKENS = 4096
 
@@ -177,7 +177,7 @@ class PiecewiseGraph:
         own.token_ids[:tokens].copy_(batch.token_ids)
         own.positions[:tokens].copy_(batch.positions)
         own.write_slots[:tokens].copy_(batch.write_slots)
-        # Padding computes whatever was there before, but must not write where that went.
+        # Padding computes stale input, but must not write to its slots.
         own.write_slots[tokens:].fill_(self._padding_slot)
         if own.window_slots is not None and batch.window_slots is not None:
             own.window_slots[:tokens].copy_(batch.window_slots)
@@ -193,7 +193,7 @@ class PiecewiseGraph:
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
-        # Other threads, such as NCCL's watchdog, may go on asking the device.
+        # Other threads, such as NCCL's watchdog, may query the device during capture.
         self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
 

@@ -39,8 +39,8 @@ class Pooler:
         if lengths.size < slots.size:
             sums = torch.segment_reduce(sums, "sum", lengths=torch.from_numpy(lengths).to(sums.device), unsafe=True)
         rows = slots[first].tolist()
-        # Copied out of the pass's states, of which they may be views. All are made before any is kept: where memory
-        # does not suffice, the same states come again.
+        # Copies, since `sums` may be views of the pass's states. All are made before any is stored: a pass that lacks
+        # memory is repeated with the same states.
         self._sums |= {
             row: added.clone() if row not in self._sums else self._sums[row] + added
             for row, added in zip(rows, sums, strict=True)

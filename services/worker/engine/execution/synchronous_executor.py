@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from services.worker.engine.plans.rows import RowTable
     from services.worker.engine.sampling.table import SamplingTable
 
-# Bytes, of what travels to a device together.
+# Alignment in bytes of arrays that are packed into one copy.
 _ALIGNMENT = 16
 
 
@@ -113,7 +113,7 @@ class SynchronousExecutor:
 
 def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
     """Return the batch as tensors on `device`, in two transfers for all fields."""
-    # Fields of one type travel packed in one buffer.
+    # Fields of one type are packed into one buffer.
     longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
     ints = (batch.query_starts, batch.key_lengths, batch.page_table)
     window_longs = () if batch.window_slots is None else (batch.window_slots,)
@@ -139,7 +139,7 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
 def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    # Each begins at the same alignment whatever the others' sizes: programs are compiled for what they are given.
+    # Each starts at a fixed alignment: programs are compiled for the alignment of their arguments.
     ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT // array.itemsize for array in arrays]).tolist()
     packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
     starts = [0, *ends[:-1]]

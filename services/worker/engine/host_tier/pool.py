@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec
     from services.worker.engine.model.kv_pool import KvPool
 
-# What is page-locked in one call: long enough that calls cost little, short enough that the first pages are soon ready.
+# Bytes page-locked in one call: enough that calls cost little, and few enough that the first pages are ready soon.
 _PINNED_AT_ONCE = 1024**3
-# Share of the free host memory that the pool may take; the rest is the page cache's and other processes'.
+# Share of the free host memory for the pool; the rest is left to the page cache and other processes.
 _MEMORY_SHARE = 0.9
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Device memory between the pool, whose pages are scattered by layers, and the bus, which wants long runs.
+# Device memory between the pool, whose pages are scattered over layers, and the bus, which needs long copies.
 STAGING_BYTES = 32 * 1024**2
 # For loads there are two such buffers: while the bus fills one, pages are distributed from the other. Backups have one,
 # so that the bus has nothing to do for a moment every 0.6 ms: a pass's tokens go the same way, and would wait for all.
@@ -107,7 +107,7 @@ class StreamTransfers:
     def _launch(self) -> None:
         for _ in range(len(self._waiting)):
             transfer = self._waiting.popleft()
-            # Copies of memory that cannot be locked hold up the passes, but are right.
+            # Copies from memory that is not page-locked delay passes, but are correct.
             if int(transfer.host_pages.max()) < self._pinned.ready_pages or self._pinned.error is not None:
                 self._lanes[transfer.direction].launch(transfer)
             else:
@@ -228,7 +228,7 @@ class TorchPageMover:
 def make_mover(pool: KvPool) -> PageMover:
     """Return one program for all layers where Triton is installed and pages consist of whole words."""
     if importlib.util.find_spec("triton") is not None:
-        # Only here: the CPU does without.
+        # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
 
         if ProgramPageMover.fits(pool):

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None, backends: Sequence[str]) -> argparse.Names
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table; return the exit code."""
     limit_spinning()
-    # Only now: these load torch, and with it the runtime that reads what was set.
+    # After `limit_spinning`: this loads torch, and with it the OpenMP runtime that reads its settings once.
     from services.worker.engine.backends import BACKENDS
 
     arguments = parse(argv, BACKENDS)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model_runner import ModelRunner
 
-# Enough to fill the processor: a GPU needs more, and is done with it sooner.
+# Enough to fill the processor: a GPU needs more.
 CPU_TOKENS, GPU_TOKENS = 256, 2048
-# The first pass and the first copy also pay for what is done only once.
+# The first pass and the first copy include one-time costs.
 REPETITIONS = 2
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
 
 
-# A host has other tenants, and nothing is lost by a pool of this size: at SmolLM2-135M it holds 46,000 tokens.
+# Other processes need memory, too; a pool of this size holds 46,000 tokens of SmolLM2-135M.
 _HOST_POOL_LIMIT = 2 * 1024**3
-# Stays free on a GPU whatever fraction is asked for: captured graphs, the libraries' own buffers, gaps between blocks
+# Always free on a GPU, beside the configured fraction: CUDA graphs, libraries' buffers, gaps between blocks
 # of the allocator, and other processes that grow a little.
 _MARGIN = 768 * 1024**2
 

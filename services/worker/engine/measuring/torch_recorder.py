@@ -19,7 +19,7 @@ class TorchRecorder:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # Neither shapes nor stacks: they cost more than most of what is to be seen.
+        # Neither shapes nor stacks: they cost more time than most operators.
         self._profile = profile(activities=activities)
 
     def start(self) -> None:

@@ -62,7 +62,7 @@ class Assembler:
 
     def _layer(self, prefix: str, moe: MoeConfig | None) -> DecoderLayer:
         attention, post_norms = f"{prefix}.self_attn", None
-        # Where outputs are normalised, too, this name belongs to that of attention.
+        # In models with post-norms this name belongs to the one after attention.
         feed_forward_norm = f"{prefix}.post_attention_layernorm.weight"
         if self.config.post_norms:
             post_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")

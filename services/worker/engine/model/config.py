@@ -7,7 +7,7 @@ from enum import Enum
 
 from common.errors import ConfigurationError
 
-# Those with an implementation here, as `model_type` of config.json spells them; other formats are translated.
+# Families with an implementation here, by `model_type` of config.json; other formats are translated.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 
 

@@ -21,7 +21,7 @@ ARCHITECTURES = {
 }
 _GEMMA3_PATTERN = 6
 _GEMMA3_LOCAL_THETA = 10_000.0
-# The one size of Gemma 3 whose scores are scaled by its width; files do not say so.
+# The one size of Gemma 3 whose scores are scaled by its width; GGUF files do not contain that.
 _GEMMA3_27B_LAYERS = 62
 
 

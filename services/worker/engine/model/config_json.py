@@ -13,10 +13,10 @@ from services.worker.engine.quantization.checkpoint_scheme import stored_scales
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Checkpoints with a vision tower, of which the text model is served.
+# Checkpoints with a vision tower; only their text model is served.
 _TEXT_PARTS = {"gemma3": "gemma3_text"}
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
-# What Gemma 3's files leave out where it is as in `transformers`.
+# Defaults of `transformers` that Gemma 3's files leave out.
 _GEMMA3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -114,7 +114,7 @@ def _activation(config: Mapping[str, Any], is_gemma: bool) -> Activation:
 
 def _windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
-    # Qwen's files name a window that is not in use.
+    # Qwen's files contain a window that is not used.
     if not window or not config.get("use_sliding_window", family in ("mistral", "gemma3_text")):
         return ()
     layers = config["num_hidden_layers"]

@@ -70,7 +70,7 @@ class Tensors:
         return matrices
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
-        # Rows of all ranks are given even where they are all rows: formats check them alike.
+        # The rows are passed even if they are all rows: every format checks them.
         tensor, config = self.checkpoint.read(name, rows, columns), self.checkpoint.config
         expected = block_shape(name, config, rows, columns)
         if tuple(tensor.shape) != expected:

@@ -110,7 +110,7 @@ class Transformer:
         layers = self._weights.layers
         # The norm that follows each layer: the next one's, or the final one.
         following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
-        # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
+        # Sliding-window layers may have pages of their own; they share one object, since kernels plan once per object.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
         *inner, last = zip(layers, self._attention, pool.layers, views, following, strict=True)
@@ -132,7 +132,7 @@ class Transformer:
             normed = self._finish_layer(layer, hidden, attended, next_norm)
             # A pass that only decodes samples every token.
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
-        # Nothing reads the last layer's output at other tokens: their KV is stored, which is all they are for.
+        # The last layer's output is needed only at sampled tokens; of the others KV is stored.
         hidden = hidden[batch.sample_indices]
         queries = attention.store(projected, kv, layer.qk_norm, view)
         attended = attention.attend(queries[batch.sample_indices], kv, sampled)

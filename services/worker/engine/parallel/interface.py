@@ -11,7 +11,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 
-# Where gloo and NCCL look for its name.
+# The variables in which gloo and NCCL expect the interface.
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

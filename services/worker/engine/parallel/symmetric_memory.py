@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 # Sums beyond the largest size are left to NCCL, which has the bandwidth.
 SIZES = tuple(1 << exponent for exponent in range(12, 24))  # 4 KiB to 8 MiB
 _TYPES = (torch.bfloat16, torch.float32)
-# What one rank reads of the others' in a sum that is joined to what follows; with more, two stages read less.
+# Most bytes that one rank reads of the others in a fused sum; beyond, two stages read less.
 _MOST_READ = 8 * 1024**2
 _MOST_ROWS = 1024
 # Ranks for which the programs that sum in two stages were compiled.
 _TWO_STAGE_RANKS = (2, 4, 8)
-# What all of them read and write at once.
+# Alignment in bytes of their reads and writes.
 _ALIGNMENT = 16
 _CALLS, _REPLAYS = 20, 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -112,7 +112,7 @@ class SymmetricMemory:
             return None
         logits = self._logits if self._rank == 0 else self._logits_handle.get_buffer(0, self._logits.shape, part.dtype)
         whole = logits[: rows * width].view(rows, width)
-        # Rank 0 may still read what was gathered before.
+        # Rank 0 may still read the result of the gathering before.
         self._logits_handle.barrier()
         whole[:, spans[self._rank].scaled(1)] = part
         self._logits_handle.barrier()
@@ -126,7 +126,7 @@ class SymmetricMemory:
             return None
         shared = self._sums[: tensor.numel()].view(tensor.shape)
         is_there = tensor.data_ptr() == shared.data_ptr()
-        # The programs end only when all ranks have read what was summed.
+        # The programs end only when all ranks have read the summands.
         if method is Method.ONE_STAGE:
             summed: torch.Tensor = (
                 torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)
@@ -142,7 +142,7 @@ class SymmetricMemory:
 
     def _make_joined(self, shape: ExchangeShape) -> RankSums | None:
         """Return the fused operation, or None if its results are wrong on this machine."""
-        # Only here: the CPU does without Triton.
+        # Imported here because it needs Triton.
         from services.worker.engine.kernels.gpu.rank_sums import RankSums
 
         row_bytes = shape.hidden * shape.dtype.itemsize

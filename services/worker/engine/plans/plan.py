@@ -152,7 +152,7 @@ def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: Pla
             f"in a table of {rows.page_counts[row]}"
         )
     _check_pages(replacement.pages, limits, f"page replacement of row {row}")
-    # Of a row that has stopped itself, the scheduler may think that it went on.
+    # The scheduler may not know yet that a row has stopped itself.
     stopped = rows.phase[row] == Phase.STOPPED
     unseen = replacement.pages.size if stopped else _unseen_pages(int(rows.computed[row]), rows, limits)
     most_missing = max(unseen - replacement.first, 0)

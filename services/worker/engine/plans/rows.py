@@ -89,7 +89,7 @@ class Phase(IntEnum):
     FREE = 0
     # Some of its ids are not computed yet.
     PREFILL = 1
-    # All ids but the last, and those forced on it, are computed; every pass adds one.
+    # All ids but the last one and forced ones are computed; every pass adds one.
     DECODE = 2
     # It stopped itself and waits for its close.
     STOPPED = 3
@@ -147,7 +147,7 @@ class RowTable:
         self.computed[row] = opened.computed_tokens
         self.prompt_tokens[row] = opened.prompt_tokens
         self.max_total_tokens[row] = opened.max_total_tokens
-        # Below its minimum a row with a grammar samples a stop id only where nothing else may come.
+        # Below its minimum a row with a grammar samples a stop id only if the grammar allows nothing else.
         minimum = opened.min_new_tokens if opened.sampling.grammar is None else 0
         self.stops_from[row] = opened.prompt_tokens + minimum
         self.pooling[row] = opened.pooling
@@ -175,7 +175,7 @@ class RowTable:
         order = np.argsort(grants.rows, kind="stable")
         rows = grants.rows[order]
         counts = np.bincount(rows, minlength=self.max_rows)
-        # Of the pages that a row gets, which one each is.
+        # The index of each page among its row's granted pages.
         numbers = np.arange(rows.size) - (np.cumsum(counts) - counts)[rows]
         places = self.page_counts[rows] + numbers
         end = int(places.max()) + 1
@@ -209,7 +209,7 @@ class RowTable:
         Rows go on decoding, but those that are returned have stopped. `record` brings the tokens.
         """
         positions = self.lengths[rows]
-        # Every id before the new one is computed then, however the row got here.
+        # Then every id before the new one is computed, by decoding, prefill or jump-forward.
         self.computed[rows] = positions
         self.lengths[rows] = positions + 1
         at_limit: NDArray[np.bool_] = positions + 1 >= self.max_total_tokens[rows]

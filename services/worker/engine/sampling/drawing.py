@@ -47,7 +47,7 @@ def sort_descending(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(ascending).flip(-1)
 
 
-# How many of the largest probabilities are looked at, first for all rows, then for those that need more.
+# Numbers of largest probabilities that are searched, first for all rows, then for unresolved ones.
 FIRST_LOOK = 64
 SECOND_LOOK = 1024
 
@@ -87,7 +87,7 @@ def _search(
     limits_k, limits_p = top_k < entries, top_p < 1
     last_k = top_k.clamp(max=count) - 1
     kept_by_k = mass.gather(1, last_k[:, None])[:, 0]
-    # Without top-k the mass is 1, whatever part of it was looked at.
+    # Without top-k the mass is 1, though only a part of it was summed.
     target = top_p * torch.where(limits_k, kept_by_k, 1.0)
     last_p = (mass < target[:, None]).sum(-1)
     resolved = torch.where(limits_k, top_k <= count, last_p < count)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from services.worker.engine.plans.rows import RowIndices, RowTable
     from services.worker.engine.sampling.table import SamplingTable
 
-# In the place of a token.
+# Padding in place of a token.
 _NOTHING = -1
 
 

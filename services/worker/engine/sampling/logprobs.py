@@ -55,7 +55,7 @@ def token_logprobs(
     )
 
 
-# Of the logits of one slice in float32; there are a few copies of them at a time.
+# Bytes of one slice's logits in float32; a few copies of them exist at a time.
 SLICE_BYTES = 32 * 1024 * 1024
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from services.worker.engine.grammars.row_masks import RowMasks
     from services.worker.engine.plans.rows import RowIndices, RowTable
 
-# Below this a temperature would only overflow: the most likely token is certain.
+# Below this a temperature would overflow: argmax is used instead.
 LEAST_TEMPERATURE = 1e-5
 # A top_k beyond any vocabulary.
 KEEP_ALL = 2**62
@@ -40,7 +40,7 @@ class Needs(IntFlag):
     MIN_TOKENS = 32
     LOGPROBS = 64
     GRAMMAR = 128
-    # Some tokens are ruled out.
+    # Allowed token ids or banned sequences.
     CONSTRAINTS = 256
 
 
@@ -60,10 +60,10 @@ class SamplingTable:
         self.repetition_penalty = np.ones(max_rows, np.float32)
         self.presence_penalty = np.zeros(max_rows, np.float32)
         self.frequency_penalty = np.zeros(max_rows, np.float32)
-        # Padded by a bias of nothing on token 0.
+        # Padded with a bias of 0 on token 0.
         self.bias_ids = PaddedTable(max_rows, np.int64, fill=0)
         self.bias_values = PaddedTable(max_rows, np.float32, fill=0.0)
-        # Padded by the row's first stop id, since masking twice changes nothing.
+        # Padded with the row's first stop id, since masking twice changes nothing.
         self.masked_ids = PaddedTable(max_rows, np.int64, fill=0)
         self.top_logprobs = np.zeros(max_rows, np.int64)
         # Ids whose log probabilities are reported, too.
@@ -89,7 +89,7 @@ class SamplingTable:
         self._set_bias(opened)
         if self.grammars is not None:
             self.grammars.open(opened)
-        # Rows with grammars put them off, since nothing else may be left.
+        # Rows with grammars postpone them instead, since their grammar may allow nothing else.
         has_minimum = opened.min_new_tokens > 0 and sampling.grammar is None
         masked = self._in_vocabulary(opened.stop_token_ids) if has_minimum else np.empty(0, np.int64)
         self.masked_ids.set(row, masked, padding=masked[0] if masked.size else 0)
@@ -135,7 +135,7 @@ class SamplingTable:
         return needs
 
 
-# Not minus infinity: should other masks rule out all that is allowed, a row would have no distribution at all.
+# Not minus infinity: if other masks banned all allowed tokens, a row would have no distribution.
 BANNED_LOGIT = -1e30
 
 

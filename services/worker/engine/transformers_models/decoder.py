@@ -69,7 +69,7 @@ class TransformersDecoder:
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return the final, normalized hidden states of the samples, [samples, hidden]."""
-        # Layers with a window may have pages of their own; it is one object for all of them, as kernels plan by it.
+        # Sliding-window layers may have pages of their own; they share one object, since kernels plan once per object.
         self._pass = batch, batch.in_window(), pool
         try:
             output = self._decoder(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)

@@ -98,10 +98,10 @@ def _compile(command: list[str], openmp: Path | None, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, result = Path(folder) / "operators.o", Path(folder) / "operators.so"
         _run([*command, "-fopenmp", "-c", str(_SOURCES / "exports.cpp"), "-o", str(compiled)])
-        # Linked by file, the runtime that is loaded already is taken again, under whatever name its wheel gave it.
+        # Linked by file name, the runtime that is already loaded is used, which wheels rename.
         runtime = "-fopenmp" if openmp is None else str(openmp)
         _run([command[0], "-shared", str(compiled), runtime, "-o", str(result)])
-        # Ranks that start together may all come here: each puts a whole library in place.
+        # Ranks that start together may build at the same time: each puts a complete library in place.
         result.replace(library)
 
 

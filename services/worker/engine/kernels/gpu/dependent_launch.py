@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter runs one program after another.
 _CAN_OVERLAP = os.environ.get("TRITON_INTERPRET", "0") == "0"
-# With more tokens programs last much longer than a launch, and what waits only takes power from what computes.
+# With more tokens programs last much longer than a launch, and waiting programs take resources from running ones.
 MOST_TOKENS = 64
 
 

@@ -19,7 +19,7 @@ TEMPERATURE = tl.constexpr(4)
 TOP_K = tl.constexpr(5)
 TOP_P = tl.constexpr(6)
 MIN_P = tl.constexpr(7)
-# What sampling a row takes, as bits of `sampling/table.py`'s `Needs`; 0 in the padding's line.
+# Bits of `sampling/table.py`'s `Needs`; 0 in the padding line.
 NEEDS = tl.constexpr(8)
 REPETITION_PENALTY = tl.constexpr(9)
 PRESENCE_PENALTY = tl.constexpr(10)

@@ -37,7 +37,7 @@ def _rms_norm(
         wide += tl.load(added + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
         total = wide.to(inputs.dtype.element_ty)
         tl.store(inputs + row * WIDTH + columns, total, mask=inside)
-        # The norm is that of what was stored.
+        # The norm is that of the stored values.
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
     normed = (wide * scale).to(weight.dtype.element_ty) * factors

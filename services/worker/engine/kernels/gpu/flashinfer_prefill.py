@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionShape, KvLayer
     from services.worker.engine.model.batch import ForwardBatch
 
-# What FlashInfer's documentation recommends, for parts of rows that are computed apart.
+# Workspace for split rows, as FlashInfer's documentation recommends.
 _WORKSPACE_BYTES = 128 * 1024**2
 
 

@@ -103,7 +103,7 @@ def _add_bias(slots, cells, bias_ids, bias_values, processed, vocabulary, biases
             ids = tl.load(bias_ids + slot * biases + at, mask=at < biases, other=-1)
             values = tl.load(bias_values + slot * biases + at, mask=at < biases, other=0.0)
             place = processed + index * vocabulary + ids
-            # What is ruled out stays so: its value does not feel any bias.
+            # A banned token stays banned: a bias does not change BANNED_LOGIT noticeably.
             tl.store(place, tl.load(place, mask=ids >= 0, other=0.0) + values, mask=ids >= 0)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from services.worker.engine.sampling.drawing import pad_to_blocks, top_entries
 
-# What one row may have reported beside its token: the most likely ones, and those that it names.
+# Limits of one row's log probabilities beside its token: most likely tokens, and requested ids.
 MOST_TOP = 20
 MOST_NAMED = 128
 

@@ -53,7 +53,7 @@ def attention_specs(
 
     backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}
     for backend, dtype, size, window in itertools.product(sorted(backends), dtypes, head_dims, windows):
-        # What `BatchPrefillWithPagedKVCacheWrapper.plan` derives from what it is given; neither caps nor fp16 products.
+        # The arguments that `BatchPrefillWithPagedKVCacheWrapper.plan` derives; neither softcap nor fp16 products.
         yield gen_batch_prefill_module(
             backend, dtype, dtype, dtype, torch.int32, size, size, NO_POSITIONS, window, False, False
         )

@@ -37,7 +37,7 @@ def _sum_add_norm(
     if OVERLAPS:
         follow()
     # Counts the meetings of this row, alike on all ranks; after a day or two it begins again below zero, so that only
-    # differences say who is behind.
+    # differences tell which rank is late.
     epoch = tl.load(epochs + row) + 1
     for peer in tl.static_range(WORLD):
         pad = tl.load(pads + peer).to(tl.pointer_type(tl.int32))
@@ -58,7 +58,7 @@ def _sum_add_norm(
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(WORLD):
         buffer = tl.load(buffers + peer).to(tl.pointer_type(element))
-        # Said aloud, since addresses that are loaded have no known alignment.
+        # Stated, since loaded addresses have no known alignment.
         theirs = tl.max_contiguous(tl.multiple_of(buffer + at, 16), 8)
         total += tl.load(theirs, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     summed = (residual + total).to(element)

@@ -26,7 +26,7 @@ from services.worker.engine.kernels.gpu.device_batch import (
 CHUNK = 4096
 _ORDER_BLOCK = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# As in `sampling/table.py`: below this the most likely token is certain.
+# As in `sampling/table.py`: argmax is used below this.
 _LEAST_TEMPERATURE = tl.constexpr(1e-5)
 
 

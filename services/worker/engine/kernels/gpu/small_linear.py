@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_TOKENS = 2
-# Weights per step of a program; of what was tried, the fastest at most shapes.
+# Weights per step of a program; the fastest of the tried sizes at most shapes.
 _STEP = 1024
 # Rows of a matrix so short that a program takes two.
 _SHORT_ROW = 1024
