@@ -1,8 +1,8 @@
 #!/opt/pando/bin/python
-"""In the place of a C compiler, in an image without one: hands out what was compiled when the image was built.
+"""Replaces the C compiler in images without one: returns modules that were compiled when the image was built.
 
 Triton calls it as `$CC source.c … -o module.so` for its one C file; services/worker/engine/kernels/gpu/prebuild.py has
-compiled that, and named the result by the digest of the source.
+compiled it under the digest of the source as its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREBUILT = Path(os.environ.get("PANDO_PREBUILT", "/opt/pando/prebuilt"))
 
 
 def main(arguments: list[str]) -> int:
-    """Copy the module that the arguments ask for; return the exit status."""
+    """Copy the module that the arguments name; return the exit status."""
     sources = [Path(argument) for argument in arguments if argument.endswith(".c")]
     if len(sources) != 1 or "-o" not in arguments[:-1]:
         sys.stderr.write("this image has no compiler, only what was compiled before\n")

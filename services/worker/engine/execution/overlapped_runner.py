@@ -89,7 +89,7 @@ class _Pass:
 
 
 class OverlappedRunner:
-    """Owns the rows and drives a stepper through plans; same face as `SynchronousRunner`, but for `settle`."""
+    """Owns the rows and runs plans one pass ahead; see `PlanRunner`. Results of the last pass wait for `settle`."""
 
     def __init__(
         self,

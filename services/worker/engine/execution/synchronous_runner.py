@@ -35,7 +35,7 @@ class PassExecutor(Protocol):
 
 
 class SynchronousRunner:
-    """Owns the rows and drives a stepper through plans."""
+    """Owns the rows and runs each pass of a plan to its end; see `PlanRunner`."""
 
     def __init__(
         self,

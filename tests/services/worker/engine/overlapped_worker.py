@@ -121,9 +121,9 @@ class OverlappedWorker(SimulatedWorker):
 class OverlappedHarness(Harness):
     """A harness around such a worker, which loses nothing but can be lost."""
 
-    def __init__(self, make_stepper: Callable[[CheckingRunner], OverlappedPassExecutor], **options: object) -> None:
+    def __init__(self, make_executor: Callable[[CheckingRunner], OverlappedPassExecutor], **options: object) -> None:
         super().__init__(page_size=4, **options)  # type: ignore[arg-type]  # whatever a test wants to change
-        self._make_stepper = make_stepper
+        self._make_executor = make_executor
         worker = self.worker
         self._window = WindowPool(worker.window_pool, worker.window, 1, 1) if worker.window else None
         self._renew()
@@ -144,6 +144,6 @@ class OverlappedHarness(Harness):
             max_context=128,
             window_pool=self._window,
         )
-        executor = self._make_stepper(CheckingRunner(capacity))
+        executor = self._make_executor(CheckingRunner(capacity))
         pages, rows = self.config.device_pages, self.config.max_rows
         self.worker = OverlappedWorker(pages, 4, rows, executor, self._window)

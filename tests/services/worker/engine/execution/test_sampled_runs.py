@@ -52,7 +52,7 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class StrictStepper(OverlappedExecutor):
+class StrictExecutor(OverlappedExecutor):
     """Launches without waiting, or not at all."""
 
     def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
@@ -103,7 +103,7 @@ class OnDevice:
     """What is tested: as the engine makes it."""
 
     def __init__(self, device: torch.device, runner: MarkovRunner | None = None, **changes: object) -> None:
-        executor = StrictStepper(runner or MarkovRunner(device), spec(**changes))
+        executor = StrictExecutor(runner or MarkovRunner(device), spec(**changes))
         with torch.inference_mode():
             if device.type != "cpu":
                 executor.capture(lambda _share: None)

@@ -21,7 +21,7 @@ LOGPROB = (RowSlot(1), TokenLogprob(-0.5))
 
 
 @dataclass
-class ConstantStepper:
+class ConstantExecutor:
     """Samples 5 for every row, and takes 3 ticks of the clock."""
 
     clock: count[int]
@@ -41,7 +41,7 @@ def run(plan: StepPlan, *, reports_tokens: bool = True) -> list[StepResult]:
     runner = SynchronousRunner(
         RowTable(4, 40, 4),
         PlanLimits(100, 50, 64),
-        ConstantStepper(clock),
+        ConstantExecutor(clock),
         reports_tokens=reports_tokens,
         clock=lambda: next(clock) * 1e-6,
     )
@@ -57,7 +57,7 @@ def test_results_name_their_plan_and_tell_compute_from_host_time() -> None:
     first, second = run(PLAN)
     assert (first.step_id, first.substep, first.last) == (8, 0, False)
     assert (second.step_id, second.substep, second.last) == (8, 1, True)
-    # The clock ticks once at each reading: 3 ticks of the stepper and one to read it again.
+    # The clock ticks once at each reading: 3 ticks of the executor and one to read it again.
     assert [result.compute_us for result in (first, second)] == [4, 4]
     assert [result.host_us for result in (first, second)] == [2, 2]
     assert first.logprobs == (LOGPROB,)
