@@ -53,7 +53,12 @@ def test_a_wheel_has_what_runs_and_nothing_that_only_a_checkout_needs(tmp_path: 
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, f"pando-{PROJECT['version']}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
-    needed = {"services/scheduler/content/rules.toml", "deploy/supervisor/command.py", "protos/pando/v1/common.proto"}
+    needed = {
+        "deploy/supervisor/command.py",
+        "gateway/quotas/meters.lua",
+        "protos/pando/v1/common.proto",
+        "services/scheduler/content/rules.toml",
+    }
     assert needed <= set(names)
     assert len([name for name in names if name.endswith(".cpp")]) > 0
     unwanted = r"\.(md|so|yaml|Dockerfile|sh|txt)$|^deploy/(checks|compose|helm|images|locks|setup)/|^protos/generate"
