@@ -38,7 +38,12 @@ ELSEWHERE = re.compile(r"(?<![\w.:/-])/(?:home|mnt|opt/(?!pando)|root|srv|Users|
 PAGE = re.compile(r"[\w./-]+\.md\b")
 OURS = re.compile(r"[\w.{},/-]+(?:\.(?:py|sh|proto|md|cpp|txt|Dockerfile)|/)")
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 every_contract = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda path: path.stem)
 
 
@@ -175,7 +180,7 @@ def test_tests_that_are_named_exist(document: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=str)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=relative)
 def test_settings_that_are_named_exist(document: Path) -> None:
     text = document.read_text()
     flags = re.findall(r"--(\w+)\.(\w+)", text)
