@@ -343,17 +343,8 @@ class ViewOracle:
         gone = {path: pages.pop(path) for path in below}
         holders = self.holders(gone) if not scope else {path: set() for path in below}
         for path, page in gone.items():
-            if (scope, path) in soft:
-                continue
-            for tenant in holders[path]:
-                if path == top or path[: -self.page_size] in self.of_tenant(tenant):
-                    self.of_tenant(tenant)[path] = self.given_back(page, tenant)
-            for (tenant, name), (made, salts) in page.creators.items():
-                for view in [] if tenant in holders[path] else [(tenant, name, salt) for salt in salts]:
-                    if path == top or self.scope_at(view, path[: -self.page_size]) is not None:
-                        evidence = None if self.choice(tenant) is Sharing.NONE else made
-                        generation = page.generation + is_suspect if scope else 0
-                        self.private.setdefault(view, {})[path] = Private(evidence, generation)
+            if (scope, path) not in soft:
+                self.inherit(scope, path, page, holders[path], top, generation=page.generation + is_suspect)
         self.drop_unreached(top)
         for held in self.held:
             path = tuple(held.ids[: held.length])
@@ -364,6 +355,18 @@ class ViewOracle:
             for tenant in page.quarantined_tenants:
                 if path in self.of_tenant(tenant):
                     self.demote((tenant,), path, soft)
+
+    def inherit(self, scope: Scope, path: Path, page: Shared, tenants: set[str], top: Path, generation: int) -> None:
+        """Give a demoted page to `tenants`, and to creators of others, where they have what stands before it."""
+        above = path[: -self.page_size]
+        for tenant in tenants:
+            if path == top or above in self.of_tenant(tenant):
+                self.of_tenant(tenant)[path] = self.given_back(page, tenant)
+        for (tenant, name), (made, salts) in page.creators.items():
+            for view in [] if tenant in tenants else [(tenant, name, salt) for salt in salts]:
+                if path == top or self.scope_at(view, above) is not None:
+                    evidence = None if self.choice(tenant) is Sharing.NONE else made
+                    self.private.setdefault(view, {})[path] = Private(evidence, generation if scope else 0)
 
     def holders(self, gone: dict[Path, Shared]) -> dict[Path, set[str]]:
         found: dict[Path, set[str]] = {}
