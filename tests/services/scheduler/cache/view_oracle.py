@@ -383,16 +383,15 @@ class ViewOracle:
         creators = {subject: made for subject, made in page.creators.items() if subject[0] == tenant}
         quarantined = {subject: since for subject, since in page.quarantined.items() if subject[0] == tenant}
         use = page.parties.get((tenant,)) if page.epoch == self.epoch else None
-        parties = {} if use is None else {(tenant,): use}
+        parties: dict[Scope, Use] = {} if use is None else {(tenant,): use}
         return Shared(creators, page.tenants.get(tenant, 0), self.epoch, parties, quarantined)
 
     def drop_unreached(self, top: Path) -> None:
-        for scope, pages in [*self.shared.items(), *self.private.items()]:
-            for path in sorted(pages, key=len):
-                above = path[: -self.page_size]
-                is_below = len(path) > len(top) and path[: len(top)] == top
-                if is_below and not any(above in self.level(other) for other in ((), scope[:1], scope)):
-                    del pages[path]
+        for scope, path in sorted(self.entries(), key=lambda entry: len(entry[1])):
+            above = path[: -self.page_size]
+            is_below = len(path) > len(top) and path[: len(top)] == top
+            if is_below and not any(above in self.level(other) for other in ((), scope[:1], scope)):
+                self.drop({(scope, path)})
 
     def level(self, scope: Scope) -> dict[Path, Shared] | dict[Path, Private]:
         return self.private.get(scope, {}) if len(scope) == 3 else self.shared.get(scope, {})
@@ -436,7 +435,8 @@ class ViewOracle:
         return True
 
     def evidence(self, path: Path, tenant: str | None = None) -> dict[SubjectKey, int]:
-        oldest, found = self.epoch - self.config.promotion_epochs, {}
+        oldest = self.epoch - self.config.promotion_epochs
+        found: dict[SubjectKey, int] = {}
         for view, mine in self.private.items():
             entry = mine.get(path) if tenant in (None, view[0]) else None
             if entry and entry.evidence is not None and not entry.no_promote and entry.evidence >= oldest:
