@@ -18,8 +18,9 @@ from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.grammars.desk import GrammarDesk
+from services.worker.grammars.desk import GrammarDesk, GrammarLimits
+from services.worker.grammars.pool import ProcessPool
+from services.worker.grammars.process import CompileProcess
 from services.worker.profiles import ProfileRules
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
@@ -46,8 +47,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     MODEL_INFO.labels(settings.model.name).set(1)
     tier = make_tier(settings.worker)
-    library = GrammarLibrary()
-    grammars = GrammarDesk(library, GrammarChecker(settings.worker.grammar_timeout_s))
+    library = GrammarLibrary(
+        cache_bytes=settings.worker.grammar_cache_megabytes * 2**20,
+        subject_bytes=settings.worker.grammar_cache_megabytes_per_subject * 2**20,
+    )
+    grammars = GrammarDesk(library, ProcessPool(CompileProcess.start), grammar_limits(settings.worker))
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
     executor = Executor(
@@ -77,6 +81,16 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if not has_ended:
             # Nor can it end while operators or a storage that hangs run in another thread; nobody waits for them.
             os._exit(0)
+
+
+def grammar_limits(settings: WorkerSettings) -> GrammarLimits:
+    """Return what compilations may take."""
+    return GrammarLimits(
+        timeout_s=settings.grammar_timeout_s,
+        slice_s=min(settings.grammar_slice_s, settings.grammar_timeout_s),
+        open_per_subject=settings.grammar_open_per_subject,
+        seconds_per_minute=settings.grammar_seconds_per_minute,
+    )
 
 
 def profile_rules(settings: WorkerSettings) -> ProfileRules:

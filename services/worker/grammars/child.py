@@ -1,7 +1,8 @@
-"""The process in which grammars are tried: one JSON object per line in, one out. It ends when its input does.
+"""The process in which grammars are compiled and tried: one JSON object per line in, an answer each out.
 
 Run as `python -m services.worker.grammars.child PARENT_PID`. The first line names the vocabulary, each further one
-holds a grammar. A grammar that takes for ever, or all memory, or the process itself, harms nothing but this process.
+holds a grammar. An answer is a line of JSON and as many bytes as that says: the compiled grammar. A grammar that takes
+for ever, or all memory, or the process itself, harms nothing but this process, which ends when its input does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import resource
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from common.grammars import Grammar, GrammarKind
 from common.orphans import die_with_parent
@@ -31,6 +32,8 @@ Message = dict[str, Any]
 NICENESS = 10
 # Beside what the process takes to start.
 MAX_BYTES = 3 * 1024**3
+# Of a compiled grammar on its way to the worker; that is two to four times its size there.
+MAX_DATA_BYTES = 128 * 1024**2
 _STDERR = 2
 _WARNING = re.compile(r"Warning: (.*)")
 
@@ -41,46 +44,52 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
     # Libraries that print must not be able to answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers, make_trial)
+    serve(sys.stdin, answers, make_compile)
 
 
-def serve(questions: TextIO, answers: TextIO, make: Callable[[Message], Callable[[Grammar], None]]) -> None:
-    """Make a trial from the first line, and answer each line: what is wrong, if anything, and how long it took."""
-    trial: Callable[[Grammar], None] | None = None
+def serve(questions: TextIO, answers: BinaryIO, make: Callable[[Message], Callable[[Grammar], bytes]]) -> None:
+    """Load a vocabulary as the first line says, and answer each line: what came of it, and how long it took."""
+    compile_: Callable[[Grammar], bytes] | None = None
     for line in questions:
         message: Message = json.loads(line)
         started = time.perf_counter()
         answer: Message = {}
-        if trial is None:
-            trial = make(message)
+        data = b""
+        if compile_ is None:
+            compile_ = make(message)
         else:
             try:
-                trial(Grammar(GrammarKind(message["kind"]), message["text"], ""))
+                data = compile_(Grammar(GrammarKind(message["kind"]), message["text"], ""))
             except GrammarError as error:
                 answer["refusal"] = str(error)
             except MemoryError:
                 answer["refusal"] = "it takes too much memory to compile"
         answer["elapsed_us"] = round((time.perf_counter() - started) * 1e6)
-        answers.write(json.dumps(answer) + "\n")
+        answer["bytes"] = len(data)
+        answers.write(json.dumps(answer).encode() + b"\n" + data)
         answers.flush()
 
 
-def make_trial(message: Message) -> Callable[[Grammar], None]:
-    """Load the vocabulary that the first line names; return what raises GrammarError for a grammar that is no good."""
+def make_compile(message: Message) -> Callable[[Grammar], bytes]:
+    """Load the vocabulary that the first line names; return what compiles for it, and raises GrammarError."""
     message["eos_token_ids"] = tuple(message["eos_token_ids"])
     source = VocabularySource(**message)
     compiler = Compiler(source)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_BYTES, used + MAX_BYTES))
 
-    def trial(grammar: Grammar) -> None:
+    def compile_(grammar: Grammar) -> bytes:
         with warnings_refused():
             compiled = compiler.compile(grammar)
         try_out(compiled, source.vocabulary_size)
+        data = compiled.serialize_json().encode()
+        if len(data) > MAX_DATA_BYTES:
+            raise GrammarError("it is too large when compiled")
+        return data
 
-    return trial
+    return compile_
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
@@ -10,18 +11,29 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import UnavailableError
 from common.grammars import Grammar, GrammarKind
-from services.worker.engine.grammars.library import GrammarLibrary
+from common.models import resolve
+from common.tokenization import load_text_model
+from services.worker.engine.grammars.compiler import Compiler
+from services.worker.engine.grammars.matcher import Matcher
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.grammars.desk import GrammarDesk
+from services.worker.grammars.process import CompileProcess
+from tests.waiting import is_running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 SOURCE = VocabularySource("smollm2-135m-instruct", "auto", 49_152, (2,))
 GOOD = Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex")
+
+
+# Loads a vocabulary, and compiles for ever.
+SLEEPER = """import sys, time
+sys.stdin.readline()
+print('{"elapsed_us": 0, "bytes": 0}', flush=True)
+time.sleep(600)
+"""
 
 
 def schema(value: object) -> Grammar:
@@ -58,28 +70,36 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def checker() -> AsyncIterator[GrammarChecker]:
+async def process() -> AsyncIterator[CompileProcess]:
     """The process takes seconds to start, so that all tests share one."""
-    made = GrammarChecker(deadline_s=20.0)
+    made = await CompileProcess.start(SOURCE)
     yield made
-    await made.close()
+    await made.kill()
 
 
-async def test_a_good_grammar_is_found_good(checker: GrammarChecker) -> None:
-    assert (await checker.check(SOURCE, GOOD)).refusal is None
+async def test_a_good_grammar_comes_back_compiled(process: CompileProcess) -> None:
+    verdict = await process.compile(GOOD)
+    assert verdict.refusal is None
+    matcher = Matcher(Compiler(SOURCE).load(verdict.data), SOURCE.vocabulary_size)
+    vocabulary = load_text_model(resolve(SOURCE.model)).tokenizer
+    assert [matcher.accept(vocabulary.encode(text).ids[0]) for text in ("1", "x", "2", "3", "4")] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_a_bad_grammar_is_refused_with_a_reason(checker: GrammarChecker, name: str) -> None:
-    refusal = (await checker.check(SOURCE, BAD[name])).refusal
+async def test_a_bad_grammar_is_refused_with_a_reason(process: CompileProcess, name: str) -> None:
+    refusal = (await process.compile(BAD[name])).refusal
     assert refusal
     assert "\n" not in refusal
     assert "/project/" not in refusal
 
 
-async def test_nothing_that_is_thrown_at_it_ends_the_process(checker: GrammarChecker) -> None:
-    await checker.check(SOURCE, GOOD)
-    process = checker._process
+async def test_nothing_that_is_thrown_at_it_ends_the_process(process: CompileProcess) -> None:
     random_ = random.Random(7)
     pieces = [
         "root ::= ",
@@ -104,9 +124,9 @@ async def test_nothing_that_is_thrown_at_it_ends_the_process(checker: GrammarChe
     for number in range(200):
         text = "".join(random_.choice(pieces) for _ in range(random_.randrange(1, 24)))
         kind = (GrammarKind.EBNF, GrammarKind.REGEX, GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)[number % 4]
-        verdict = await checker.check(SOURCE, Grammar(kind, text, "x"))
+        verdict = await process.compile(Grammar(kind, text, "x"))
         assert verdict.refusal != "it takes too much memory to compile", text
-    assert checker._process is process
+    assert process.is_alive
 
 
 @pytest.mark.slow
@@ -121,55 +141,27 @@ async def test_nothing_that_is_thrown_at_it_ends_the_process(checker: GrammarChe
     ],
     ids=["deep schema", "deep rules", "deep regex", "repetitions of repetitions", "rules that double"],
 )
-async def test_huge_grammars_harm_at_most_the_process_which_starts_anew(grammar: Grammar) -> None:
-    checker = GrammarChecker(deadline_s=3.0)
+async def test_huge_grammars_harm_at_most_their_process(grammar: Grammar) -> None:
+    process = await CompileProcess.start(SOURCE)
     try:
-        await checker.check(SOURCE, grammar)
-        # Only the huge one is to be given up soon.
-        checker._deadline_s = 60.0
-        assert (await checker.check(SOURCE, GOOD)).refusal is None
+        async with asyncio.timeout(3.0):
+            await process.compile(grammar)
+    except TimeoutError:
+        assert not is_running(process.pid)
     finally:
-        await checker.close()
+        await process.kill()
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_ends() -> None:
-    sleeper = "import sys, time\nsys.stdin.readline(); print('{\"elapsed_us\": 0}', flush=True)\ntime.sleep(60)"
-    checker = GrammarChecker(deadline_s=0.2, command=(sys.executable, "-c", sleeper))
-    try:
-        verdict = await checker.check(SOURCE, GOOD)
-        assert verdict.refusal == "it takes longer than 0.2 s to compile"
-        assert checker._process is None
-    finally:
-        await checker.close()
+async def test_cancelling_ends_the_process() -> None:
+    process = await CompileProcess.start(SOURCE, (sys.executable, "-c", SLEEPER))
+    assert is_running(process.pid)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await process.compile(GOOD)
+    assert not is_running(process.pid)
+    assert not process.is_alive
 
 
 async def test_a_process_that_does_not_start_is_not_the_grammars_fault() -> None:
-    desk = GrammarDesk(library(), GrammarChecker(deadline_s=1.0, command=(sys.executable, "-c", "")))
     with pytest.raises(UnavailableError):
-        await desk.prepare(GOOD)
-    await desk.close()
-
-
-async def test_a_grammar_is_compiled_once_and_a_refusal_is_remembered(checker: GrammarChecker) -> None:
-    made = library()
-    desk = GrammarDesk(made, checker)
-    assert await desk.prepare(GOOD) > 0
-    assert made.has(GOOD)
-    assert await desk.prepare(GOOD) == 0
-    bad = Grammar(GrammarKind.REGEX, "(", "guided_regex")
-    with pytest.raises(InvalidRequestError) as first:
-        await desk.prepare(bad)
-    assert first.value.param == "guided_regex"
-    with pytest.raises(InvalidRequestError) as again:
-        await GrammarDesk.prepare(desk, Grammar(GrammarKind.REGEX, "(", "regex"))
-    assert again.value.param == "regex"
-
-
-async def test_without_a_vocabulary_grammars_are_not_heeded(checker: GrammarChecker) -> None:
-    assert await GrammarDesk(GrammarLibrary(), checker).prepare(BAD["no root"]) == 0
-
-
-def library() -> GrammarLibrary:
-    made = GrammarLibrary()
-    made.serve(SOURCE)
-    return made
+        await CompileProcess.start(SOURCE, (sys.executable, "-c", ""))
