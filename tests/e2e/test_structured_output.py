@@ -174,7 +174,7 @@ def test_others_do_not_wait_for_a_grammar_that_takes_long(served: Served) -> Non
 
     def slow() -> None:
         # Some seconds to compile; each run of the suite has its own, so that none is there already.
-        chat(served, {"type": "string", "maxLength": 150}, max_tokens=4)
+        chat(served, {"type": "string", "maxLength": 60}, max_tokens=4)
         ended.append("bound")
 
     thread = threading.Thread(target=slow)

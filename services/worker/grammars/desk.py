@@ -211,7 +211,7 @@ class GrammarDesk:
             left = self._limits.timeout_s - (self._limits.slice_s if is_first else 0.0)
             await asyncio.wait({compiling}, timeout=max(0.0, left))
             if not compiling.done():
-                return Verdict(f"it takes longer than {self._limits.timeout_s:g} s to compile")
+                return Verdict(f"it takes longer than {self._limits.timeout_s:g} s to compile", is_final=False)
             return compiling.result()
         finally:
             self._budget.charge(job.grammar.scope, self._clock() - started)
@@ -239,7 +239,7 @@ class GrammarDesk:
     def _answer(self, job: _Job, verdict: Verdict) -> None:
         metrics.GRAMMARS_TOTAL.labels("compiled" if verdict.refusal is None else "refused").inc()
         metrics.GRAMMAR_COMPILE_SECONDS.observe(verdict.elapsed_us / 1e6)
-        if verdict.refusal is not None:
+        if verdict.refusal is not None and verdict.is_final:
             self._refusals[job.source, job.grammar] = verdict.refusal
             while len(self._refusals) > MAX_REFUSALS:
                 self._refusals.popitem(last=False)

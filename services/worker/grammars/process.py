@@ -36,6 +36,8 @@ class Verdict:
     elapsed_us: int = 0
     # As `Compiler.load` reads it.
     data: bytes = b""
+    # Whether the same would come of it again; what took too long may have been slowed by other work.
+    is_final: bool = True
 
 
 class CompileProcess:

@@ -118,10 +118,13 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_stopped() -> None:
         with pytest.raises(InvalidRequestError, match=r"it takes longer than 0\.2 s to compile"):
             await it.desk.prepare(grammar("endless"))
         await eventually(lambda: [one.text for one in it.work.stopped] == ["endless"])
-        # It is remembered, and not tried again.
-        with pytest.raises(InvalidRequestError, match="longer than"):
-            await it.desk.prepare(grammar("endless"))
-        assert it.work.texts() == ["endless"]
+        # The machine may have been busy: it may be tried again. What is wrong with a grammar is remembered.
+        it.work.gates["endless"].set()
+        assert await it.desk.prepare(grammar("endless")) == 1000
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="it is bad"):
+                await it.desk.prepare(grammar("bad"))
+        assert it.work.texts() == ["endless", "endless", "bad"]
 
 
 async def test_a_subject_has_so_many_open_compilations_and_others_are_not_concerned() -> None:
