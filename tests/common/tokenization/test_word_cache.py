@@ -26,7 +26,7 @@ def keeps(tokenizer: Tokenizer, word: str) -> bool:
     # No entry of the vocabulary begins with it, so no word of several characters can be built.
     model.continuing_subword_prefix = "\x00"
     after = tokenizer.encode(word, add_special_tokens=False).ids
-    model.continuing_subword_prefix = None  # type: ignore[assignment]  # the stub allows no None
+    model.continuing_subword_prefix = None
     return after == before
 
 
