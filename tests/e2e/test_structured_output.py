@@ -216,8 +216,9 @@ def test_hostile_grammars_of_one_user_delay_others_little_and_refuse_them_never(
         was_attacked = not all(one.done() for one in asked)
         statuses = {one.result() for one in asked}
     assert was_attacked, f"the attack ended within {time.monotonic() - started:.0f} s"
-    # One slice and the start of a process; 24 of 3 s and more each came before. A busy machine gets some more time.
-    assert max(delays_s) < 8.0, (idle_s, delays_s)
+    # One slice, on an idle machine; 24 of 3 s and more each came before. A busy machine gets some more time.
+    assert max(delays_s) < 15.0, (idle_s, delays_s)
+    assert sorted(delays_s)[2] < 5.0, (idle_s, delays_s)
     assert statuses <= {200, 400, 429}
     assert 429 in statuses
 

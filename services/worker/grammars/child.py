@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 # What goes over the two pipes; both ends are this package's.
 Message = dict[str, Any]
-# Serving goes before trying.
+# Serving goes before compiling, and starting a process before compiling in others: users may be waiting for it.
+START_NICENESS = 5
 NICENESS = 10
 # Beside what the process takes to start.
 MAX_BYTES = 3 * 1024**3
@@ -42,7 +43,7 @@ def main() -> None:
     """Serve standard input until it ends."""
     # Its input ends with its parent, but a grammar that is being compiled would not notice.
     die_with_parent(int(sys.argv[1]))
-    os.nice(NICENESS)
+    os.nice(START_NICENESS)
     # Libraries that print must not be able to answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -78,6 +79,7 @@ def make_compile(message: Message) -> Callable[[Grammar], bytes]:
     source = VocabularySource(**message)
     compiler = Compiler(source)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    os.nice(NICENESS - os.nice(0))
     resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_BYTES, used + MAX_BYTES))
 
     def compile_(grammar: Grammar) -> bytes:

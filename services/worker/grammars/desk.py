@@ -15,7 +15,7 @@ from services.worker.grammars.process import Verdict
 from services.worker.grammars.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from common.grammars import Grammar, GrammarScope
     from services.worker.engine.grammars.library import GrammarLibrary
@@ -47,6 +47,8 @@ class _Job:
     answer: asyncio.Future[Verdict]
     # Calls that wait for the answer.
     callers: int = 0
+    # It has used up its slice.
+    is_long: bool = False
     # While it is compiled.
     task: asyncio.Task[None] | None = field(default=None)
 
@@ -56,7 +58,8 @@ class GrammarDesk:
 
     Every grammar starts in the first place. If it takes longer than a slice, it moves on to the second place with its
     process, where it may take until its timeout; if that place is taken, it is stopped, and waits for its turn there to
-    start again. So a small grammar waits for at most a slice of each tenant before it, whatever they compile.
+    start again. Until it has ended, its subject gets no further slice. So a grammar of another subject waits for at
+    most one slice of each that comes before it, whatever these compile, and finds a process that was started ahead.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class GrammarDesk:
         self._long: Turns[_Job] = Turns()
         self._first: _Job | None = None
         self._second: _Job | None = None
+        self._is_closed = False
         self._refusals: OrderedDict[tuple[VocabularySource, Grammar], str] = OrderedDict()
 
     async def prepare(self, grammar: Grammar) -> int:
@@ -110,6 +114,7 @@ class GrammarDesk:
 
     async def close(self) -> None:
         """Give up what is open and end the processes."""
+        self._is_closed = True
         tasks = [job.task for job in self._open.values() if job.task is not None]
         for job in list(self._open.values()):
             self._abandon(job)
@@ -157,16 +162,20 @@ class GrammarDesk:
 
     def _fill(self) -> None:
         """Start what may start."""
-        while self._first is None and (job := self._next(self._new)) is not None:
+        if self._is_closed:
+            return
+        have_long = {
+            (job.grammar.scope.tenant, job.grammar.scope.subject) for job in self._open.values() if job.is_long
+        }
+        if self._first is None and (job := self._next(self._new, have_long)) is not None:
             self._first = job
             job.task = asyncio.create_task(self._run(job))
-        while self._second is None and (job := self._next(self._long)) is not None:
+        if self._second is None and (job := self._next(self._long)) is not None:
             self._second = job
             job.task = asyncio.create_task(self._run(job))
 
-    def _next(self, turns: Turns[_Job]) -> _Job | None:
-        while len(turns):
-            job = turns.take()
+    def _next(self, turns: Turns[_Job], passed_over: Set[tuple[str, str]] = frozenset()) -> _Job | None:
+        while (job := turns.take(passed_over)) is not None:
             try:
                 self._check_budget(job.grammar.scope)
             except QueueFullError as error:
@@ -206,8 +215,10 @@ class GrammarDesk:
                 if not compiling.done():
                     self._pool.start_ahead(job.source)
                     await asyncio.wait({compiling}, timeout=self._limits.slice_s * (1 - AHEAD))
-                if not compiling.done() and not self._move_on(job):
-                    return None
+                if not compiling.done():
+                    job.is_long = True
+                    if not self._move_on(job):
+                        return None
             left = self._limits.timeout_s - (self._limits.slice_s if is_first else 0.0)
             await asyncio.wait({compiling}, timeout=max(0.0, left))
             if not compiling.done():
@@ -262,6 +273,7 @@ class GrammarDesk:
         self._long.remove(job.grammar.scope, job)
         if job.task is not None:
             job.task.cancel()
+        self._fill()
 
 
 def _is_same(lhs: GrammarScope, rhs: GrammarScope) -> bool:

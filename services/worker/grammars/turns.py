@@ -6,6 +6,8 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from common.grammars import GrammarScope
 
 Item = TypeVar("Item")
@@ -38,12 +40,18 @@ class Turns(Generic[Item]):
         self._tenants.setdefault(scope.tenant, {}).setdefault(scope.subject, deque()).append(item)
         self._count += 1
 
-    def take(self) -> Item:
-        """Remove and return the item whose turn it is; there must be one."""
-        tenant = min(self._tenants, key=lambda name: self._served.get((name, None), 0))
-        subjects = self._tenants[tenant]
-        subject = min(subjects, key=lambda name: self._served.get((tenant, name), 0))
-        item = subjects[subject].popleft()
+    def take(self, passed_over: Set[tuple[str, str]] = frozenset()) -> Item | None:
+        """Remove and return the item whose turn it is; None if none waits but of subjects that are passed over."""
+        waiting = [
+            (tenant, subject)
+            for tenant, subjects in self._tenants.items()
+            for subject in subjects
+            if (tenant, subject) not in passed_over
+        ]
+        if not waiting:
+            return None
+        tenant, subject = min(waiting, key=lambda key: (self._served.get((key[0], None), 0), self._served.get(key, 0)))
+        item = self._tenants[tenant][subject].popleft()
         self._turn += 1
         for key in ((tenant, None), (tenant, subject)):
             self._served[key] = self._turn

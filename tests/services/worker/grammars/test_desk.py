@@ -62,13 +62,28 @@ async def test_a_victim_waits_for_one_slice_of_an_attacker_with_a_hundred_gramma
         hostile = names("slow", 100)
         it.work.hold(*hostile)
         it.ask(*(grammar(text, RIVAL) for text in hostile))
-        await eventually(lambda: len(it.work.started) == 2)  # one has moved to the second place
+        await eventually(lambda: it.work.started)
         [victim] = it.ask(grammar("quick", ANN))
         async with asyncio.timeout(30):
             assert await victim == 1000
-        before = it.work.texts()[: it.work.texts().index("quick")]
-        # The one that had moved on and the one whose slice had begun.
-        assert len(before) == 2
+        # The attacker gets no second slice while its first grammar goes on.
+        for number in range(3):
+            assert await it.desk.prepare(grammar(f"later{number}", ANN)) == 1000
+        assert it.work.texts() == ["slow0", "quick", "later0", "later1", "later2"]
+
+
+async def test_a_victim_waits_for_one_slice_of_each_hostile_subject() -> None:
+    async with setup() as it:
+        it.work.hold(*names("slow", 20))
+        rivals = [GrammarScope("rival", f"key/{number % 4}") for number in range(20)]
+        it.ask(*map(grammar, names("slow", 20), rivals))
+        await eventually(lambda: it.work.started)
+        assert await it.desk.prepare(grammar("quick", ANN)) == 1000
+        # The one that moved on; its tenant has had its turn, so the victim comes next.
+        assert it.work.texts() == ["slow0", "quick"]
+        await eventually(lambda: len(it.work.started) == 5)
+        assert await it.desk.prepare(grammar("later", ANN)) == 1000
+        assert it.work.texts() == ["slow0", "quick", "slow1", "slow2", "slow3", "later"]
 
 
 async def test_turns_go_round_tenants_and_then_subjects() -> None:
@@ -93,7 +108,7 @@ async def test_what_takes_longer_than_a_slice_goes_on_beside_the_others_and_ends
         [long] = it.ask(grammar("long"))
         await eventually(lambda: it.work.started)
         for text in names("quick", 5):
-            assert await it.desk.prepare(grammar(text)) == 1000
+            assert await it.desk.prepare(grammar(text, BOB)) == 1000
         it.work.gates["long"].set()
         assert await long == 1000
         assert it.work.texts().count("long") == 1
@@ -209,7 +224,7 @@ async def test_compiling_stops_when_the_last_call_is_cancelled() -> None:
 async def test_what_only_waits_is_taken_out_when_it_is_cancelled() -> None:
     async with setup() as it:
         it.work.hold("slow0", "slow1")
-        it.ask(grammar("slow0", RIVAL), grammar("slow1", RIVAL))
+        it.ask(grammar("slow0", RIVAL), grammar("slow1", BOB))
         await eventually(lambda: len(it.work.started) == 2)
         [waiting] = it.ask(grammar("quick"))
         await asyncio.sleep(0)
@@ -281,7 +296,7 @@ async def test_a_cancelled_compilation_leaves_no_process() -> None:
         return started[-1]
 
     desk = GrammarDesk(library(), ProcessPool(start), LIMITS)
-    calls = [asyncio.create_task(desk.prepare(grammar(text))) for text in ("x", "y")]
+    calls = [asyncio.create_task(desk.prepare(grammar("x", scope))) for scope in (ANN, RIVAL)]
     # Both places are taken, by processes that compile for ever.
     await eventually(lambda: len(started) >= 2 and desk._second is not None and desk._first is not None)
     for call in calls:

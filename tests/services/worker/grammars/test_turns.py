@@ -20,7 +20,7 @@ def test_each_item_is_taken_once_and_a_subjects_items_in_order(scopes: list[Gram
     turns: Turns[tuple[GrammarScope, int]] = Turns()
     for number, scope in enumerate(scopes):
         turns.add(scope, (scope, number))
-    taken = [turns.take() for _ in range(len(turns))]
+    taken = [item for _ in range(len(turns)) if (item := turns.take()) is not None]
     assert sorted(number for _, number in taken) == list(range(len(scopes)))
     for scope in scopes:
         mine = [number for owner, number in taken if owner == scope]
@@ -34,7 +34,8 @@ def test_nobody_gets_two_turns_while_another_tenant_waits(scopes: list[GrammarSc
     left = Counter(scope.tenant for scope in scopes)
     for scope in scopes:
         turns.add(scope, scope)
-    taken = [turns.take() for _ in scopes]
+    taken = [item for _ in scopes if (item := turns.take()) is not None]
+    assert len(taken) == len(scopes)
     for lhs, rhs in pairwise(taken):
         left[lhs.tenant] -= 1
         assert lhs.tenant != rhs.tenant or all(not left[tenant] for tenant in left if tenant != lhs.tenant)
@@ -62,6 +63,15 @@ def test_coming_back_after_each_turn_does_not_push_in() -> None:
     assert turns.take() == "r1"
     turns.add(RIVAL, "r2")
     assert [turns.take(), turns.take()] == ["b", "r2"]
+
+
+def test_subjects_can_be_passed_over() -> None:
+    turns: Turns[str] = Turns()
+    turns.add(ANN, "a")
+    turns.add(RIVAL, "r")
+    assert turns.take({("acme", "user/ann")}) == "r"
+    assert turns.take({("acme", "user/ann")}) is None
+    assert turns.take() == "a"
 
 
 def test_seconds_come_back_at_the_budgets_rate() -> None:
