@@ -19,8 +19,7 @@ from services.worker.engine.host import limit_spinning
 from services.worker.engine.select import SelectedEngine
 from services.worker.executor import Executor
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
-from services.worker.grammars.pool import ProcessPool
-from services.worker.grammars.process import CompileProcess
+from services.worker.grammars.process import CompileProcesses
 from services.worker.profiles import ProfileRules
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
@@ -51,7 +50,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         cache_bytes=settings.worker.grammar_cache_megabytes * 2**20,
         subject_bytes=settings.worker.grammar_cache_megabytes_per_subject * 2**20,
     )
-    grammars = GrammarDesk(library, ProcessPool(CompileProcess.start), grammar_limits(settings.worker))
+    grammars = GrammarDesk(library, CompileProcesses(), grammar_limits(settings.worker))
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
     executor = Executor(

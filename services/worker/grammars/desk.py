@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
 from services.worker import metrics
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from common.grammars import Grammar, GrammarScope
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
-    from services.worker.grammars.pool import ProcessPool
 
 # Waiting compilations of all subjects together; beyond, the subject with most loses its newest.
 MAX_WAITING = 1024
-# Part of a slice after which a process is started for the next grammar.
-AHEAD = 0.25
 # Refusals that are remembered, so that a bad grammar is not tried again and again.
 MAX_REFUSALS = 1024
 
@@ -38,6 +35,26 @@ class GrammarLimits:
     slice_s: float = 1.0
     open_per_subject: int = 16
     seconds_per_minute: float = 30.0
+
+
+class Compiles(Protocol):
+    """What the desk needs of `CompileProcess`."""
+
+    async def compile(self, grammar: Grammar) -> Verdict:
+        """Compile a grammar."""
+
+    async def kill(self) -> None:
+        """End the process, whatever it does."""
+
+
+class StartsProcesses(Protocol):
+    """What the desk needs of `CompileProcesses`."""
+
+    async def take(self, source: VocabularySource) -> Compiles:
+        """Return a new process that compiles for a vocabulary; raises UnavailableError."""
+
+    async def close(self) -> None:
+        """Start no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,19 +76,19 @@ class GrammarDesk:
     Every grammar starts in the first place. If it takes longer than a slice, it moves on to the second place with its
     process, where it may take until its timeout; if that place is taken, it is stopped, and waits for its turn there to
     start again. Until it has ended, its subject gets no further slice. So a grammar of another subject waits for at
-    most one slice of each that comes before it, whatever these compile, and finds a process that was started ahead.
+    most one slice of each that comes before it, whatever these compile.
     """
 
     def __init__(
         self,
         library: GrammarLibrary,
-        pool: ProcessPool,
+        processes: StartsProcesses,
         limits: GrammarLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put into `library` what processes of `pool` compile."""
+        """Put into `library` what `processes` compile."""
         self._library = library
-        self._pool = pool
+        self._processes = processes
         self._limits = limits
         self._clock = clock
         self._budget = CompileBudget(limits.seconds_per_minute, clock)
@@ -119,7 +136,7 @@ class GrammarDesk:
         for job in list(self._open.values()):
             self._abandon(job)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._pool.close()
+        await self._processes.close()
         self._library.close()
 
     def _enter(self, source: VocabularySource, grammar: Grammar) -> _Job:
@@ -205,16 +222,13 @@ class GrammarDesk:
 
     async def _compile(self, job: _Job) -> Verdict | None:
         """Return what came of a grammar; None if it has to wait for the second place."""
-        process = await self._pool.take(job.source)
+        process = await self._processes.take(job.source)
         compiling = asyncio.create_task(process.compile(job.grammar))
         started = self._clock()
         try:
             is_first = job is self._first
             if is_first:
-                await asyncio.wait({compiling}, timeout=self._limits.slice_s * AHEAD)
-                if not compiling.done():
-                    self._pool.start_ahead(job.source)
-                    await asyncio.wait({compiling}, timeout=self._limits.slice_s * (1 - AHEAD))
+                await asyncio.wait({compiling}, timeout=self._limits.slice_s)
                 if not compiling.done():
                     job.is_long = True
                     if not self._move_on(job):
@@ -229,7 +243,7 @@ class GrammarDesk:
             if not compiling.done():
                 compiling.cancel()
                 await asyncio.wait({compiling})
-            await self._pool.give_back(process)
+            await process.kill()
 
     def _move_on(self, job: _Job) -> bool:
         """Give the first place to the next grammar, if the second is free for this one."""

@@ -1,4 +1,4 @@
-"""A child process that compiles grammars. It is killed when a grammar takes too long or is not wanted any more."""
+"""Processes that compile one grammar each, and that can be killed: a thread that compiles could not be stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,13 @@ if TYPE_CHECKING:
     from common.grammars import Grammar
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
 
-# Importing and loading a vocabulary takes seconds on a slow machine.
+# Importing and loading a vocabulary takes seconds on a slow machine, a fork milliseconds.
 START_TIMEOUT_S = 120.0
-MAX_HEADER_BYTES = 1 << 16
-COMMAND = (sys.executable, "-m", "services.worker.grammars.child")
+FORK_TIMEOUT_S = 30.0
+MAX_LINE_BYTES = 1 << 16
+COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
 
-# One line of JSON, as `child.py` writes and reads it.
+# One line of JSON, as `template.py` writes and reads it.
 Message = dict[str, Any]
 
 
@@ -41,91 +44,125 @@ class Verdict:
 
 
 class CompileProcess:
-    """Compiles one grammar at a time for one vocabulary."""
+    """A forked process, for one grammar."""
 
-    def __init__(self, process: asyncio.subprocess.Process, source: VocabularySource) -> None:
-        """Use a process that `start` has started."""
-        self.source = source
-        self._process = process
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Use the process at the other end of a connection."""
+        self.pid = pid
+        self._reader = reader
+        self._writer = writer
 
-    @classmethod
-    async def start(cls, source: VocabularySource, command: Sequence[str] = COMMAND) -> CompileProcess:
-        """Start a process and have it load a vocabulary.
+    async def compile(self, grammar: Grammar) -> Verdict:
+        """Compile a grammar and try it out; the caller kills the process afterwards."""
+        try:
+            question: Message = {"kind": grammar.kind.value, "text": grammar.text}
+            self._writer.write(json.dumps(question).encode() + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
+            if not line:
+                raise ConnectionError("the process that compiles has ended")
+            answer: Message = json.loads(line)
+            data = await self._reader.readexactly(int(answer["bytes"]))
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
+            return Verdict("it takes too much memory to compile")
+        return Verdict(answer.get("refusal"), int(answer["elapsed_us"]), data)
+
+    async def kill(self) -> None:
+        """End the process. It has closed its end of the connection, as the last of its doings, when this returns."""
+        # An id may stand for another process once its own has ended, which closes the connection.
+        if not self._reader.at_eof():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                while await self._reader.read(MAX_LINE_BYTES):
+                    pass
+        self._writer.close()
+
+
+class CompileProcesses:
+    """Forks processes for one vocabulary after the other; loads each in a template process when it is first needed."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        """Run `command` as the template."""
+        self._command = command
+        self._turn = asyncio.Lock()
+        self._source: VocabularySource | None = None
+        self._template: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+
+    async def take(self, source: VocabularySource) -> CompileProcess:
+        """Return a new process that compiles for a vocabulary.
 
         Raises:
             UnavailableError: it does not start.
         """
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
+        async with self._turn:
+            try:
+                if self._template is None or self._template.returncode is not None or source != self._source:
+                    await self._start(source)
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    return await self._fork()
+            except (TimeoutError, OSError, ValueError) as error:
+                await self._end()
+                get_logger("grammars").exception("grammars.cannot_start")
+                raise UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000) from error
+
+    async def close(self) -> None:
+        """End the template."""
+        async with self._turn:
+            await self._end()
+
+    async def _start(self, source: VocabularySource) -> None:
+        await self._end()
+        control, theirs = socket.socketpair()
+        self._source, self._control = source, control
+        with theirs:
+            self._template = await asyncio.create_subprocess_exec(
+                *self._command,
                 str(os.getpid()),
+                str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=MAX_HEADER_BYTES,
+                limit=MAX_LINE_BYTES,
+                pass_fds=(theirs.fileno(),),
             )
-        except OSError as error:
-            raise _cannot_start() from error
-        made = cls(process, source)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await made._exchange(asdict(source))
-        except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
-            await made.kill()
-            get_logger("grammars").exception("grammars.cannot_start")
-            raise _cannot_start() from error
+            await self._load(self._template, source)
         except BaseException:
-            await made.kill()
-            raise
-        return made
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can take a grammar."""
-        return self._process.returncode is None
-
-    async def compile(self, grammar: Grammar) -> Verdict:
-        """Compile a grammar and try it out. If the caller is cancelled, the process is killed."""
-        try:
-            return await self._exchange({"kind": grammar.kind.value, "text": grammar.text})
-        except (OSError, ValueError, asyncio.IncompleteReadError):
-            await self.kill()
-            get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
-            return Verdict("it takes too much memory to compile")
-        except BaseException:
-            await self.kill()
+            await self._end()
             raise
 
-    async def kill(self) -> None:
-        """End the process; it is gone when this returns."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        # The kernel ends it without delay; a second cancellation must not leave it unreaped.
-        await asyncio.shield(self._process.wait())
+    async def _load(self, template: asyncio.subprocess.Process, source: VocabularySource) -> None:
+        assert template.stdin is not None
+        assert template.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            template.stdin.write(json.dumps(asdict(source)).encode() + b"\n")
+            await template.stdin.drain()
+            if not await template.stdout.readline():
+                raise ConnectionError("the process that loads the vocabulary has ended")
 
-    async def _exchange(self, question: Message) -> Verdict:
-        """Send one line; read one, and as many bytes as it announces.
+    async def _fork(self) -> CompileProcess:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        try:
+            line = await reader.readline()
+            if not line:
+                raise ConnectionError("the template cannot fork")
+            return CompileProcess(int(json.loads(line)["pid"]), reader, writer)
+        except BaseException:
+            # The process ends when it finds its connection closed.
+            writer.close()
+            raise
 
-        Raises:
-            OSError: the process is gone.
-            ValueError: it answered something else than this package would.
-        """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(question).encode() + b"\n")
-        await stdin.drain()
-        line = await stdout.readline()
-        if not line:
-            raise ConnectionError("the process that compiles grammars has ended")
-        answer: Message = json.loads(line)
-        data = await stdout.readexactly(int(answer["bytes"]))
-        return Verdict(answer.get("refusal"), int(answer["elapsed_us"]), data)
-
-
-def _cannot_start() -> UnavailableError:
-    return UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000)
+    async def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        template, self._template, self._control = self._template, None, None
+        if template is not None:
+            with contextlib.suppress(ProcessLookupError):
+                template.kill()
+            await asyncio.shield(template.wait())

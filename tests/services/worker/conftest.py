@@ -13,8 +13,7 @@ from services.worker.__main__ import NAME
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.executor import Executor
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
-from services.worker.grammars.pool import ProcessPool
-from services.worker.grammars.process import CompileProcess
+from services.worker.grammars.process import CompileProcesses
 from services.worker.service import WorkerService
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
         ) -> worker_pb2_grpc.WorkerAsyncStub:
             executor = Executor(engine, stuck_after_s, profile_rules, keep_warm_s)
             executor.needs_new_process = ends or executor.needs_new_process
-            desk = GrammarDesk(GrammarLibrary(), ProcessPool(CompileProcess.start), GrammarLimits())
+            desk = GrammarDesk(GrammarLibrary(), CompileProcesses(), GrammarLimits())
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
             server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(executor, desk))
             await server.start()

@@ -71,24 +71,22 @@ class Work:
         """Let these take until they are released."""
         self.gates.update({text: asyncio.Event() for text in texts})
 
-    async def start(self, source: VocabularySource) -> FakeProcess:
+    async def take(self, source: VocabularySource) -> FakeProcess:
         await asyncio.sleep(0)
-        return FakeProcess(self, source)
+        return FakeProcess(self)
+
+    async def close(self) -> None:
+        pass
 
 
 class FakeProcess:
-    def __init__(self, work: Work, source: VocabularySource) -> None:
-        self.source = source
+    def __init__(self, work: Work) -> None:
         self._work = work
         self._number = next(work.numbers)
         work.alive.add(self._number)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._number in self._work.alive
-
     async def compile(self, grammar: Grammar) -> Verdict:
-        assert self.is_alive
+        assert self._number in self._work.alive
         self._work.started.append(grammar)
         try:
             gate = self._work.gates.get(grammar.text)
@@ -96,7 +94,6 @@ class FakeProcess:
                 await gate.wait()
         except BaseException:
             self._work.stopped.append(grammar)
-            await self.kill()
             raise
         if grammar.text == "bad":
             return Verdict("it is bad", 1000)
@@ -114,7 +111,7 @@ class Clock:
         return self.now
 
 
-async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+async def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,12 +12,11 @@ import pytest
 from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from common.grammars import GrammarScope
 from services.worker.engine.grammars.library import GrammarLibrary
+from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.grammars import desk as desk_module
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
-from services.worker.grammars.pool import ProcessPool
-from services.worker.grammars.process import CompileProcess
-from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, Clock, Work, eventually, grammar, library
-from tests.services.worker.grammars.test_process import SLEEPER
+from services.worker.grammars.process import CompileProcess, CompileProcesses
+from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, Clock, FakeProcess, Work, eventually, grammar, library
 from tests.waiting import is_running
 
 if TYPE_CHECKING:
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
     from common.grammars import Grammar
 
+REAL = VocabularySource("smollm2-135m-instruct", "auto", 49_152, (2,))
 # Long enough that what takes no time never takes longer, on a busy machine, too.
 SLICE_S = 0.3
 LIMITS = GrammarLimits(timeout_s=60.0, slice_s=SLICE_S, open_per_subject=200, seconds_per_minute=30.0)
@@ -45,7 +44,7 @@ class Setup:
 @asynccontextmanager
 async def setup(limits: GrammarLimits = LIMITS) -> AsyncIterator[Setup]:
     work, clock, made = Work(), Clock(), library()
-    desk = GrammarDesk(made, ProcessPool(work.start), limits, clock)
+    desk = GrammarDesk(made, work, limits, clock)
     try:
         yield Setup(desk, work, clock, made)
     finally:
@@ -270,10 +269,10 @@ async def test_the_tenant_with_most_waiting_gives_way_when_too_many_wait(monkeyp
 
 async def test_a_pool_that_cannot_start_is_not_the_grammars_fault() -> None:
     class Broken(Work):
-        async def start(self, source: object) -> object:  # type: ignore[override]
+        async def take(self, source: VocabularySource) -> FakeProcess:
             raise UnavailableError("no")
 
-    desk = GrammarDesk(library(), ProcessPool(Broken().start), LIMITS)  # type: ignore[arg-type]
+    desk = GrammarDesk(library(), Broken(), LIMITS)
     for _ in range(2):
         with pytest.raises(UnavailableError):
             await desk.prepare(grammar("x"))
@@ -282,26 +281,37 @@ async def test_a_pool_that_cannot_start_is_not_the_grammars_fault() -> None:
 
 async def test_without_a_vocabulary_grammars_are_not_heeded() -> None:
     work = Work()
-    desk = GrammarDesk(GrammarLibrary(), ProcessPool(work.start), LIMITS)
+    desk = GrammarDesk(GrammarLibrary(), work, LIMITS)
     assert await desk.prepare(grammar("x")) == 0
     assert not work.started
 
 
 @pytest.mark.timeout(300)
 async def test_a_cancelled_compilation_leaves_no_process() -> None:
-    started: list[CompileProcess] = []
+    class Recorded(CompileProcesses):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taken: list[CompileProcess] = []
 
-    async def start(source: object) -> CompileProcess:
-        started.append(await CompileProcess.start(source, (sys.executable, "-c", SLEEPER)))  # type: ignore[arg-type]
-        return started[-1]
+        async def take(self, source: VocabularySource) -> CompileProcess:
+            self.taken.append(await super().take(source))
+            return self.taken[-1]
 
-    desk = GrammarDesk(library(), ProcessPool(start), LIMITS)
-    calls = [asyncio.create_task(desk.prepare(grammar("x", scope))) for scope in (ANN, RIVAL)]
-    # Both places are taken, by processes that compile for ever.
-    await eventually(lambda: len(started) >= 2 and desk._second is not None and desk._first is not None)
+    made, processes = GrammarLibrary(), Recorded()
+    made.serve(REAL)
+    desk = GrammarDesk(made, processes, LIMITS)
+    # Seconds of work for several threads.
+    hostile = r"[\u0000-\uffff]{0,100000}"
+    calls = [asyncio.create_task(desk.prepare(grammar(hostile, scope))) for scope in (ANN, RIVAL)]
+    await eventually(lambda: processes.taken, 120)
+    pid = processes.taken[0].pid
+    assert is_running(pid)
     for call in calls:
         call.cancel()
-    await eventually(lambda: not desk._open and desk._first is None and desk._second is None)
+    await eventually(lambda: not is_running(pid))
+    await eventually(lambda: desk._first is None and desk._second is None)
+    # Others are served as before.
+    assert await desk.prepare(grammar("[0-9]{3}", BOB)) > 0
     await desk.close()
-    assert started
-    assert not any(is_running(process.pid) for process in started)
+    for process in processes.taken:
+        await eventually(lambda process=process: not is_running(process.pid))  # type: ignore[misc]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,8 +21,8 @@ from common.tokenization import load_text_model
 from services.worker.engine.grammars.compiler import Compiler
 from services.worker.engine.grammars.matcher import Matcher
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.grammars.process import CompileProcess
-from tests.waiting import is_running
+from services.worker.grammars.process import CompileProcesses, Verdict
+from tests.waiting import is_running, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,12 +31,8 @@ SOURCE = VocabularySource("smollm2-135m-instruct", "auto", 49_152, (2,))
 GOOD = Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex")
 
 
-# Loads a vocabulary, and compiles for ever.
-SLEEPER = """import sys, time
-sys.stdin.readline()
-print('{"elapsed_us": 0, "bytes": 0}', flush=True)
-time.sleep(600)
-"""
+# Seconds of work for several threads.
+HOSTILE = Grammar(GrammarKind.REGEX, r"[\u0000-\uffff]{0,100000}", "regex")
 
 
 def schema(value: object) -> Grammar:
@@ -70,15 +69,23 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def process() -> AsyncIterator[CompileProcess]:
-    """The process takes seconds to start, so that all tests share one."""
-    made = await CompileProcess.start(SOURCE)
+async def processes() -> AsyncIterator[CompileProcesses]:
+    """The template takes seconds to start, so that all tests share one."""
+    made = CompileProcesses()
     yield made
-    await made.kill()
+    await made.close()
 
 
-async def test_a_good_grammar_comes_back_compiled(process: CompileProcess) -> None:
-    verdict = await process.compile(GOOD)
+async def compiled(processes: CompileProcesses, grammar: Grammar) -> Verdict:
+    process = await processes.take(SOURCE)
+    try:
+        return await process.compile(grammar)
+    finally:
+        await process.kill()
+
+
+async def test_a_good_grammar_comes_back_compiled(processes: CompileProcesses) -> None:
+    verdict = await compiled(processes, GOOD)
     assert verdict.refusal is None
     matcher = Matcher(Compiler(SOURCE).load(verdict.data), SOURCE.vocabulary_size)
     vocabulary = load_text_model(resolve(SOURCE.model)).tokenizer
@@ -92,14 +99,16 @@ async def test_a_good_grammar_comes_back_compiled(process: CompileProcess) -> No
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_a_bad_grammar_is_refused_with_a_reason(process: CompileProcess, name: str) -> None:
-    refusal = (await process.compile(BAD[name])).refusal
+async def test_a_bad_grammar_is_refused_with_a_reason(processes: CompileProcesses, name: str) -> None:
+    refusal = (await compiled(processes, BAD[name])).refusal
     assert refusal
     assert "\n" not in refusal
     assert "/project/" not in refusal
 
 
-async def test_nothing_that_is_thrown_at_it_ends_the_process(process: CompileProcess) -> None:
+async def test_nothing_that_is_thrown_at_it_ends_the_process(processes: CompileProcesses) -> None:
+    await compiled(processes, GOOD)
+    template = processes._template
     random_ = random.Random(7)
     pieces = [
         "root ::= ",
@@ -124,9 +133,9 @@ async def test_nothing_that_is_thrown_at_it_ends_the_process(process: CompilePro
     for number in range(200):
         text = "".join(random_.choice(pieces) for _ in range(random_.randrange(1, 24)))
         kind = (GrammarKind.EBNF, GrammarKind.REGEX, GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)[number % 4]
-        verdict = await process.compile(Grammar(kind, text, "x"))
+        verdict = await compiled(processes, Grammar(kind, text, "x"))
         assert verdict.refusal != "it takes too much memory to compile", text
-    assert process.is_alive
+    assert processes._template is template
 
 
 @pytest.mark.slow
@@ -141,27 +150,62 @@ async def test_nothing_that_is_thrown_at_it_ends_the_process(process: CompilePro
     ],
     ids=["deep schema", "deep rules", "deep regex", "repetitions of repetitions", "rules that double"],
 )
-async def test_huge_grammars_harm_at_most_their_process(grammar: Grammar) -> None:
-    process = await CompileProcess.start(SOURCE)
-    try:
+async def test_huge_grammars_harm_at_most_their_process(processes: CompileProcesses, grammar: Grammar) -> None:
+    process = await processes.take(SOURCE)
+    template = processes._template
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(3.0):
             await process.compile(grammar)
-    except TimeoutError:
-        assert not is_running(process.pid)
-    finally:
-        await process.kill()
+    await process.kill()
+    await until(lambda: not is_running(process.pid))
+    assert (await compiled(processes, GOOD)).refusal is None
+    assert processes._template is template
 
 
-async def test_cancelling_ends_the_process() -> None:
-    process = await CompileProcess.start(SOURCE, (sys.executable, "-c", SLEEPER))
-    assert is_running(process.pid)
+async def test_a_process_that_computes_is_killed(processes: CompileProcesses) -> None:
+    process = await processes.take(SOURCE)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await process.compile(GOOD)
-    assert not is_running(process.pid)
-    assert not process.is_alive
+            await process.compile(HOSTILE)
+    assert is_running(process.pid)
+    await process.kill()
+    await until(lambda: not is_running(process.pid))
+
+
+async def test_two_processes_compile_at_a_time(processes: CompileProcesses) -> None:
+    slow = await processes.take(SOURCE)
+    compiling = asyncio.create_task(slow.compile(HOSTILE))
+    assert (await compiled(processes, GOOD)).refusal is None
+    assert not compiling.done()
+    # As the kernel does where memory is short.
+    os.kill(slow.pid, signal.SIGKILL)
+    assert (await compiling).refusal == "it takes too much memory to compile"
+    await slow.kill()
+
+
+async def test_processes_end_with_the_template(processes: CompileProcesses) -> None:
+    own = CompileProcesses()
+    process = await own.take(SOURCE)
+    compiling = asyncio.create_task(process.compile(HOSTILE))
+    await asyncio.sleep(0.1)
+    await own.close()
+    await until(lambda: not is_running(process.pid))
+    await compiling
+
+
+async def test_a_template_that_died_is_started_again() -> None:
+    own = CompileProcesses()
+    await (await own.take(SOURCE)).kill()
+    assert own._template is not None
+    own._template.kill()
+    await own._template.wait()
+    assert (await compiled(own, GOOD)).refusal is None
+    await own.close()
 
 
 async def test_a_process_that_does_not_start_is_not_the_grammars_fault() -> None:
-    with pytest.raises(UnavailableError):
-        await CompileProcess.start(SOURCE, (sys.executable, "-c", ""))
+    broken = CompileProcesses((sys.executable, "-c", ""))
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await broken.take(SOURCE)
+    await broken.close()
