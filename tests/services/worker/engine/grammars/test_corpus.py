@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from common.json_schemas import check_json_schema
-from services.worker.grammars.child import warnings_refused
+from services.worker.grammars.template import warnings_refused
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import bound_row, finished, library, schema_grammar, text_of
 
