@@ -55,11 +55,12 @@ e2e: install-dev ## Run the tests that start the real services
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers
 
-lint: install-dev ## Style, import contracts, import circles, proto style
+lint: install-dev ## Style, import contracts, import circles, generated documents, proto style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m deploy.checks.structure --check
+	$(BIN)/python -m deploy.checks.configuration --check
 	cd protos && ../$(BIN)/buf lint
 
 types: install-dev ## mypy, strict
@@ -132,5 +133,7 @@ $(STAMPS)/operators: $(STAMPS)/runtime $(wildcard $(KERNELS)/cpu/build.py $(KERN
 
 $(STAMPS)/dev: $(STAMPS)/runtime $(STAMPS)/encoders
 	@echo "Installing the tools that check and test Pando"
-	@$(PIP) install --quiet -c $(LOCK) -e '.[all,dev]'
+	@# The pip that comes with Python 3.11 and 3.12 does not know dependency groups.
+	@$(PIP) install --quiet 'pip>=25.1'
+	@$(PIP) install --quiet -c $(LOCK) -e '.[all,analysis]' --group dev
 	@touch $@

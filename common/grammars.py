@@ -19,9 +19,24 @@ class GrammarKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarScope:
+    """A view, by its parts: requests of one view share a compiled grammar, others neither use nor notice it."""
+
+    tenant: str = ""
+    # Name of the subject within the tenant.
+    subject: str = ""
+    salt: str = ""
+
+
+NO_SCOPE = GrammarScope()
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """Equal ones are compiled once, whatever the request field `param` that they came from, which errors name."""
 
     kind: GrammarKind
     text: str
     param: str = field(compare=False)
+    # Set by the scheduler from the request's view.
+    scope: GrammarScope = NO_SCOPE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import ConfigurationError
+from common.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `pando` command; return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="pando", description="Serve large language models to many users at once.")
-    parser.add_argument("--version", action="version", version=f"pando {importlib.metadata.version('pando')}")
+    parser.add_argument("--version", action="version", version=f"pando {version()}")
     commands = "\n".join(f"  {command.name:<8}{command.help}" for command in COMMANDS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"commands (each has --help):\n{commands}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.rpc.security import UNIX_ONLY
+from common.version import version
 from gateway.api.context import Context, Limits
 from gateway.app import create_app
 from gateway.backends import Backends
@@ -28,7 +29,6 @@ from gateway.resume import ResumePolicy
 from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
 from gateway.state.state import open_state
-from gateway.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

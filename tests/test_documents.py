@@ -1,8 +1,9 @@
-"""What the README files name is there: files, commands, settings."""
+"""What documents, docstrings and comments of contracts name is there: files, commands, settings."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import re
 import shlex
@@ -15,21 +16,35 @@ from deploy.cli import COMMANDS
 from deploy.supervisor.command import read_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("common", "deploy", "gateway", "protos", "services", "tests")
-DOCUMENTS = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+FOLDERS = ("common", "deploy", "docs", "gateway", "protos", "services", "tests")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
+]
+MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "gen" not in path.parts]
+CONTRACTS = sorted((ROOT / "protos" / "pando").rglob("*.proto"))
 SECTIONS = {
     name: set(getattr(field.annotation, "model_fields", {}))
     for name, field in Settings.model_fields.items()
     if name != "models"
 }
 # Other projects' files, of which ours speak.
-FOREIGN = {"serving_chat.py", "renderers/"}
+FOREIGN = {"serving_chat.py", "renderers/", "docs/gguf.md"}
 SUFFIXES = {"json", "proto", "py", "sock"}
 # What a name may begin with that is not said from its README's folder or the top.
 BELOW_THE_TOP = ("tests", "services", "services/scheduler", "services/worker")
+# Where the files of whoever wrote a document would be; examples have /etc, /path/to, /tmp and /var.
+ELSEWHERE = re.compile(r"(?<![\w.:/-])/(?:home|mnt|opt/(?!pando)|root|srv|Users|work|workspace)/[\w./-]*")
+PAGE = re.compile(r"[\w./-]+\.md\b")
 OURS = re.compile(r"[\w.{},/-]+(?:\.(?:py|sh|proto|md|cpp|txt|Dockerfile)|/)")
 
-every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+every_contract = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda path: path.stem)
 
 
 def code_spans(text: str) -> list[str]:
@@ -53,9 +68,38 @@ def commands(text: str, program: str) -> list[list[str]]:
 
 
 def exists(name: str, document: Path) -> bool:
-    """Tell whether a file or folder is there, seen from the document, the top, or somewhere below the document."""
-    places = [document.parent, ROOT, *(ROOT / place for place in BELOW_THE_TOP)]
-    return any((place / name).exists() for place in places) or any(document.parent.rglob(name.rstrip("/")))
+    """Tell whether a file or folder is there.
+
+    Names are said from a folder that holds the document, up to the top, or somewhere below its folder or service.
+    """
+    above = [folder for folder in document.parents if folder.is_relative_to(ROOT)]
+    places = [*above, *(ROOT / place for place in BELOW_THE_TOP)]
+    below = [document.parent, ROOT.joinpath(*document.relative_to(ROOT).parts[:2])]
+    return any((place / name).exists() for place in places) or any(
+        any(place.rglob(name.rstrip("/"))) for place in below if place.is_dir()
+    )
+
+
+def is_within(target: Path) -> bool:
+    return target.resolve().is_relative_to(ROOT)
+
+
+def docstrings(path: Path) -> list[str]:
+    """Return the strings of a module that stand alone: docstrings, also those of attributes."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    values = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return [value.value for value in values if isinstance(value.value, str)]
+
+
+def comments(path: Path) -> str:
+    """Return a contract's comments; what one says over several lines is one text."""
+    return " ".join(re.findall(r"//\s?(.*)$", path.read_text(), flags=re.MULTILINE))
+
+
+def missing(text: str, place: Path) -> list[str]:
+    """Return the files of ours that `text`, which stands in the file `place`, names and that are not there."""
+    named = {span for span in re.findall(r"`([^`\n]+)`", text) if OURS.fullmatch(span) and not span.startswith("/")}
+    return sorted(name for name in named | set(PAGE.findall(text)) if name not in FOREIGN and not exists(name, place))
 
 
 def is_module(path: Path) -> bool:
@@ -64,7 +108,8 @@ def is_module(path: Path) -> bool:
 
 def test_there_are_documents_with_commands() -> None:
     texts = [document.read_text() for document in DOCUMENTS]
-    assert len(DOCUMENTS) > 15
+    assert len(DOCUMENTS) > 30
+    assert {path.stem for path in DOCUMENTS} >= {"README", "architecture", "privacy", "operations", "CONTRIBUTING"}
     assert sum(len(commands(text, "pando")) for text in texts) > 30
     assert sum(len(OURS.findall(" ".join(code_spans(text)))) for text in texts) > 100
 
@@ -76,12 +121,66 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @every_document
-def test_files_that_are_named_exist(document: Path) -> None:
-    named = [span for span in code_spans(document.read_text()) if OURS.fullmatch(span) and not span.startswith("/")]
-    assert [name for name in named if name not in FOREIGN and not exists(name, document)] == []
+def test_nothing_outside_of_the_repository_is_named(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    upwards = [span for span in code_spans(text) if span.startswith("../")]
+    assert [name for name in (*links, *upwards) if not is_within(document.parent / name)] == []
+    assert ELSEWHERE.findall(text) == []
+
+
+def test_paths_elsewhere_would_be_found() -> None:
+    assert ELSEWHERE.findall("see /home/ann/notes.md and `/work/plan`") == ["/home/ann/notes.md", "/work/plan"]
+    assert ELSEWHERE.findall("https://example.com/work/x, /etc/pando/tls, path/to/work/x, /opt/pando/bin") == []
+    assert not is_within(ROOT / "docs" / ".." / ".." / "shared")
 
 
 @every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    # What a link shows may be shorter than where it leads.
+    text = re.sub(r"\[`[^`\n]+`\]\([^)]+\)", "", document.read_text())
+    named = [span for span in code_spans(text) if OURS.fullmatch(span) and not span.startswith("/")]
+    assert [name for name in named if name not in FOREIGN and not exists(name, document)] == []
+
+
+def test_files_that_docstrings_name_exist() -> None:
+    found = {path: docstrings(path) for path in MODULES}
+    assert sum(len(texts) for texts in found.values()) > 2000
+    assert sum(len(OURS.findall(" ".join(texts))) for texts in found.values()) > 20
+    wrong = {
+        path.relative_to(ROOT): names for path, texts in found.items() if (names := missing("\n".join(texts), path))
+    }
+    assert wrong == {}
+    assert [
+        path for path, texts in found.items() if ELSEWHERE.search("\n".join(texts)) and path != Path(__file__)
+    ] == []
+
+
+@every_contract
+def test_files_that_comments_of_contracts_name_exist(contract: Path) -> None:
+    text = comments(contract)
+    assert len(text) > 100
+    assert missing(text, contract) == []
+    assert ELSEWHERE.findall(text) == []
+
+
+def test_files_that_are_not_there_would_be_found() -> None:
+    assert missing(
+        "see `cache/radixx.py` and plan.md, not `cache/radix.py`", ROOT / "services" / "scheduler" / "x"
+    ) == [
+        "cache/radixx.py",
+        "plan.md",
+    ]
+
+
+@every_document
+def test_tests_that_are_named_exist(document: Path) -> None:
+    calls = re.findall(r"-m pytest ((?:(?![`#]).)*)", document.read_text().replace("\\\n", " "))
+    named = [word.partition("::")[0] for call in calls for word in call.split() if word.startswith("tests")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=relative)
 def test_settings_that_are_named_exist(document: Path) -> None:
     text = document.read_text()
     flags = re.findall(r"--(\w+)\.(\w+)", text)

@@ -53,9 +53,13 @@ class ServedModelSettings(ModelSettings):
     """Tensor-parallel worker processes."""
     # Any: each section checks its own values once they are put on top of the shared ones.
     tokenizer: dict[str, Any] = Field(default_factory=dict)
+    """What this model's tokenizer sets differently from the section `tokenizer`."""
     scheduler: dict[str, Any] = Field(default_factory=dict)
+    """What its scheduler sets differently from the section `scheduler`."""
     worker: dict[str, Any] = Field(default_factory=dict)
+    """What its workers set differently from the section `worker`."""
     detokenizer: dict[str, Any] = Field(default_factory=dict)
+    """What its detokenizer sets differently from the section `detokenizer`."""
 
     @model_validator(mode="before")
     @classmethod

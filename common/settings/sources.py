@@ -29,10 +29,13 @@ CONFIG_VARIABLE = "PANDO_CONFIG"
 class SettingsParser(argparse.ArgumentParser):
     """Says what is wrong with a flag in a line of its own: a hundred others' usage would bury it."""
 
+    all_flags_option = "--help"
+    """The option that lists all flags; errors name it."""
+
     def error(self, message: str) -> NoReturn:
         """End the process with `message`, and the names that unknown flags come close to."""
         hints = "".join(suggestion(flag) for flag in re.findall(r"--([\w.-]+)", message))
-        self.exit(2, f"{self.prog}: {message}{hints}; --help lists all\n")
+        self.exit(2, f"{self.prog}: {message}{hints}; {self.all_flags_option} lists all\n")
 
 
 def load_settings(

@@ -25,6 +25,19 @@ class WorkerSettings(Section):
     """Operators: compiled ones on CPUs where they can be built, Triton and FlashInfer on GPUs, or plain torch."""
     grammar_timeout_s: float = Field(default=30.0, gt=0)
     """A grammar (JSON schema, regular expression, …) that takes longer to compile is refused."""
+    grammar_slice_s: float = Field(default=1.0, gt=0)
+    """A compilation that takes longer makes room for other users' grammars: one such goes on beside them, and further
+    ones start again when that has ended."""
+    grammar_open_per_subject: int = Field(default=16, ge=1)
+    """Grammars of one user (subject) that are being compiled or wait for it; further ones are refused with 429."""
+    grammar_seconds_per_minute: float = Field(default=30.0, gt=0)
+    """Compile time of one user's grammars; after more, new grammars are refused with 429 until the rest of it has
+    been refilled, at this rate. Grammars that are compiled already are served nonetheless."""
+    grammar_cache_megabytes: int = Field(default=512, ge=1)
+    """MiB of compiled grammars that are kept, of all users. Each view has its own, so that the time to the
+    first token does not show who else has used the same."""
+    grammar_cache_megabytes_per_subject: int = Field(default=64, ge=1)
+    """MiB of compiled grammars of one user; beyond, the oldest of these is dropped."""
     storage: SecretStr | None = None
     """Where KV pages outlive this process and are shared with others: a directory, or a Redis or Valkey server as
     redis://, rediss:// or unix:// URL; absent: nowhere. Pages are encrypted, with keys of scheduler.storage_keyring."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from tokenizers.models import BPE, Unigram
+
 from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
 from common.models import ModelFiles, ModelKind, resolve
@@ -80,6 +82,7 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
             parts = read_directory(files.path)
     parts.tokenizer.no_truncation()
     parts.tokenizer.no_padding()
+    disable_word_cache(parts.tokenizer)
     own = parts.max_context_tokens
     if own is None and not max_context:
         raise ConfigurationError(f"{files.path}: the model states no context length; set model.max_context")
@@ -91,6 +94,18 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
         vocabulary_size=parts.vocabulary_size or parts.tokenizer.get_vocab_size(),
         embedding=parts.embedding,
     )
+
+
+def disable_word_cache(tokenizer: Tokenizer) -> None:
+    """Compute the tokens of each word every time.
+
+    The library remembers the tokens of the first 10,000 words, for all requests together: the time to encode a rare
+    word shows whether another user has sent it before.
+    """
+    model = tokenizer.model
+    if isinstance(model, BPE | Unigram):  # the others have none
+        model._resize_cache(0)
+        model._clear_cache()
 
 
 def _read_gguf(path: Path) -> TextParts:

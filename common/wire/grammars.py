@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from common.errors import InvalidRequestError
-from common.grammars import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from common.grammars import MAX_GRAMMAR_BYTES, NO_SCOPE, Grammar, GrammarKind, GrammarScope
+from common.types import Subject, View
+from common.wire.identity import view_from_wire, view_to_wire
 from protos.gen.pando.v1 import common_pb2
 
 _KINDS = {kind: common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
@@ -14,18 +16,23 @@ def grammar_to_wire(grammar: Grammar | None) -> common_pb2.Grammar | None:
     """Encode a grammar, if there is one."""
     if grammar is None:
         return None
-    return common_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, param=grammar.param)
+    scope = grammar.scope
+    view = None if scope == NO_SCOPE else view_to_wire(View(Subject(scope.tenant, scope.subject), scope.salt))
+    return common_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, param=grammar.param, view=view)
 
 
 def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
     """Decode a grammar; ask HasField first.
 
     Raises:
-        InvalidRequestError: it is of no kind that is known here, or too long.
+        InvalidRequestError: it is of no kind that is known here, or too long, or its view is incomplete.
     """
     kind = _KINDS_BACK.get(message.kind)
     if kind is None:
         raise InvalidRequestError("The grammar is of no kind that is known here.", param=message.param)
     if len(message.text.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(f"A grammar has at most {MAX_GRAMMAR_BYTES} bytes.", param=message.param)
-    return Grammar(kind, message.text, message.param)
+    if not message.HasField("view"):
+        return Grammar(kind, message.text, message.param)
+    view = view_from_wire(message.view)
+    return Grammar(kind, message.text, message.param, GrammarScope(view.tenant, view.subject.name, view.salt))

@@ -10,7 +10,8 @@ trap 'rm -rf "$scratch"' EXIT
 
 "$python" -m venv "$scratch/venv"
 deploy/setup/torch.sh "$scratch/venv/bin/pip" "$torch" cpu
-"$scratch/venv/bin/pip" install --quiet -e '.[all,dev]'
+"$scratch/venv/bin/pip" install --quiet 'pip>=25.1' # which knows dependency groups
+"$scratch/venv/bin/pip" install --quiet -e '.[all,analysis]' --group dev
 {
     echo "# Written by \`make lock\`: the versions that \`make\` installs. torch is chosen by deploy/setup/torch.sh."
     "$scratch/venv/bin/pip" freeze --all --exclude-editable --exclude torch --exclude pip | LC_ALL=C sort --ignore-case

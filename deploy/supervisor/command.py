@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from common import models
 from common.errors import ConfigurationError
 from common.settings import SettingsParser, parse_settings
+from common.settings.reference import describe_settings
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import lay_out
 from deploy.supervisor.models import deploy_models
@@ -18,7 +20,6 @@ from deploy.supervisor.probes import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from common.settings import Settings
@@ -26,6 +27,29 @@ if TYPE_CHECKING:
 
 # What is typed most often, and the settings it stands for.
 SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
+# What `--help` shows; `--help-all` shows the others, too.
+COMMON_SETTINGS = (
+    "model.reference",
+    "model.dtype",
+    "model.quantization",
+    "model.max_context",
+    "models",
+    "gateway.host",
+    "gateway.port",
+    "gateway.keys_file",
+    "gateway.limits_file",
+    "gateway.certificate",
+    "gateway.key",
+    "scheduler.max_rows",
+    "scheduler.max_step_tokens",
+    "scheduler.memory_fraction",
+    "scheduler.policy",
+    "scheduler.cache",
+    "scheduler.cache_host_gigabytes",
+    "worker.device",
+    "worker.threads",
+    "log.level",
+)
 DESCRIPTION = (
     "Start gateway, tokenizer, scheduler, worker and detokenizer on this machine and keep them running. "
     + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
@@ -59,10 +83,54 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     Raises:
         ConfigurationError: a setting is unknown or wrong.
     """
-    parser = SettingsParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
-    parser.add_argument("--run-directory", type=Path, help="where sockets and state go, in a folder named by the port")
+    parser = UpParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False, add_help=False)
+    _add_own_arguments(parser)
+    parser.add_argument("-h", "--help", action=_CommonHelp, help="show the settings that are used most")
+    parser.add_argument("--help-all", action="help", help="show all settings")
     return parse_settings(parser, [_long_form(argument) for argument in argv])
+
+
+class UpParser(SettingsParser):
+    """The parser of `pando up`: `--help` is short, so the list of all flags has an option of its own."""
+
+    all_flags_option = "--help-all"
+
+
+class _CommonHelp(argparse.Action):
+    """Prints the arguments that are used most, and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(common_help())
+        parser.exit()
+
+
+def common_help() -> str:
+    """Return the help that shows `COMMON_SETTINGS` only."""
+    parser = argparse.ArgumentParser(
+        prog="pando up",
+        usage="pando up [--SECTION.SETTING VALUE …]",
+        description=DESCRIPTION,
+        epilog="--help-all shows all settings.",
+        add_help=False,
+    )
+    _add_own_arguments(parser)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    settings = {setting.name: setting for group in describe_settings() for setting in group.settings}
+    for name in COMMON_SETTINGS:
+        setting = settings[name]
+        meaning = f"{setting.meaning} [{setting.kind}; {setting.default}]".replace("`", "").replace("%", "%%")
+        parser.add_argument(f"--{name}", metavar="", help=meaning)
+    return parser.format_help()
+
+
+def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
+    parser.add_argument(
+        "--run-directory", type=Path, metavar="DIR", help="where sockets and state go, in a folder named by the port"
+    )
 
 
 def _long_form(argument: str) -> str:

@@ -9,11 +9,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.version import version
 from gateway.api.operations import readiness
 from gateway.api.schema import documented
 from gateway.schemas.native import AbortBody
 from gateway.schemas.parse import parse
-from gateway.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator

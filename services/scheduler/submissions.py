@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
+from common.grammars import GrammarScope
 from common.types import Admission, ErrorCode, RequestFailure, RequestId
 from common.wire import schedule_request_from_wire
 
@@ -84,7 +86,7 @@ class Submissions:
     def _submit(self, message: scheduler_pb2.ScheduleRequest) -> Admission | None:
         """Return the answer, None if it comes later."""
         try:
-            request = schedule_request_from_wire(message)
+            request = _with_scope(schedule_request_from_wire(message))
             grammar = request.sampling.grammar
             if grammar is None:
                 return self._loop.submit(request)
@@ -121,3 +123,12 @@ class Submissions:
     def _end_if_done(self) -> None:
         if self._has_all and not self._waiting:
             self._answers.put_nowait(None)
+
+
+def _with_scope(request: ScheduleRequest) -> ScheduleRequest:
+    """Return the request with its view as the scope of its grammar, whatever the sender put there."""
+    grammar, view = request.sampling.grammar, request.view
+    if grammar is None:
+        return request
+    scoped = replace(grammar, scope=GrammarScope(view.tenant, view.subject.name, view.salt))
+    return replace(request, sampling=replace(request.sampling, grammar=scoped))

@@ -18,8 +18,8 @@ from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORM
 from services.worker.engine.execution.fake_model import FakeModel, FakeOptions
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.grammars.desk import GrammarDesk
+from services.worker.grammars.desk import GrammarDesk, GrammarLimits
+from services.worker.grammars.process import CompileProcesses
 from services.worker.profiles import ProfileRules
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
@@ -49,8 +49,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     MODEL_INFO.labels(settings.model.name).set(1)
     tier = make_tier(settings.worker)
-    library = GrammarLibrary()
-    grammars = GrammarDesk(library, GrammarChecker(settings.worker.grammar_timeout_s))
+    library = GrammarLibrary(
+        cache_bytes=settings.worker.grammar_cache_megabytes * 2**20,
+        subject_bytes=settings.worker.grammar_cache_megabytes_per_subject * 2**20,
+    )
+    grammars = GrammarDesk(library, CompileProcesses(), grammar_limits(settings.worker))
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
     rank = Rank(engine, profile_rules=profile_rules(settings.worker), keep_warm_s=settings.worker.keep_warm_ms / 1000)
@@ -78,6 +81,16 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if not has_ended:
             # The interpreter cannot end either while operators or a hanging storage run in another thread.
             os._exit(0)
+
+
+def grammar_limits(settings: WorkerSettings) -> GrammarLimits:
+    """Return what compilations may take."""
+    return GrammarLimits(
+        timeout_s=settings.grammar_timeout_s,
+        slice_s=min(settings.grammar_slice_s, settings.grammar_timeout_s),
+        open_per_subject=settings.grammar_open_per_subject,
+        seconds_per_minute=settings.grammar_seconds_per_minute,
+    )
 
 
 def profile_rules(settings: WorkerSettings) -> ProfileRules:

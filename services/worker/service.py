@@ -10,6 +10,7 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.grammars.installed import check_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
 from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
@@ -85,9 +86,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
     ) -> worker_pb2.PrepareGrammarResponse:
         """Compile a grammar, unless that is done."""
-        return worker_pb2.PrepareGrammarResponse(
-            compile_us=await self._grammars.prepare(grammar_from_wire(request.grammar))
-        )
+        grammar = grammar_from_wire(request.grammar)
+        check_installed(grammar)
+        return worker_pb2.PrepareGrammarResponse(compile_us=await self._grammars.prepare(grammar))
 
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context

@@ -1,7 +1,7 @@
 """What the prefix cache costs in processor time and memory: `python -m tests.benchmarks.cache_costs`.
 
-A request has 2,000 tokens, of which 1,600 are cached: an app's system prompt, which in the user-aware cache has become
-public by evidence, then five turns of the user's own. The tree around it consists of leaves of one page, ten per user.
+A request has 2,000 tokens, of which 1,600 are cached: an app's system prompt, which in the user-aware cache the tenant
+shares by evidence, then five turns of the user's own. The tree around it consists of leaves of one page, ten per user.
 The same requests go to the shared mode of the same tree, in turns, so that a busy machine slows both.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from common.grammars import Grammar, GrammarKind
+from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
 from common.types import (
     Admission,
@@ -53,7 +53,14 @@ sampling = st.builds(
     logprob_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     allowed_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     banned_sequences=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
-    grammar=st.none() | st.builds(Grammar, kind=st.sampled_from(GrammarKind), text=st.text(), param=NAMES),
+    grammar=st.none()
+    | st.builds(
+        Grammar,
+        kind=st.sampled_from(GrammarKind),
+        text=st.text(),
+        param=NAMES,
+        scope=st.just(NO_SCOPE) | st.builds(GrammarScope, tenant=NAMES, subject=NAMES, salt=st.just("") | NAMES),
+    ),
 )
 stops = st.builds(
     StopConditions,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import TYPE_CHECKING
 
 import pytest
 
+from common.settings.sources import known_settings
 from deploy.cli import COMMANDS, main
 from deploy.supervisor import command as up
 
@@ -35,6 +37,26 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "fly" in capsys.readouterr().err
 
 
+def test_the_help_of_up_shows_the_settings_that_people_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(up.COMMON_SETTINGS) == 20
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert re.findall(r"--(\w+\.\w+|models) ", shown.partition("options:")[2]) == list(up.COMMON_SETTINGS)
+    assert "--tp N" in shown
+    assert "--help-all" in shown
+
+
+def test_the_long_help_of_up_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--help-all"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert len(known_settings()) > 100
+    assert [name for name in known_settings() if f"--{name}" not in shown] == []
+
+
 def test_shortcuts_stand_for_settings() -> None:
     settings, arguments = up.read_arguments(["--model", "a.gguf", "--port=8123", "--tp", "2", "--host", "::1"])
     assert (settings.model.reference, settings.gateway.port, settings.gateway.host) == ("a.gguf", 8123, "::1")
@@ -57,4 +79,6 @@ def test_an_unknown_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["up", "--scheduler.colour", "3"])
     assert ended.value.code == 2
-    assert "--scheduler.colour" in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert "--scheduler.colour" in written
+    assert "--help-all lists all" in written

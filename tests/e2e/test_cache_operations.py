@@ -79,17 +79,17 @@ def pass_epochs(served: Served, count: int) -> None:
     wait_until(lambda: served.state().cache_accounting.epoch >= until)
 
 
-def public_texts(served: Served) -> str:
-    """Return the text of all that is public."""
+def shared_texts(served: Served) -> str:
+    """Return the text of all that the tenant shares."""
     with scheduler(served) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         request = scheduler_pb2.DumpTreeRequest(include_token_ids=True)
         nodes = [answer.node for answer in stub.DumpTree(request, timeout=60, metadata=ADMIN)]
-    public = [list(node.token_ids) for node in nodes if node.visibility == scheduler_pb2.VISIBILITY_PUBLIC]
+    shared = [list(node.token_ids) for node in nodes if node.visibility == scheduler_pb2.VISIBILITY_TENANT]
     with grpc.insecure_channel(served.deployment.address_of("tokenizer"), options=CHANNEL_OPTIONS) as channel:
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(channel)
         return "".join(
-            tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=ids), timeout=60).text for ids in public
+            tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=ids), timeout=60).text for ids in shared
         )
 
 
@@ -104,22 +104,22 @@ def pando(served: Served, *arguments: str, admin: bool = True) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env={"COLUMNS": "200"})
 
 
-def test_a_prompt_with_a_key_is_never_public_beyond_it_and_one_without_becomes_so(aware: Served) -> None:
+def test_a_prompt_with_a_key_is_never_shared_beyond_it_and_one_without_becomes_so(aware: Served) -> None:
     secret = f"{KEEPER}Use the key {KEY} for the catalogue. {KEEPER}"
     with aware.leaving_nothing_behind():
         for number in range(5):
             chat(aware, GUIDE, f"visitor-{number}")
             chat(aware, secret, f"reader-{number}")
-        wait_until(lambda: GUIDE[:200] in public_texts(aware), 120, lambda: public_texts(aware))
+        wait_until(lambda: GUIDE[:200] in shared_texts(aware), 120, lambda: shared_texts(aware))
         wait_until(lambda: aware.state().cache_accounting.verdicts["cut"] > 0, 120, lambda: str(aware.state()))
         # Evidence goes on, and so do epochs.
         for number in range(5):
             chat(aware, secret, f"reader-{number}", question="And now?")
         pass_epochs(aware, 4)
-    text = public_texts(aware)
+    text = shared_texts(aware)
     assert KEY not in text
     assert KEY[:12] not in text
-    # What stands before the key is harmless, and has become public as far as whole pages go.
+    # What stands before the key is harmless, and is shared as far as whole pages go.
     assert KEEPER[:100] in text
     # A newcomer finds all of the harmless prompt, and nothing of the other from the key on.
     assert chat(aware, GUIDE, "newcomer") >= 128
@@ -133,7 +133,7 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     for number in range(3):
         chat(aware, GUIDE, f"visitor-{number}")
     chat(aware, "What I alone ask for. " * 12, "diarist")
-    wait_until(lambda: GUIDE[:200] in public_texts(aware), 120)
+    wait_until(lambda: GUIDE[:200] in shared_texts(aware), 120)
     assert chat(aware, GUIDE, "passer-by") >= 128
     watching = subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", "cache", "watch", "--scheduler", aware.deployment.address_of("scheduler")],
@@ -147,9 +147,9 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert "diarist" not in tree
     assert "default/diarist" in pando(aware, "tree", "--max-nodes", "0").stdout
     stats = pando(aware, "stats", "--owners", "100").stdout
-    for text in ("device/public", "promoted", "content check", "commit", "default/diarist"):
+    for text in ("device/tenant", "promoted", "content check", "commit", "default/diarist"):
         assert text in stats
-    named = pando(aware, "tree", "--principal", "default/diarist", admin=False)
+    named = pando(aware, "tree", "--view", "default/diarist", admin=False)
     assert named.returncode == 1
     assert "admin token" in named.stderr
     # Pinned, a prompt is public after the first who asks.

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,7 +174,7 @@ def test_others_do_not_wait_for_a_grammar_that_takes_long(served: Served) -> Non
 
     def slow() -> None:
         # Some seconds to compile; each run of the suite has its own, so that none is there already.
-        chat(served, {"type": "string", "maxLength": 150}, max_tokens=4)
+        chat(served, {"type": "string", "maxLength": 60}, max_tokens=4)
         ended.append("bound")
 
     thread = threading.Thread(target=slow)
@@ -182,6 +183,44 @@ def test_others_do_not_wait_for_a_grammar_that_takes_long(served: Served) -> Non
     ended.append("free")
     thread.join()
     assert ended == ["free", "bound"]
+
+
+def test_hostile_grammars_of_one_user_delay_others_little_and_refuse_them_never(served: Served) -> None:
+    numbers = iter(range(1000))
+
+    def victim_s() -> float:
+        # A schema of its own each time: none is compiled already.
+        schema = {"type": "object", "properties": {f"field{next(numbers)}": {"enum": ["a", "b"]}}}
+        started = time.monotonic()
+        chat(served, schema, user="victim", max_tokens=4)
+        return time.monotonic() - started
+
+    def hostile(number: int) -> int:
+        with served.http() as http:
+            body = {
+                "model": served.model,
+                "prompt": "x",
+                "max_tokens": 2,
+                "user": "mallory",
+                "regex": f"[\\u0000-\\uffff]{{0,{100_000 - number}}}",
+            }
+            return http.post("/v1/completions", json=body).status_code
+
+    victim_s()
+    idle_s = max(victim_s() for _ in range(3))
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(hostile, number) for number in range(24)]
+        wait_until(lambda: any(one.done() for one in asked))  # those beyond the open ones are refused at once
+        started = time.monotonic()
+        delays_s = [victim_s() - idle_s for _ in range(6)]
+        was_attacked = not all(one.done() for one in asked)
+        statuses = {one.result() for one in asked}
+    assert was_attacked, f"the attack ended within {time.monotonic() - started:.0f} s"
+    # One slice, on an idle machine; 24 of 3 s and more each came before. A busy machine gets some more time.
+    assert max(delays_s) < 15.0, (idle_s, delays_s)
+    assert sorted(delays_s)[2] < 5.0, (idle_s, delays_s)
+    assert statuses <= {200, 400, 429}
+    assert 429 in statuses
 
 
 def test_the_same_seed_gives_the_same_output_whatever_else_runs(served: Served) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import Subject, View
+from deploy.bench.cache.simulation import TENANT
 from deploy.bench.records import Segment
 from services.scheduler.cache.interface import CacheEventKind
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from deploy.bench.workloads.ideal import IdealCache
 
 OPERATIONS = ("peek", "commit", "insert", "release", "evict", "advance")
-# Who looks whether a prompt is public, and has never asked for it.
-OBSERVER = View(Subject("observer", "observer"))
+# A view of the users' tenant that looks whether a prompt is shared, and has never asked for it.
+OBSERVER = View(Subject(TENANT, "observer"))
 ONE_MORE = Segment("one more", 1)
 
 

@@ -12,7 +12,7 @@ from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.leases import orphan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from common.steps import PageIds
     from services.scheduler.cache.accounts import Account, Scope
@@ -49,7 +49,7 @@ class DemotedChains:
 
     def examine(self, scope: Scope, hashes: Sequence[bytes], generation: int) -> tuple[int, int]:
         """Return how many of a run's pages `scope` can share at once, and as which generation."""
-        generations = self._generations.get(scope) or {}
+        generations: Mapping[bytes, int] = self._generations.get(scope) or {}
         for index, chain in enumerate(hashes):
             demoted = generations.get(chain)
             if demoted is not None and index:

@@ -46,7 +46,7 @@ class Quarantine(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """An edge of whole pages and what hangs below it; `cache.md` section 2 explains the counters.
+    """An edge of whole pages and what hangs below it; `README.md` explains the counters.
 
     `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32 on the device (none if its state is
     ON_HOST), `host_pages` the same on the host; arrays are replaced and never written to. `owner` is who may find it:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.scheduler.content.interface import Finding, RulesError
+from services.scheduler.content.normal import normalise
 from services.scheduler.content.rules import parse_rules
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ SHIPPED_RULES = Path(__file__).with_name("rules.toml")
 
 
 class PatternDetector:
-    """Applies the rules of a file, which may change while it is used.
+    """Applies the rules of a file, which may change while it is used, to the normalised text.
 
     RE2 matches in time linear in the text whatever the pattern, so that no rule and no prompt can make it hang; the
     price is that patterns have neither look-around nor back-references.
@@ -41,8 +42,9 @@ class PatternDetector:
         """
         if not self._rules:
             raise RulesError(f"{self._path}: no rules are in effect")
-        starts = ((rule.first(text), rule.name) for rule in self._rules)
-        return [Finding(start, name) for start, name in starts if start is not None]
+        normal = normalise(text)
+        starts = ((rule.first(normal.text), rule.name) for rule in self._rules)
+        return [Finding(normal.origin(start), name) for start, name in starts if start is not None]
 
     def refresh(self) -> str:
         """Read the file again if it has changed; see `Detector`."""

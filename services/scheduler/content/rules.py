@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+import unicodedata
 from typing import TYPE_CHECKING, Any
 
 import re2
@@ -22,7 +23,10 @@ MAX_PATTERN_BYTES = 8 << 20
 
 
 class RuleSource(Section):
-    """One `[[rules]]` table. Patterns are RE2's: no look-around, no back-references, time linear in the text."""
+    """One `[[rules]]` table. Patterns are RE2's: no look-around, no back-references, time linear in the text.
+
+    They see the normalised text (`normal.py`): ASCII spaces, digits, hyphens and quotation marks, nothing invisible.
+    """
 
     name: str = Field(min_length=1, max_length=64)
     """Shown in logs and metrics."""
@@ -35,7 +39,7 @@ class RuleSource(Section):
     unless: str | None = None
     """Matches in which this is found are none."""
     alone: bool = False
-    """Matches beside another letter or digit are none."""
+    """Matches beside another letter or digit are none, but ideographs and kana need no space."""
 
 
 class RuleFile(Section):
@@ -74,7 +78,7 @@ class Rule:
         return int(tail.start()) if tail and not self._excepted(tail.group()) else None
 
     def _holds(self, found: str, text: str, start: int, end: int) -> bool:
-        if self._alone and (text[:start][-1:].isalnum() or text[end : end + 1].isalnum()):
+        if self._alone and (_is_word(text[max(0, start - 1) : start]) or _is_word(text[end : end + 1])):
             return False
         return not self._excepted(found) and (self._check is None or self._check(found))
 
@@ -101,6 +105,11 @@ def parse_rules(data: bytes) -> tuple[Rule, ...]:
     if repeated:
         raise RulesError(f"several rules are called {', '.join(sorted(repeated))}")
     return tuple(Rule(source) for source in file.rules)
+
+
+def _is_word(neighbour: str) -> bool:
+    """Return whether a character, or none at the text's ends, continues a word of a script with spaces."""
+    return neighbour.isalnum() and unicodedata.category(neighbour) != "Lo"
 
 
 def _compile(name: str, pattern: str) -> Any:  # re2 has no types

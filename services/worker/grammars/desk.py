@@ -1,47 +1,114 @@
-"""Makes grammars ready before rows come that need them."""
+"""Compiles grammars ahead of the rows that need them, fairly between tenants and their subjects."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import InvalidRequestError, PandoError, QueueFullError
 from services.worker import metrics
+from services.worker.grammars.budget import CompileBudget
+from services.worker.grammars.process import Verdict
+from services.worker.grammars.turns import Turns
 
 if TYPE_CHECKING:
-    from common.grammars import Grammar
+    from collections.abc import Callable, Set
+
+    from common.grammars import Grammar, GrammarScope
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
-    from services.worker.grammars.checker import GrammarChecker, Verdict
 
-# Grammars that are tried or wait for it; beyond that, clients are told to come back.
-MAX_OPEN = 64
+# Waiting compilations of all subjects together; beyond, the subject with most loses its newest.
+MAX_WAITING = 1024
 # Refusals that are remembered, so that a bad grammar is not tried again and again.
 MAX_REFUSALS = 1024
 
 
-class GrammarDesk:
-    """First a grammar is tried in a process of its own, then it is compiled here, in a thread.
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What compilations may take; see `WorkerSettings`."""
 
-    It is compiled twice, because what is compiled can become a hundred times larger on its way between processes.
+    timeout_s: float = 30.0
+    slice_s: float = 1.0
+    open_per_subject: int = 16
+    seconds_per_minute: float = 30.0
+
+
+class Compiles(Protocol):
+    """What the desk needs of `CompileProcess`."""
+
+    async def compile(self, grammar: Grammar) -> Verdict:
+        """Compile a grammar."""
+
+    async def kill(self) -> None:
+        """End the process, whatever it does."""
+
+
+class StartsProcesses(Protocol):
+    """What the desk needs of `CompileProcesses`."""
+
+    async def take(self, source: VocabularySource) -> Compiles:
+        """Return a new process that compiles for a vocabulary; raises UnavailableError."""
+
+    async def close(self) -> None:
+        """Start no more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    source: VocabularySource
+    grammar: Grammar
+    answer: asyncio.Future[Verdict]
+    # Calls that wait for the answer.
+    callers: int = 0
+    # It has used up its slice.
+    is_long: bool = False
+    # While it is compiled.
+    task: asyncio.Task[None] | None = field(default=None)
+
+
+class GrammarDesk:
+    """Two compilations run at a time, each in a process of its own.
+
+    Every grammar starts in the first place. If it takes longer than a slice, it moves on to the second place with its
+    process, where it may take until its timeout; if that place is taken, it is stopped, and waits for its turn there to
+    start again. Until it has ended, its subject gets no further slice. So a grammar of another subject waits for at
+    most one slice of each that comes before it, whatever these compile.
     """
 
-    def __init__(self, library: GrammarLibrary, checker: GrammarChecker) -> None:
-        """Put what `checker` finds good into `library`."""
+    def __init__(
+        self,
+        library: GrammarLibrary,
+        processes: StartsProcesses,
+        limits: GrammarLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Put into `library` what `processes` compile."""
         self._library = library
-        self._checker = checker
-        self._open: dict[Grammar, asyncio.Task[Verdict]] = {}
+        self._processes = processes
+        self._limits = limits
+        self._clock = clock
+        self._budget = CompileBudget(limits.seconds_per_minute, clock)
+        self._open: dict[Grammar, _Job] = {}
+        self._new: Turns[_Job] = Turns()
+        self._long: Turns[_Job] = Turns()
+        self._first: _Job | None = None
+        self._second: _Job | None = None
+        self._is_closed = False
         self._refusals: OrderedDict[tuple[VocabularySource, Grammar], str] = OrderedDict()
 
     async def prepare(self, grammar: Grammar) -> int:
-        """Have a grammar compiled; return the microseconds that took, 0 if it was there already.
+        """Have a grammar compiled for its scope; return the microseconds that took, 0 if it was there already.
 
-        It goes on if the caller is cancelled, and equal grammars wait for the same.
+        Calls for the same grammar and scope wait together. When all of them are cancelled, compiling stops.
 
         Raises:
             InvalidRequestError: the grammar is wrong, too large, or takes too long.
-            UnavailableError: too many grammars wait.
+            QueueFullError: its subject has too many open compilations, or has used up its compile seconds.
+            UnavailableError: no process can be started.
         """
         source = self._library.source
         # An engine without a model heeds no grammar, like no other parameter.
@@ -50,41 +117,182 @@ class GrammarDesk:
         refusal = self._refusals.get((source, grammar))
         if refusal is not None:
             raise _refused(grammar, refusal)
-        task = self._open.get(grammar)
-        if task is None:
-            if len(self._open) >= MAX_OPEN:
-                raise UnavailableError("too many grammars are waiting to be compiled", retry_after_ms=1000)
-            task = self._open[grammar] = asyncio.create_task(self._prepare(source, grammar))
-            task.add_done_callback(lambda done: self._forget(grammar, done))
-        verdict = await asyncio.shield(task)
+        job = self._open.get(grammar) or self._enter(source, grammar)
+        job.callers += 1
+        try:
+            verdict = await asyncio.shield(job.answer)
+        finally:
+            job.callers -= 1
+            if not job.callers and not job.answer.done():
+                self._abandon(job)
         if verdict.refusal is not None:
             raise _refused(grammar, verdict.refusal)
         return verdict.elapsed_us
 
     async def close(self) -> None:
-        """Give up what is open and end the process."""
-        for task in list(self._open.values()):
-            task.cancel()
-        await asyncio.gather(*self._open.values(), return_exceptions=True)
-        await self._checker.close()
+        """Give up what is open and end the processes."""
+        self._is_closed = True
+        tasks = [job.task for job in self._open.values() if job.task is not None]
+        for job in list(self._open.values()):
+            self._abandon(job)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._processes.close()
         self._library.close()
 
-    async def _prepare(self, source: VocabularySource, grammar: Grammar) -> Verdict:
-        verdict = await self._checker.check(source, grammar)
+    def _enter(self, source: VocabularySource, grammar: Grammar) -> _Job:
+        """Let a grammar wait for its turn.
+
+        Raises:
+            QueueFullError: its subject may not.
+        """
+        scope = grammar.scope
+        self._check_budget(scope)
+        mine = sum(_is_same(job.grammar.scope, scope) for job in self._open.values())
+        if mine >= self._limits.open_per_subject:
+            metrics.GRAMMARS_TOTAL.labels("limited").inc()
+            raise QueueFullError(
+                f"{mine} grammars of this user are being compiled or wait for it, the most that may at a time.",
+                param=grammar.param,
+                retry_after_ms=1000,
+            )
+        job = _Job(source, grammar, asyncio.get_running_loop().create_future())
+        self._open[grammar] = job
+        self._new.add(scope, job)
+        if len(self._new) + len(self._long) > MAX_WAITING:
+            self._push_out()
+        self._fill()
+        return job
+
+    def _push_out(self) -> None:
+        last = (self._new if len(self._new) >= len(self._long) else self._long).last_of_longest()
+        self._fail(last, QueueFullError("too many grammars wait to be compiled", retry_after_ms=1000))
+
+    def _check_budget(self, scope: GrammarScope) -> None:
+        wait_s = self._budget.wait_s(scope)
+        if wait_s > 0:
+            metrics.GRAMMARS_TOTAL.labels("limited").inc()
+            raise QueueFullError(
+                f"This user's grammars have taken more than the {self._limits.seconds_per_minute:g} s a minute that "
+                f"are for compiling them. Try again in {wait_s:.0f} s, or use simpler grammars.",
+                retry_after_ms=max(1000, round(wait_s * 1000)),
+            )
+
+    def _fill(self) -> None:
+        """Start what may start."""
+        if self._is_closed:
+            return
+        have_long = {
+            (job.grammar.scope.tenant, job.grammar.scope.subject) for job in self._open.values() if job.is_long
+        }
+        if self._first is None and (job := self._next(self._new, have_long)) is not None:
+            self._first = job
+            job.task = asyncio.create_task(self._run(job))
+        if self._second is None and (job := self._next(self._long)) is not None:
+            self._second = job
+            job.task = asyncio.create_task(self._run(job))
+
+    def _next(self, turns: Turns[_Job], passed_over: Set[tuple[str, str]] = frozenset()) -> _Job | None:
+        while (job := turns.take(passed_over)) is not None:
+            try:
+                self._check_budget(job.grammar.scope)
+            except QueueFullError as error:
+                self._fail(job, error)
+            else:
+                return job
+        return None
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            verdict = await self._compile(job)
+            if verdict is not None and verdict.refusal is None:
+                loading = self._library.load(job.source, job.grammar, verdict.data, verdict.elapsed_us / 1e6)
+                await asyncio.wrap_future(loading)
+        except PandoError as error:
+            self._fail(job, error)
+        except Exception as error:
+            self._fail(job, error)
+            raise
+        else:
+            if verdict is None:
+                self._long.add(job.grammar.scope, job)
+            else:
+                self._answer(job, verdict)
+        finally:
+            self._leave(job)
+
+    async def _compile(self, job: _Job) -> Verdict | None:
+        """Return what came of a grammar; None if it has to wait for the second place."""
+        process = await self._processes.take(job.source)
+        compiling = asyncio.create_task(process.compile(job.grammar))
+        started = self._clock()
+        try:
+            is_first = job is self._first
+            if is_first:
+                await asyncio.wait({compiling}, timeout=self._limits.slice_s)
+                if not compiling.done():
+                    job.is_long = True
+                    if not self._move_on(job):
+                        return None
+            left = self._limits.timeout_s - (self._limits.slice_s if is_first else 0.0)
+            await asyncio.wait({compiling}, timeout=max(0.0, left))
+            if not compiling.done():
+                return Verdict(f"it takes longer than {self._limits.timeout_s:g} s to compile", is_final=False)
+            return compiling.result()
+        finally:
+            self._budget.charge(job.grammar.scope, self._clock() - started)
+            if not compiling.done():
+                compiling.cancel()
+                await asyncio.wait({compiling})
+            await process.kill()
+
+    def _move_on(self, job: _Job) -> bool:
+        """Give the first place to the next grammar, if the second is free for this one."""
+        if self._second is not None or len(self._long):
+            return False
+        self._first, self._second = None, job
+        self._fill()
+        return True
+
+    def _leave(self, job: _Job) -> None:
+        job.task = None
+        if self._first is job:
+            self._first = None
+        if self._second is job:
+            self._second = None
+        self._fill()
+
+    def _answer(self, job: _Job, verdict: Verdict) -> None:
         metrics.GRAMMARS_TOTAL.labels("compiled" if verdict.refusal is None else "refused").inc()
         metrics.GRAMMAR_COMPILE_SECONDS.observe(verdict.elapsed_us / 1e6)
-        if verdict.refusal is None:
-            await asyncio.wrap_future(self._library.compiled(grammar))
-            return verdict
-        self._refusals[source, grammar] = verdict.refusal
-        while len(self._refusals) > MAX_REFUSALS:
-            self._refusals.popitem(last=False)
-        return verdict
+        if verdict.refusal is not None and verdict.is_final:
+            self._refusals[job.source, job.grammar] = verdict.refusal
+            while len(self._refusals) > MAX_REFUSALS:
+                self._refusals.popitem(last=False)
+        self._open.pop(job.grammar, None)
+        if not job.answer.done():
+            job.answer.set_result(verdict)
 
-    def _forget(self, grammar: Grammar, done: asyncio.Task[Verdict]) -> None:
-        del self._open[grammar]
-        if not done.cancelled():
-            done.exception()  # nobody may be left to wait for it
+    def _fail(self, job: _Job, error: Exception) -> None:
+        self._open.pop(job.grammar, None)
+        if not job.answer.done():
+            job.answer.set_exception(error)
+            job.answer.exception()  # the last caller may have gone
+
+    def _abandon(self, job: _Job) -> None:
+        """Stop what no call waits for any more."""
+        metrics.GRAMMARS_TOTAL.labels("stopped").inc()
+        self._open.pop(job.grammar, None)
+        job.answer.cancel()
+        self._new.remove(job.grammar.scope, job)
+        self._long.remove(job.grammar.scope, job)
+        if job.task is not None:
+            job.task.cancel()
+        self._fill()
+
+
+def _is_same(lhs: GrammarScope, rhs: GrammarScope) -> bool:
+    """Whether two scopes are of one subject."""
+    return lhs.tenant == rhs.tenant and lhs.subject == rhs.subject
 
 
 def _refused(grammar: Grammar, reason: str) -> InvalidRequestError:

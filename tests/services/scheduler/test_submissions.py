@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidRequestError
-from common.grammars import Grammar, GrammarKind
+from common.grammars import Grammar, GrammarKind, GrammarScope
 from common.types import (
     Admission,
     ReplyTo,
@@ -38,6 +38,7 @@ class Loop:
     def __init__(self) -> None:
         self.taken: list[str] = []
         self.aborted: list[str] = []
+        self.prepared: list[Grammar] = []
         self.is_compiled = asyncio.Event()
 
     def submit(self, request: ScheduleRequest) -> Admission:
@@ -48,7 +49,8 @@ class Loop:
         self.aborted.append(request_id)
 
     async def prepare(self, grammar: Grammar) -> None:
-        if grammar == BAD:
+        self.prepared.append(grammar)
+        if grammar.text == BAD.text:
             raise InvalidRequestError("'guided_regex' cannot be followed.", param=grammar.param)
         await self.is_compiled.wait()
 
@@ -107,6 +109,14 @@ async def test_a_refused_grammar_is_the_requests_answer() -> None:
     [(name, message)] = await stream.next()
     assert (name, message) == ("bad", "'guided_regex' cannot be followed.")
     assert stream.loop.taken == []
+
+
+async def test_a_grammar_is_compiled_for_the_requests_view_whatever_the_sender_says() -> None:
+    stream = Stream()
+    forged = Grammar(GrammarKind.REGEX, "(", "regex", GrammarScope("other", "user/victim"))
+    stream.send(request("bad", forged))
+    await stream.next()
+    assert [grammar.scope for grammar in stream.loop.prepared] == [GrammarScope("t", "u")]
 
 
 async def test_a_request_that_is_aborted_meanwhile_never_starts() -> None:

@@ -11,8 +11,8 @@ from common.rpc.server import RpcServer
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.__main__ import NAME
 from services.worker.engine.grammars.library import GrammarLibrary
-from services.worker.grammars.checker import GrammarChecker
-from services.worker.grammars.desk import GrammarDesk
+from services.worker.grammars.desk import GrammarDesk, GrammarLimits
+from services.worker.grammars.process import CompileProcesses
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
 
@@ -40,7 +40,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
         ) -> worker_pb2_grpc.WorkerAsyncStub:
             rank = Rank(engine, stuck_after_s, profile_rules, keep_warm_s)
             rank.needs_new_process = ends or rank.needs_new_process
-            desk = GrammarDesk(GrammarLibrary(), GrammarChecker(deadline_s=10.0))
+            desk = GrammarDesk(GrammarLibrary(), CompileProcesses(), GrammarLimits())
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
             server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk))
             await server.start()

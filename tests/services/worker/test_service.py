@@ -9,13 +9,20 @@ import grpc
 import pytest
 
 from common.errors import ConfigurationError
+from common.grammars import Grammar, GrammarKind
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
 from common.rpc.status import to_error
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import ErrorCode, RowSlot, StepId
+from common.wire import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.worker.__main__ import NAME
 from services.worker.engine.execution.fake_model import FakeOptions, fake_engine
 from services.worker.engine.execution.interface import OutOfMemoryError
+from services.worker.rank import Rank
+from services.worker.service import WorkerService
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
@@ -24,6 +31,8 @@ OPEN = StepPlan(StepId(1), opens=(open_row(0, range(5), [0, 1], total=30),), pre
 DECODE = StepPlan(StepId(2), steps=3)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.services.worker.conftest import Serve
 
     Stub = worker_pb2_grpc.WorkerAsyncStub
@@ -388,3 +397,38 @@ async def test_an_idle_rank_is_kept_warm_and_a_busy_one_is_not(serve: Serve) -> 
     assert engine.calls.count("keep_warm") == busy
     done.set()
     await read_plan(call)
+
+
+async def test_a_grammar_is_given_up_when_its_call_is_cancelled(tmp_path: Path) -> None:
+    class Desk:
+        """Compiles for ever."""
+
+        def __init__(self) -> None:
+            self.asked, self.given_up = asyncio.Event(), asyncio.Event()
+
+        async def prepare(self, grammar: Grammar) -> int:
+            self.asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up.set()
+            return 0
+
+    desk = Desk()
+    rank = Rank(fake_engine(FakeOptions()), 10.0)
+    server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
+    service = WorkerService(rank, desk)  # type: ignore[arg-type]  # has what the service calls
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service)
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            grammar = grammar_to_wire(Grammar(GrammarKind.REGEX, "x", "regex"))
+            call = worker_pb2_grpc.WorkerStub(channel).PrepareGrammar(worker_pb2.PrepareGrammarRequest(grammar=grammar))
+            async with asyncio.timeout(30):
+                reading = asyncio.ensure_future(call)
+                await desk.asked.wait()
+                reading.cancel()
+                await desk.given_up.wait()
+    finally:
+        await server.stop(0.1)
+        await rank.stop()

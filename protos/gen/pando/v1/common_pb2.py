@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/common.proto\x12\x08pando.v1\"\'\n\x07Subject\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"8\n\x04View\x12\"\n\x07subject\x18\x01 \x01(\x0b\x32\x11.pando.v1.Subject\x12\x0c\n\x04salt\x18\x02 \x01(\t\"K\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x17\n\ntracestate\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_tracestate\"J\n\x07ReplyTo\x12\x15\n\rsubscriber_id\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65tokenizer\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_detokenizer\"\xf9\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.pando.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\'\n\x07grammar\x18\x0b \x01(\x0b\x32\x11.pando.v1.GrammarH\x02\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x0c \x03(\r\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x31\n\x10\x62\x61nned_sequences\x18\x0e \x03(\x0b\x32\x17.pando.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_kB\x0f\n\r_top_logprobsB\n\n\x08_grammar\"K\n\x07Grammar\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pando.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"E\n\x0ePromptLogprobs\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x0b\n\x03top\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xa4\x01\n\x11PromptLogprobSpan\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x16\n\x0e\x61sked_logprobs\x18\x07 \x03(\x02\"\xc0\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x19\n\x11include_stop_text\x18\x06 \x01(\x08\x12\x15\n\rstop_patterns\x18\x07 \x03(\tB\r\n\x0b_max_tokens\"9\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x1c\n\x14\x64\x65livered_characters\x18\x02 \x01(\r\"\xa3\x01\n\x0cRequestError\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.pando.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x1b\n\x0eretry_after_ms\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_paramB\x11\n\x0f_retry_after_ms\"\xcb\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x16\n\x0cmatched_text\x18\x03 \x01(\tH\x00\x12*\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.pando.v1.RequestErrorH\x01\x88\x01\x01\x12\x16\n\tembedding\x18\x05 \x01(\x0cH\x02\x88\x01\x01\x42\t\n\x07matchedB\x08\n\x06_errorB\x0c\n\n_embedding\"d\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x16\n\x0e\x61sked_logprobs\x18\x04 \x03(\x02\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"r\n\tAdmission\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08rejected\x18\x02 \x01(\x0b\x32\x16.pando.v1.RequestErrorH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\rB\x0b\n\t_rejected*\x99\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_EBNF\x10\x03\x12\x1f\n\x1bGRAMMAR_KIND_STRUCTURAL_TAG\x10\x04*l\n\tCacheMode\x12\x1a\n\x16\x43\x41\x43HE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_MODE_DEFAULT\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_MODE_NONE\x10\x02\x12\x16\n\x12\x43\x41\x43HE_MODE_PRIVATE\x10\x03*Y\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x12\x11\n\rPOOLING_FIRST\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\xd7\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x02\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x03\x12\x19\n\x15\x45RROR_CODE_QUEUE_FULL\x10\x04\x12\x16\n\x12\x45RROR_CODE_TIMEOUT\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x07\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x08\x12 \n\x1c\x45RROR_CODE_PERMISSION_DENIED\x10\t\x12\x1c\n\x18\x45RROR_CODE_OUT_OF_MEMORY\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pando/v1/common.proto\x12\x08pando.v1\"\'\n\x07Subject\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"8\n\x04View\x12\"\n\x07subject\x18\x01 \x01(\x0b\x32\x11.pando.v1.Subject\x12\x0c\n\x04salt\x18\x02 \x01(\t\"K\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x17\n\ntracestate\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_tracestate\"J\n\x07ReplyTo\x12\x15\n\rsubscriber_id\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65tokenizer\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_detokenizer\"\xf9\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.pando.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\'\n\x07grammar\x18\x0b \x01(\x0b\x32\x11.pando.v1.GrammarH\x02\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x0c \x03(\r\x12\x19\n\x11\x61llowed_token_ids\x18\r \x03(\r\x12\x31\n\x10\x62\x61nned_sequences\x18\x0e \x03(\x0b\x32\x17.pando.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_kB\x0f\n\r_top_logprobsB\n\n\x08_grammar\"w\n\x07Grammar\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.pando.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12!\n\x04view\x18\x04 \x01(\x0b\x32\x0e.pando.v1.ViewH\x00\x88\x01\x01\x42\x07\n\x05_view\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"E\n\x0ePromptLogprobs\x12\x13\n\x0bstart_token\x18\x01 \x01(\r\x12\x0b\n\x03top\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xa4\x01\n\x11PromptLogprobSpan\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x16\n\x0e\x61sked_logprobs\x18\x07 \x03(\x02\"\xc0\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x19\n\x11include_stop_text\x18\x06 \x01(\x08\x12\x15\n\rstop_patterns\x18\x07 \x03(\tB\r\n\x0b_max_tokens\"9\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x1c\n\x14\x64\x65livered_characters\x18\x02 \x01(\r\"\xa3\x01\n\x0cRequestError\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.pando.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x1b\n\x0eretry_after_ms\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_paramB\x11\n\x0f_retry_after_ms\"\xcb\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.pando.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x16\n\x0cmatched_text\x18\x03 \x01(\tH\x00\x12*\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.pando.v1.RequestErrorH\x01\x88\x01\x01\x12\x16\n\tembedding\x18\x05 \x01(\x0cH\x02\x88\x01\x01\x42\t\n\x07matchedB\x08\n\x06_errorB\x0c\n\n_embedding\"d\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x16\n\x0e\x61sked_logprobs\x18\x04 \x03(\x02\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"r\n\tAdmission\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08rejected\x18\x02 \x01(\x0b\x32\x16.pando.v1.RequestErrorH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\rB\x0b\n\t_rejected*\x99\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_EBNF\x10\x03\x12\x1f\n\x1bGRAMMAR_KIND_STRUCTURAL_TAG\x10\x04*l\n\tCacheMode\x12\x1a\n\x16\x43\x41\x43HE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41\x43HE_MODE_DEFAULT\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_MODE_NONE\x10\x02\x12\x16\n\x12\x43\x41\x43HE_MODE_PRIVATE\x10\x03*Y\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x12\x11\n\rPOOLING_FIRST\x10\x03*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\xd7\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x02\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x03\x12\x19\n\x15\x45RROR_CODE_QUEUE_FULL\x10\x04\x12\x16\n\x12\x45RROR_CODE_TIMEOUT\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x07\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x08\x12 \n\x1c\x45RROR_CODE_PERMISSION_DENIED\x10\t\x12\x1c\n\x18\x45RROR_CODE_OUT_OF_MEMORY\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +33,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GRAMMARKIND']._serialized_start=2020
-  _globals['_GRAMMARKIND']._serialized_end=2173
-  _globals['_CACHEMODE']._serialized_start=2175
-  _globals['_CACHEMODE']._serialized_end=2283
-  _globals['_POOLING']._serialized_start=2285
-  _globals['_POOLING']._serialized_end=2374
-  _globals['_FINISHREASON']._serialized_start=2377
-  _globals['_FINISHREASON']._serialized_end=2522
-  _globals['_ERRORCODE']._serialized_start=2525
-  _globals['_ERRORCODE']._serialized_end=2868
+  _globals['_GRAMMARKIND']._serialized_start=2064
+  _globals['_GRAMMARKIND']._serialized_end=2217
+  _globals['_CACHEMODE']._serialized_start=2219
+  _globals['_CACHEMODE']._serialized_end=2327
+  _globals['_POOLING']._serialized_start=2329
+  _globals['_POOLING']._serialized_end=2418
+  _globals['_FINISHREASON']._serialized_start=2421
+  _globals['_FINISHREASON']._serialized_end=2566
+  _globals['_ERRORCODE']._serialized_start=2569
+  _globals['_ERRORCODE']._serialized_end=2912
   _globals['_SUBJECT']._serialized_start=35
   _globals['_SUBJECT']._serialized_end=74
   _globals['_VIEW']._serialized_start=76
@@ -56,25 +56,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=706
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=754
   _globals['_GRAMMAR']._serialized_start=795
-  _globals['_GRAMMAR']._serialized_end=870
-  _globals['_TOKENSEQUENCE']._serialized_start=872
-  _globals['_TOKENSEQUENCE']._serialized_end=906
-  _globals['_PROMPTLOGPROBS']._serialized_start=908
-  _globals['_PROMPTLOGPROBS']._serialized_end=977
-  _globals['_PROMPTLOGPROBSPAN']._serialized_start=980
-  _globals['_PROMPTLOGPROBSPAN']._serialized_end=1144
-  _globals['_STOPCONDITIONS']._serialized_start=1147
-  _globals['_STOPCONDITIONS']._serialized_end=1339
-  _globals['_RESUME']._serialized_start=1341
-  _globals['_RESUME']._serialized_end=1398
-  _globals['_REQUESTERROR']._serialized_start=1401
-  _globals['_REQUESTERROR']._serialized_end=1564
-  _globals['_FINISH']._serialized_start=1567
-  _globals['_FINISH']._serialized_end=1770
-  _globals['_TOKENLOGPROB']._serialized_start=1772
-  _globals['_TOKENLOGPROB']._serialized_end=1872
-  _globals['_ABORT']._serialized_start=1874
-  _globals['_ABORT']._serialized_end=1901
-  _globals['_ADMISSION']._serialized_start=1903
-  _globals['_ADMISSION']._serialized_end=2017
+  _globals['_GRAMMAR']._serialized_end=914
+  _globals['_TOKENSEQUENCE']._serialized_start=916
+  _globals['_TOKENSEQUENCE']._serialized_end=950
+  _globals['_PROMPTLOGPROBS']._serialized_start=952
+  _globals['_PROMPTLOGPROBS']._serialized_end=1021
+  _globals['_PROMPTLOGPROBSPAN']._serialized_start=1024
+  _globals['_PROMPTLOGPROBSPAN']._serialized_end=1188
+  _globals['_STOPCONDITIONS']._serialized_start=1191
+  _globals['_STOPCONDITIONS']._serialized_end=1383
+  _globals['_RESUME']._serialized_start=1385
+  _globals['_RESUME']._serialized_end=1442
+  _globals['_REQUESTERROR']._serialized_start=1445
+  _globals['_REQUESTERROR']._serialized_end=1608
+  _globals['_FINISH']._serialized_start=1611
+  _globals['_FINISH']._serialized_end=1814
+  _globals['_TOKENLOGPROB']._serialized_start=1816
+  _globals['_TOKENLOGPROB']._serialized_end=1916
+  _globals['_ABORT']._serialized_start=1918
+  _globals['_ABORT']._serialized_end=1945
+  _globals['_ADMISSION']._serialized_start=1947
+  _globals['_ADMISSION']._serialized_end=2061
 # @@protoc_insertion_point(module_scope)

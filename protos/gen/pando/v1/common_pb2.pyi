@@ -424,22 +424,30 @@ class Grammar(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     PARAM_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     kind: Global___GrammarKind.ValueType
     text: _builtins.str
     param: _builtins.str
     """The request field that it came from, named by errors about it."""
+    @_builtins.property
+    def view(self) -> Global___View:
+        """Set by the scheduler: requests of this view share what is compiled, others neither use nor notice it."""
+
     def __init__(
         self,
         *,
         kind: Global___GrammarKind.ValueType = ...,
         text: _builtins.str = ...,
         param: _builtins.str = ...,
+        view: Global___View | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "param", b"param", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_view", b"_view", "kind", b"kind", "param", b"param", "text", b"text", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__view: _TypeAlias = _typing.Literal["view"]  # noqa: Y015
+    _WhichOneofArgType__view: _TypeAlias = _typing.Literal["_view", b"_view"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__view) -> _WhichOneofReturnType__view | None: ...
 
 Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 

@@ -323,7 +323,7 @@ class StepPlan(_message.Message):
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
-    """The scheduler's epoch (cache.md, 1)."""
+    """The scheduler's epoch (docs/glossary.md)."""
     steps: _builtins.int
     """Forward passes in this plan (the decode lease); at least 1."""
     @_builtins.property

@@ -85,6 +85,8 @@ class WorkerServicer(object):
 
     def PrepareGrammar(self, request, context):
         """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+        RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compiling stops
+        when all calls for the same grammar and view are cancelled.
         Asked of rank 0 only, which samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

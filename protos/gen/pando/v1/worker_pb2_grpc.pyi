@@ -37,6 +37,8 @@ class WorkerStub:
     """Plans down, results up. The rows of a rank live exactly as long as this stream."""
     PrepareGrammar: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]
     """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+    RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compiling stops
+    when all calls for the same grammar and view are cancelled.
     Asked of rank 0 only, which samples.
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
@@ -55,6 +57,8 @@ class WorkerAsyncStub(WorkerStub):
     """Plans down, results up. The rows of a rank live exactly as long as this stream."""
     PrepareGrammar: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareGrammarRequest, _worker_pb2.PrepareGrammarResponse]  # type: ignore[assignment]
     """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+    RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compiling stops
+    when all calls for the same grammar and view are cancelled.
     Asked of rank 0 only, which samples.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
@@ -88,6 +92,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrepareGrammarResponse, _abc.Awaitable[_worker_pb2.PrepareGrammarResponse]]:
         """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
+        RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compiling stops
+        when all calls for the same grammar and view are cancelled.
         Asked of rank 0 only, which samples.
         """
 

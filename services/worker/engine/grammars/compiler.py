@@ -56,12 +56,13 @@ class Compiler:
         self._tokenizer: Tokenizer = text.tokenizer
         # The bytes of each token.
         self.pieces = _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size)
+        self._tokenizer_info = xgrammar.TokenizerInfo(
+            self.pieces,
+            vocab_size=source.vocabulary_size,
+            stop_token_ids=list(source.eos_token_ids),
+        )
         self._grammar_compiler = xgrammar.GrammarCompiler(
-            xgrammar.TokenizerInfo(
-                self.pieces,
-                vocab_size=source.vocabulary_size,
-                stop_token_ids=list(source.eos_token_ids),
-            ),
+            self._tokenizer_info,
             max_threads=min(MAX_THREADS, os.cpu_count() or 1),
             cache_enabled=False,
         )
@@ -82,6 +83,12 @@ class Compiler:
             return make[grammar.kind](grammar.text)
         except (RuntimeError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise GrammarError(_reason(error)) from error
+
+    def load(self, data: bytes) -> xgrammar.CompiledGrammar:
+        """Return what another process has compiled for the same vocabulary and serialised; takes linear time."""
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokenizer_info)
 
     def _json_schema(self, text: str) -> xgrammar.CompiledGrammar:
         # One way to write white space: a model cannot go on with it for ever, and most of it need not be chosen.

@@ -1,12 +1,14 @@
-"""Compiled grammars, each compiled once in a thread of its own, and kept while there is room."""
+"""Compiled grammars by scope, kept while there is room."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from services.worker.engine.grammars.matcher import Matcher
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 CACHE_BYTES = 512 * 1024 * 1024
 # Serving goes before compiling.
 NICENESS = 10
+# A row whose grammar was dropped meanwhile has it compiled again, during a forward pass, if that took no longer.
+QUICK_S = 0.25
+# After a restart a pass waits so long for a grammar of its rows.
+RESTORE_S = 10.0
+# Dropped grammars that would take longer, 16 bytes each.
+MAX_SLOW = 65_536
+# Larger ones are loaded beside the others.
+LARGE_BYTES = 1024 * 1024
 
 
 class CompilesGrammars(Protocol):
@@ -32,6 +42,9 @@ class CompilesGrammars(Protocol):
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile a grammar; it was found good before."""
 
+    def load(self, data: bytes) -> xgrammar.CompiledGrammar:
+        """Return a grammar that another process compiled."""
+
 
 def make_compiler(source: VocabularySource) -> CompilesGrammars:
     """Return the compiler for a vocabulary."""
@@ -40,21 +53,46 @@ def make_compiler(source: VocabularySource) -> CompilesGrammars:
     return Compiler(source)
 
 
+@dataclass(slots=True)
+class _Entry:
+    compiled: Future[xgrammar.CompiledGrammar]
+    # What compiling it took.
+    seconds: float
+
+    @property
+    def is_ready(self) -> bool:
+        return self.compiled.done() and not self.compiled.cancelled() and self.compiled.exception() is None
+
+    @property
+    def size(self) -> int:
+        return int(self.compiled.result().memory_size_bytes) if self.is_ready else 0
+
+
 class GrammarLibrary:
-    """Belongs to no thread. What is compiled stays valid for whoever holds it, also after it was dropped from here."""
+    """Belongs to no thread. What is compiled stays valid for whoever holds it, also after it was dropped from here.
+
+    Grammars of equal text and different scopes are different ones: nothing shows that another scope has compiled the
+    same. A subject beyond its part of the memory loses its own oldest; beyond the whole, the subject that holds most.
+    """
 
     def __init__(
-        self, make: Callable[[VocabularySource], CompilesGrammars] = make_compiler, cache_bytes: int = CACHE_BYTES
+        self,
+        make: Callable[[VocabularySource], CompilesGrammars] = make_compiler,
+        cache_bytes: int = CACHE_BYTES,
+        subject_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Start without a vocabulary; `make` is called with the first grammar that is compiled for one."""
+        """Start without a vocabulary; `make` is called with the first grammar for one."""
         self._make = make
         self._cache_bytes = cache_bytes
+        self._subject_bytes = subject_bytes
         self._lock = threading.Lock()
         self._source: VocabularySource | None = None
-        self._compiler: CompilesGrammars | None = None
+        self._compiler: Future[CompilesGrammars] | None = None
         # The one used last at the end.
-        self._compiled: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, "grammars", initializer=_be_nice)
+        self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
+        self._slow: OrderedDict[bytes, None] = OrderedDict()
+        self._small = ThreadPoolExecutor(1, "grammars", initializer=_be_nice)
+        self._large = ThreadPoolExecutor(1, "large-grammars", initializer=_be_nice)
 
     @property
     def source(self) -> VocabularySource | None:
@@ -62,64 +100,126 @@ class GrammarLibrary:
         return self._source
 
     def serve(self, source: VocabularySource) -> None:
-        """Compile for this vocabulary from now on; what was compiled for another one is dropped."""
+        """Keep grammars of this vocabulary from now on; those of another one are dropped."""
         with self._lock:
             if source != self._source:
                 self._source, self._compiler = source, None
-                self._compiled.clear()
+                self._entries.clear()
+                self._slow.clear()
 
     def has(self, grammar: Grammar) -> bool:
         """Whether it is there already."""
         with self._lock:
-            found = self._compiled.get(grammar)
-            return found is not None and found.done() and found.exception() is None
+            entry = self._entries.get(grammar)
+            return entry is not None and entry.is_ready
 
-    def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
-        """Return the compiled grammar, when it is there; one that failed before is tried again."""
+    def load(self, source: VocabularySource, grammar: Grammar, data: bytes, seconds: float) -> Future[None]:
+        """Take over a grammar that another process has compiled for `source` within `seconds`."""
+        thread = self._large if len(data) > LARGE_BYTES else self._small
+
+        def load() -> None:
+            compiled: Future[xgrammar.CompiledGrammar] = Future()
+            compiled.set_result(self._compiler_of(source).load(data))
+            with self._lock:
+                if source == self._source:
+                    self._entries[grammar] = _Entry(compiled, seconds)
+                    self._entries.move_to_end(grammar)
+                    self._drop_oldest(grammar)
+
+        return thread.submit(load)
+
+    def begin(self, grammar: Grammar) -> None:
+        """Compile a grammar that a row needs, unless it is here; see `matcher`."""
         with self._lock:
-            assert self._source is not None, "grammars come after the model"
-            found = self._compiled.get(grammar)
-            if found is None or (found.done() and found.exception() is not None):
-                found = self._compiled[grammar] = self._thread.submit(self._compile, grammar, self._source)
-            self._compiled.move_to_end(grammar)
-            self._drop_oldest()
-            return found
+            source, entry = self._source, self._entries.get(grammar)
+            assert source is not None, "grammars come after the model"
+            if entry is not None and (entry.is_ready or not entry.compiled.done()):
+                self._entries.move_to_end(grammar)
+            elif _digest(grammar) not in self._slow:
+                compiling = self._large.submit(lambda: self._compiler_of(source).compile(grammar))
+                self._entries[grammar] = _Entry(compiling, 0.0)
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the start of an output; waits if the grammar is not compiled yet."""
-        assert self._source is not None, "grammars come after the model"
-        compiled = self.compiled(grammar).result()
-        assert self._compiler is not None, "it has compiled the grammar"
-        return Matcher(compiled, self._source.vocabulary_size, self._compiler.pieces)
+    def matcher(self, grammar: Grammar) -> Matcher | None:
+        """Return a matcher at the start of an output; None if its grammar is gone, and would take long to be had.
+
+        Normally a grammar is here before its rows are. After a restart it is compiled while a row's prompt is computed,
+        and the forward pass waits for it; that no subject may make it wait at will, one that was dropped is compiled
+        again only if that is quick.
+        """
+        self.begin(grammar)
+        with self._lock:
+            source, entry = self._source, self._entries.get(grammar)
+        assert source is not None, "grammars come after the model"
+        if entry is None:
+            return None
+        try:
+            compiled = entry.compiled.result(timeout=RESTORE_S)
+        except TimeoutError:
+            return None
+        return Matcher(compiled, source.vocabulary_size, self._compiler_of(source).pieces)
 
     def close(self) -> None:
         """Compile nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._small, self._large):
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar, source: VocabularySource) -> xgrammar.CompiledGrammar:
-        # One thread only, so nobody else makes one meanwhile.
-        compiler = self._compiler if source == self._source else None
-        if compiler is None:
-            compiler = self._make(source)
-            with self._lock:
-                if source == self._source:
-                    self._compiler = compiler
-        return compiler.compile(grammar)
+    def _compiler_of(self, source: VocabularySource) -> CompilesGrammars:
+        """Return the compiler for a vocabulary, which one thread makes while others wait."""
+        with self._lock:
+            if source != self._source:
+                return self._make(source)
+            made = self._compiler
+            is_mine = made is None
+            if made is None:
+                made = self._compiler = Future()
+        if is_mine:
+            try:
+                made.set_result(self._make(source))
+            except BaseException as error:
+                with self._lock:
+                    self._compiler = None
+                made.set_exception(error)
+                raise
+        return made.result()
 
-    def _drop_oldest(self) -> None:
-        """Keep what is compiled within its limit, but the newest in any case."""
-        sizes = {
-            grammar: future.result().memory_size_bytes
-            for grammar, future in self._compiled.items()
-            if future.done() and future.exception() is None
-        }
-        total = sum(sizes.values())
-        for grammar in list(self._compiled)[:-1]:
-            if total <= self._cache_bytes:
+    def _drop_oldest(self, newest: Grammar) -> None:
+        """Keep what is compiled within its limits, but the newest in any case."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        for grammar, entry in self._entries.items():
+            sizes[_subject(grammar)] += entry.size
+        mine = _subject(newest)
+        while sizes[mine] > self._subject_bytes and self._drop_one(mine, newest, sizes):
+            pass
+        while sizes.total() > self._cache_bytes:
+            tenants: Counter[str] = Counter()
+            for (tenant, _), size in sizes.items():
+                tenants[tenant] += size
+            subjects = sorted(sizes, key=lambda subject: (tenants[subject[0]], sizes[subject]), reverse=True)
+            if not any(self._drop_one(subject, newest, sizes) for subject in subjects):
                 return
-            if grammar in sizes:
-                total -= sizes[grammar]
-                del self._compiled[grammar]
+
+    def _drop_one(self, subject: tuple[str, str], newest: Grammar, sizes: Counter[tuple[str, str]]) -> bool:
+        """Drop a subject's oldest grammar; return whether there was one."""
+        for grammar, entry in self._entries.items():
+            if grammar != newest and entry.size and _subject(grammar) == subject:
+                sizes[subject] -= entry.size
+                del self._entries[grammar]
+                if entry.seconds > QUICK_S:
+                    self._slow[_digest(grammar)] = None
+                    if len(self._slow) > MAX_SLOW:
+                        self._slow.popitem(last=False)
+                return True
+        return False
+
+
+def _subject(grammar: Grammar) -> tuple[str, str]:
+    return grammar.scope.tenant, grammar.scope.subject
+
+
+def _digest(grammar: Grammar) -> bytes:
+    scope = grammar.scope
+    parts = (grammar.kind.value, grammar.text, scope.tenant, scope.subject, scope.salt)
+    return blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _be_nice() -> None:

@@ -50,11 +50,11 @@ class FollowsOutput(Protocol):
 class MakesMatchers(Protocol):
     """What rows need of `GrammarLibrary`."""
 
-    def compiled(self, grammar: Grammar) -> object:
+    def begin(self, grammar: Grammar) -> None:
         """Begin to compile, unless that is done."""
 
-    def matcher(self, grammar: Grammar) -> FollowsOutput:
-        """Return a matcher at the start of an output; waits if the grammar is not compiled yet."""
+    def matcher(self, grammar: Grammar) -> FollowsOutput | None:
+        """Return a matcher at the start of an output; None if its grammar cannot be had in time."""
 
 
 class _Row:
@@ -90,7 +90,7 @@ class RowMasks:
             self._rows.pop(opened.row, None)
             return
         # Normally it is there. After a restart it is compiled while the row's prompt is computed.
-        self._library.compiled(grammar)
+        self._library.begin(grammar)
         ends = tuple(id_ for id_ in opened.stop_token_ids if 0 <= id_ < self._vocabulary_size)
         self._rows[opened.row] = _Row(opened, grammar, ends)
 
@@ -129,19 +129,23 @@ class RowMasks:
             self._fail(row, "where its grammar is too ambiguous to follow")
 
     def _catch_up(self, row: _Row, token_ids: Sequence[int]) -> None:
-        if row.matcher is None:
+        if row.matcher is None and not row.has_failed:
             row.matcher = self._library.matcher(row.grammar)
+            if row.matcher is None:
+                self._fail(row, "its start without its compiled grammar")
         row.accepted += len(token_ids)
         for token_id in token_ids:
-            if not row.has_failed and not row.matcher.is_terminated and not row.matcher.accept(token_id):
+            if row.matcher is None or row.has_failed:
+                return
+            if not row.matcher.is_terminated and not row.matcher.accept(token_id):
                 self._fail(row, "a token that its grammar does not allow")
 
     def _mask(self, row: _Row) -> Mask | int:
-        assert row.matcher is not None, "made when it caught up"
-        if row.matcher.is_terminated and not row.has_failed:
-            # On a GPU a row takes part once more after its last token; what it samples then is dropped.
-            return -1
         if not row.has_failed:
+            assert row.matcher is not None, "made when it caught up"
+            if row.matcher.is_terminated:
+                # On a GPU a row takes part once more after its last token; what it samples then is dropped.
+                return -1
             only = self._only(row)
             mask = row.matcher.mask() if only is None else self._mask_of(only)
             if mask.any():
@@ -151,8 +155,10 @@ class RowMasks:
 
     def _only(self, row: _Row) -> int | None:
         """Return the token that alone may come next, or that must as there is one way to write what is certain."""
+        if row.has_failed:
+            return None
         assert row.matcher is not None, "made when it caught up"
-        if row.has_failed or row.matcher.is_terminated:
+        if row.matcher.is_terminated:
             return None
         only = row.matcher.only()
         if only is None and row.spells_alike:

@@ -18,7 +18,7 @@ STEPS = 48
 STARTS = 3
 # CPU time. A mask that takes longer would hold up every row of a pass; those of good grammars take 0.1 ms.
 MAX_MASK_S = 0.05
-MAX_COMPILED_BYTES = 256 * 1024 * 1024
+MAX_COMPILED_BYTES = 64 * 1024 * 1024
 
 
 def try_out(compiled: xgrammar.CompiledGrammar, vocabulary_size: int) -> None:

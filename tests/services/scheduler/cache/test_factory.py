@@ -49,3 +49,20 @@ def test_settings_reach_the_cache() -> None:
 def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         CacheConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "strict"),
+    [
+        ("auto", "cpu", False),
+        ("auto", "fake", False),
+        ("auto", "cuda:0", True),
+        ("auto", "cuda", True),
+        (True, "cpu", True),
+        (False, "cuda", False),
+    ],
+)
+def test_pages_are_not_exchanged_on_gpus_unless_asked_for(wanted: Any, device: str, strict: bool) -> None:
+    """Point 1.13: there KV may depend on what else was in the batch."""
+    settings = SchedulerSettings(cache_strict_numerics=wanted)
+    assert resolve(settings, device).strict_numerics is strict

@@ -95,13 +95,13 @@ def test_floor_of_each_user_survives_many_users_within_their_quotas() -> None:
     assert_exact(driver)
 
 
-def test_invented_users_who_try_continuations_of_a_public_prompt_fill_no_memory() -> None:
+def test_invented_users_who_try_continuations_of_a_shared_prompt_fill_no_memory() -> None:
     driver = Driver("user_aware", config=replace(PLAIN, watched_pairs=100), capacity=CAPACITY)
     for user in (ANN, BOB, CID):
         driver.serve(user, [1, 2])
     driver.next_epoch()
     for number in range(2_000):
-        driver.end(driver.admit(View(Subject("crowd", f"{number}")), [1, 2, number, number, 0]))
+        driver.end(driver.admit(View(Subject("tenant", f"{number}")), [1, 2, number, number, 0]))
     assert len(driver.radix._vigilance._tries) == 100
     assert remembered(driver.radix) < 1_000
     driver.next_epoch()

@@ -116,7 +116,7 @@ def test_sound_tree_has_no_violations() -> None:
         (cross_owner, "hangs below"),
         (forget_owner, "without account"),
         (public_sibling, "public sibling"),
-        (public_below_private, "below a PRIVATE parent"),
+        (public_below_private, "hangs below one of"),
         (lose_key, "0 key bytes"),
         (share_page, "not joint"),
         (grow_unnoticed, "soft-free, counted"),

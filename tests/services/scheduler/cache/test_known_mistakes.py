@@ -1,6 +1,7 @@
 """Mistakes that others have made in such caches, one test each; those about identity are where identity is tested.
 
-Storage keys without the scope: `test_object_keys.py`. Names that nobody gave: `tests/gateway/test_identity.py`.
+Storage keys without the scope: `test_object_keys.py`. Names that nobody gave:
+`tests/gateway/identity/test_identity.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is claimed of the user-aware cache: non-interference, threshold, revocation, whole pages (B1 to B4), and no inventions (B5)."""
+"""What is claimed of the user-aware cache (B1 to B5; see the top README)."""
 
 from __future__ import annotations
 

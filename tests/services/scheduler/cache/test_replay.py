@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from common.types import Sharing
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.recorded import RecordedCache
 from services.scheduler.cache.replay import LogError, encode, encode_end, encode_header, replay
+from services.scheduler.cache.sharing import SharingChoices
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def test_content_checks_are_replayed_with_their_verdicts() -> None:
     (candidate,) = driver.cache.take_candidates()
     driver.cache.resolve(candidate.candidate_id, 4)
     driver.next_epoch()
-    assert driver.public == [SYSTEM[:4]]
+    assert driver.tenants == [SYSTEM[:4]]
     assert replay(driver.lines).difference is None
 
 
@@ -148,8 +150,8 @@ def test_log_whose_writer_could_not_keep_up_says_so() -> None:
         ([b"no json"], "line 1"),
         ([b"[1]"], "no JSON object"),
         ([b'{"operation": "open", "version": 99}'], "version 99"),
-        ([b'{"operation": "open", "version": 1, "cache": "other", "config": {}}'], "unknown cache"),
-        ([b'{"operation": "open", "version": 1, "cache": "shared"}'], "lacks or misnames"),
+        ([b'{"operation": "open", "version": 2, "cache": "other", "config": {}}'], "unknown cache"),
+        ([b'{"operation": "open", "version": 2, "cache": "shared"}'], "lacks or misnames"),
         ([encode_header("shared", 2, 4, PLAIN), b'{"operation": "dance", "number": 1}'], "unknown operation"),
     ],
 )
@@ -184,3 +186,28 @@ def test_ids_are_recorded_once_per_row() -> None:
     assert [given["token_ids"] for given in recorded if "token_ids" in given] == [SYSTEM]
     assert [given["new_ids"] for given in recorded if "new_ids" in given] == [[], [], [], [7, 7]]
     assert replay(driver.lines).difference is None
+
+
+def test_choices_of_tenants_are_replayed_as_they_were() -> None:
+    decisions: list[Decision] = []
+    choices = {"tenant": Sharing.TENANT}
+    asked = SharingChoices(lambda tenant: choices[tenant])
+    allocator = PageAllocator(64)
+    driver = Driver("user_aware")
+    driver.allocator = allocator
+    driver.cache = RecordedCache(
+        make_cache("user_aware", allocator, 2, PLAIN, choices=asked), allocator, decisions.append, asked
+    )
+    for choice in (Sharing.TENANT, Sharing.NONE, Sharing.TENANT):
+        choices["tenant"] = choice
+        for user in (ANN, BOB, CID):
+            driver.serve(user, SYSTEM)
+        driver.next_epoch()
+    changes = [decision.given["sharing"] for decision in decisions if "sharing" in decision.given]
+    assert changes == [{"tenant": "none"}, {"tenant": "tenant"}]
+    lines = [encode_header("user_aware", 2, 64, PLAIN)]
+    lines += [encode(number, decision) for number, decision in enumerate(decisions, 1)]
+    report = replay(lines)
+    assert (report.difference, report.operations) == (None, len(decisions))
+    # Without what was recorded of it, another tree comes of the same operations.
+    assert replay([line.replace(b'"none"', b'"tenant"') for line in lines]).difference is not None

@@ -70,11 +70,11 @@ def test_damage_of_any_leaf_is_found_in_the_end(damage: Callable[[Node], None]) 
         assert found_by_samples(driver, 100)
 
 
-def test_damage_of_a_public_node_is_found_at_once() -> None:
+def test_damage_of_a_shared_node_is_found_at_once() -> None:
     driver = grove()
-    (public,) = [node for node, _ in driver.radix.store.tree.walk() if node.is_public]
-    publish_alone(public)
-    assert found_by_samples(driver, 1) == [f"node {public.node_id} is PUBLIC and still evidence"]
+    (shared,) = [node for node, _ in driver.radix.store.tree.walk() if node.is_shared]
+    publish_alone(shared)
+    assert found_by_samples(driver, 1) == [f"node {shared.node_id} is shared and still evidence"]
 
 
 def test_recorded_caches_are_sampled_inside_and_caches_without_a_tree_are_not() -> None:

@@ -343,17 +343,8 @@ class ViewOracle:
         gone = {path: pages.pop(path) for path in below}
         holders = self.holders(gone) if not scope else {path: set() for path in below}
         for path, page in gone.items():
-            if (scope, path) in soft:
-                continue
-            for tenant in holders[path]:
-                if path == top or path[: -self.page_size] in self.of_tenant(tenant):
-                    self.of_tenant(tenant)[path] = self.given_back(page, tenant)
-            for (tenant, name), (made, salts) in page.creators.items():
-                for view in [] if tenant in holders[path] else [(tenant, name, salt) for salt in salts]:
-                    if path == top or self.scope_at(view, path[: -self.page_size]) is not None:
-                        evidence = None if self.choice(tenant) is Sharing.NONE else made
-                        generation = page.generation + is_suspect if scope else 0
-                        self.private.setdefault(view, {})[path] = Private(evidence, generation)
+            if (scope, path) not in soft:
+                self.inherit(scope, path, page, holders[path], top, generation=page.generation + is_suspect)
         self.drop_unreached(top)
         for held in self.held:
             path = tuple(held.ids[: held.length])
@@ -364,6 +355,18 @@ class ViewOracle:
             for tenant in page.quarantined_tenants:
                 if path in self.of_tenant(tenant):
                     self.demote((tenant,), path, soft)
+
+    def inherit(self, scope: Scope, path: Path, page: Shared, tenants: set[str], top: Path, generation: int) -> None:
+        """Give a demoted page to `tenants`, and to creators of others, where they have what stands before it."""
+        above = path[: -self.page_size]
+        for tenant in tenants:
+            if path == top or above in self.of_tenant(tenant):
+                self.of_tenant(tenant)[path] = self.given_back(page, tenant)
+        for (tenant, name), (made, salts) in page.creators.items():
+            for view in [] if tenant in tenants else [(tenant, name, salt) for salt in salts]:
+                if path == top or self.scope_at(view, above) is not None:
+                    evidence = None if self.choice(tenant) is Sharing.NONE else made
+                    self.private.setdefault(view, {})[path] = Private(evidence, generation if scope else 0)
 
     def holders(self, gone: dict[Path, Shared]) -> dict[Path, set[str]]:
         found: dict[Path, set[str]] = {}
@@ -380,16 +383,15 @@ class ViewOracle:
         creators = {subject: made for subject, made in page.creators.items() if subject[0] == tenant}
         quarantined = {subject: since for subject, since in page.quarantined.items() if subject[0] == tenant}
         use = page.parties.get((tenant,)) if page.epoch == self.epoch else None
-        parties = {} if use is None else {(tenant,): use}
+        parties: dict[Scope, Use] = {} if use is None else {(tenant,): use}
         return Shared(creators, page.tenants.get(tenant, 0), self.epoch, parties, quarantined)
 
     def drop_unreached(self, top: Path) -> None:
-        for scope, pages in [*self.shared.items(), *self.private.items()]:
-            for path in sorted(pages, key=len):
-                above = path[: -self.page_size]
-                is_below = len(path) > len(top) and path[: len(top)] == top
-                if is_below and not any(above in self.level(other) for other in ((), scope[:1], scope)):
-                    del pages[path]
+        for scope, path in sorted(self.entries(), key=lambda entry: len(entry[1])):
+            above = path[: -self.page_size]
+            is_below = len(path) > len(top) and path[: len(top)] == top
+            if is_below and not any(above in self.level(other) for other in ((), scope[:1], scope)):
+                self.drop({(scope, path)})
 
     def level(self, scope: Scope) -> dict[Path, Shared] | dict[Path, Private]:
         return self.private.get(scope, {}) if len(scope) == 3 else self.shared.get(scope, {})
@@ -433,7 +435,8 @@ class ViewOracle:
         return True
 
     def evidence(self, path: Path, tenant: str | None = None) -> dict[SubjectKey, int]:
-        oldest, found = self.epoch - self.config.promotion_epochs, {}
+        oldest = self.epoch - self.config.promotion_epochs
+        found: dict[SubjectKey, int] = {}
         for view, mine in self.private.items():
             entry = mine.get(path) if tenant in (None, view[0]) else None
             if entry and entry.evidence is not None and not entry.no_promote and entry.evidence >= oldest:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from services.scheduler.content.checks import CheckError, find_check, is_card, is_phone, is_random, starts_with_iban
 from tests.services.scheduler.content.corpus import NEAR_MISSES, POSITIVES, drawn
 
-CARDS = tuple(re.sub(r"[^0-9]", "", card) for card in POSITIVES["card_number"])
-IBANS = tuple(re.sub(r"[^0-9A-Z]", "", number) for number in POSITIVES["iban"])
+CARDS = tuple({re.sub(r"[^0-9]", "", card) for card in POSITIVES["card_number"] if not card.startswith("12 ")})
+IBANS = tuple({re.sub(r"[^0-9A-Z]", "", number) for number in POSITIVES["iban"] if "plate" not in number})
 
 
 @given(st.sampled_from(CARDS), st.data())

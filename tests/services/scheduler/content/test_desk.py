@@ -62,17 +62,17 @@ def driver_with_candidate() -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "outcome", "public"), [(16, "allowed", [PROMPT]), (9, "cut", [PROMPT[:8]]), (0, "refused", [])]
+    ("allowed", "outcome", "shared"), [(16, "allowed", [PROMPT]), (9, "cut", [PROMPT[:8]]), (0, "refused", [])]
 )
-async def test_a_verdict_decides_how_much_becomes_public(allowed: int, outcome: str, public: list[list[int]]) -> None:
+async def test_a_verdict_decides_how_much_is_shared(allowed: int, outcome: str, shared: list[list[int]]) -> None:
     driver = driver_with_candidate()
     checker = ScriptedChecker(Answer(allowed, rules="1"))
     async with working(checker, driver) as desk:
         await until(lambda: desk.verdicts == {outcome: 1})
     assert [ids.tolist() for ids in checker.asked] == [PROMPT]
-    assert driver.public == []
+    assert driver.tenants == []
     driver.next_epoch()
-    assert driver.public == public
+    assert driver.tenants == shared
     assert checker.closed
 
 
@@ -83,14 +83,14 @@ async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: Answ
     async with working(checker, driver) as desk:
         await until(lambda: desk.verdicts == {"failed": 1})
         driver.next_epoch()
-        assert driver.public == []
+        assert driver.tenants == []
         # As soon as the cache has waited for long enough, without anybody asking for the prompt anew.
         driver.next_epoch(3)
         driver.next_epoch()
         checker.answer = Answer(len(PROMPT))
         await until(lambda: desk.verdicts == {"failed": 1, "allowed": 1})
     driver.next_epoch()
-    assert driver.public == [PROMPT]
+    assert driver.tenants == [PROMPT]
 
 
 async def test_verdicts_of_old_rules_do_not_count_under_new_ones() -> None:
@@ -105,7 +105,7 @@ async def test_verdicts_of_old_rules_do_not_count_under_new_ones() -> None:
         driver.next_epoch()
         await until(lambda: desk.verdicts == {"refused": 1, "allowed": 1})
     driver.next_epoch()
-    assert driver.public == [PROMPT]
+    assert driver.tenants == [PROMPT]
 
 
 @pytest.mark.parametrize("answer", [Answer(failure="no content detector is named"), Answer(complaint="no rules")])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from services.scheduler.content.interface import DetectorOptions, Finding, RulesError
 from services.scheduler.content.patterns import PatternDetector
 from services.scheduler.content.rules import parse_rules
+from tests.benchmarks.content_check import SUFFIXES, examine
 from tests.services.scheduler.content.corpus import NEAR_MISSES, POSITIVES, SENTENCES, drawn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RULE = """
 [[rules]]
@@ -151,3 +149,16 @@ def test_rules_can_ask_for_the_neighbours_and_make_exceptions() -> None:
 
 def test_findings_are_values() -> None:
     assert Finding(3, "x") == Finding(3, "x")
+
+
+def test_few_harmless_texts_are_refused(detector: PatternDetector) -> None:
+    root = Path(__file__).parents[4]
+    paths = [
+        path
+        for folder in ("common", "deploy", "gateway", "protos", "services")
+        for path in sorted((root / folder).rglob("*"))
+        if path.suffix in SUFFIXES
+    ]
+    findings = examine(paths, detector)
+    assert findings.windows > 500
+    assert findings.refused <= 0.02 * findings.windows, findings.rules

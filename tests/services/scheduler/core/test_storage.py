@@ -140,7 +140,7 @@ def test_no_cache_touches_no_tier(keyring: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["isolated", "isolated_pinned", "user_aware"])
-def test_keys_that_are_looked_up_are_the_requesters_own_and_the_publics(keyring: Path, mode: str) -> None:
+def test_keys_that_are_looked_up_are_the_requesters_own_its_tenants_and_the_publics(keyring: Path, mode: str) -> None:
     """A salt computed and never passed on would have all users ask under one name."""
     objects: Objects = {}
     asked = []
@@ -150,10 +150,11 @@ def test_keys_that_are_looked_up_are_the_requesters_own_and_the_publics(keyring:
         asked.append(set(server.worker.looked_up))
         assert set(server.worker.stored).isdisjoint(set().union(*asked[:-1]))
     shared = asked[0] & asked[1]
-    assert len(shared) == (0 if mode == "isolated" else 1)
+    # The public's name and, where tenants share, the tenant's.
+    assert len(shared) == {"isolated": 0, "isolated_pinned": 1, "user_aware": 2}[mode]
 
 
-def make_public(server: Server) -> None:
+def let_tenant_share(server: Server) -> None:
     """Have three users compute the prompt."""
     for user in ("alice", "bob", "carol"):
         server.serve(f"{user}-computes", user=user)
@@ -163,43 +164,46 @@ def make_public(server: Server) -> None:
 
 
 @pytest.fixture
-def public(keyring: Path) -> tuple[Server, Objects]:
+def shared(keyring: Path) -> tuple[Server, Objects]:
     objects: Objects = {}
     server = Server(keyring, objects, cache="user_aware", pages=128, rules=CacheConfig(mode=Mode.USER_AWARE))
-    make_public(server)
+    let_tenant_share(server)
     return server, objects
 
 
-def test_what_is_public_is_found_by_all_at_another_server(public: tuple[Server, Objects], keyring: Path) -> None:
-    other = Server(keyring, public[1], cache="user_aware", pages=128)
+def test_what_a_tenant_shares_is_found_by_all_of_it_at_another_server(
+    shared: tuple[Server, Objects], keyring: Path
+) -> None:
+    other = Server(keyring, shared[1], cache="user_aware", pages=128)
     assert other.serve("dave", user="dave") == 44
     fetched = other.storage.fetched_pages
     assert other.serve("erin", user="erin") == 44
-    assert other.storage.fetched_pages == fetched, "public pages are there once"
+    assert other.storage.fetched_pages == fetched, "shared pages are there once"
 
 
-def test_what_was_demoted_is_found_by_nobody_any_more(public: tuple[Server, Objects], keyring: Path) -> None:
-    server, objects = public
-    (node,) = [node for node, _ in server.cache.store.tree.walk_public()]
+def test_what_was_demoted_is_found_by_nobody_any_more(shared: tuple[Server, Objects], keyring: Path) -> None:
+    server, objects = shared
+    (node,) = [node for node, _ in server.cache.store.tree.walk() if node.is_shared]
     server.cache._demoter.demote(node)
     for user, cached in (("dave", 0), ("alice", 44)):
         assert Server(keyring, objects, cache="user_aware").serve(user, user=user) == cached
 
 
-def test_public_pages_that_were_not_demoted_are_stored_under_their_new_name(
-    public: tuple[Server, Objects], keyring: Path
+def test_shared_pages_that_were_not_demoted_are_stored_under_their_new_name(
+    shared: tuple[Server, Objects], keyring: Path
 ) -> None:
-    server, objects = public
-    server.keyring.revoke(())
+    server, objects = shared
+    (tenant,) = server.cache.store.accounts.tenants()
+    server.keyring.revoke(tenant.scope)
     assert Server(keyring, objects, cache="user_aware").serve("dave", user="dave") == 0
-    server.storage.demote()
+    server.storage.demote(tenant)
     server.serve("anything", [1, 2, 3])
     server.finish()
     assert Server(keyring, objects, cache="user_aware").serve("erin", user="erin") == 44
 
 
-def test_who_seems_to_probe_finds_nothing_public_in_storage(public: tuple[Server, Objects], keyring: Path) -> None:
-    other = Server(keyring, public[1], cache="user_aware", pages=128)
+def test_who_seems_to_probe_finds_nothing_shared_in_storage(shared: tuple[Server, Objects], keyring: Path) -> None:
+    other = Server(keyring, shared[1], cache="user_aware", pages=128)
     other.storage.distrust([Account(("tenant", "mallory", "")).fingerprint])
     assert other.serve("mallory", user="mallory") == 0
     assert other.serve("dave", user="dave") == 44
@@ -258,10 +262,10 @@ def test_a_backup_is_of_no_use_after_its_user_was_forgotten(keyring: Path) -> No
     assert Server(keyring, new).serve("new") == 44
 
 
-def test_a_backup_is_of_no_use_after_a_demotion(public: tuple[Server, Objects], keyring: Path) -> None:
-    server, objects = public
+def test_a_backup_is_of_no_use_after_a_demotion(shared: tuple[Server, Objects], keyring: Path) -> None:
+    server, objects = shared
     backup = dict(objects)
-    (node,) = [node for node, _ in server.cache.store.tree.walk_public()]
+    (node,) = [node for node, _ in server.cache.store.tree.walk() if node.is_shared]
     server.cache._demoter.demote(node)
     objects.update(backup)
     assert Server(keyring, objects, cache="user_aware").serve("dave", user="dave") == 0

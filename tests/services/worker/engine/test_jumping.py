@@ -87,7 +87,7 @@ class Library:
     def serve(self, source: VocabularySource) -> None:
         pass
 
-    def compiled(self, grammar: Grammar) -> None:
+    def begin(self, grammar: Grammar) -> None:
         pass
 
     def matcher(self, grammar: Grammar) -> Certainty:

@@ -173,9 +173,9 @@ def test_no_tenant_sees_in_storage_or_elsewhere_whether_another_is_there(
         found = []
         for number in range(max(len(ours), len(theirs))):
             for tenant, deeds in (("rival", theirs if with_rival else []), ("acme", ours)):
-                for group, name, length, tail in deeds[number : number + 1]:
+                for which, name, length, tail in deeds[number : number + 1]:
                     ids = [*TEXT[: 2 * length], *tail, 9]
-                    seen = pair[group].ask(View(Subject(tenant, f"user/{name}"), f"{len(tail) % 2}"), ids)
+                    seen = pair[which].ask(View(Subject(tenant, f"user/{name}"), f"{len(tail) % 2}"), ids)
                     found += [seen] if tenant == "acme" else []
             if number % 4 == 3:
                 for group in pair:

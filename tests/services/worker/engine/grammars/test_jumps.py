@@ -134,7 +134,9 @@ def test_a_row_that_starts_again_within_a_jump_goes_on_alike(kept: int) -> None:
 
 
 def matcher_of(grammar: Grammar) -> Matcher:
-    return library().matcher(grammar)
+    matcher = library().matcher(grammar)
+    assert matcher is not None
+    return matcher
 
 
 def piece(token_id: int | None) -> bytes | None:

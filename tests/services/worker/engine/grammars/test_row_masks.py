@@ -112,7 +112,7 @@ class Library:
     def __init__(self, path: list[int]) -> None:
         self.path = path
 
-    def compiled(self, grammar: Grammar) -> None:
+    def begin(self, grammar: Grammar) -> None:
         pass
 
     def matcher(self, grammar: Grammar) -> Walk:
@@ -170,3 +170,14 @@ def test_a_row_that_has_ended_may_take_part_once_more() -> None:
 
     masks = RowMasks(Endings([]), VOCABULARY_SIZE)
     assert len(allowed(masks, table_of(masks))) == mask_words(VOCABULARY_SIZE) * 32
+
+
+def test_a_row_whose_grammar_is_gone_ends() -> None:
+    class Empty(Library):
+        def matcher(self, grammar: Grammar) -> Walk | None:  # type: ignore[override]
+            return None
+
+    masks = RowMasks(Empty([]), VOCABULARY_SIZE)
+    rows = table_of(masks, 100)
+    assert allowed(masks, rows) == [EOS]
+    assert masks.forced(0, EOS, 4, rows) == []

@@ -10,7 +10,9 @@ from tests.services.worker.engine.grammars.outputs import library, schema_gramma
 
 
 def is_allowed(grammar: Grammar, text: str) -> bool:
-    matcher = library().matcher(grammar)._matcher
+    found = library().matcher(grammar)
+    assert found is not None
+    matcher = found._matcher
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from gateway.version import version
+from common.version import version
 
 if TYPE_CHECKING:
     import pytest

@@ -1,0 +1,75 @@
+"""Write `docs/configuration.md` from the settings' schema: `python -m deploy.checks.configuration [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from common.settings.reference import SettingsGroup, describe_settings
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+COMMAND = "python -m deploy.checks.configuration"
+HEAD = f"""# Configuration
+
+<!-- Generated from `common/settings` by `{COMMAND}`; `make check` fails if it has drifted. -->
+
+One schema configures all services. Each source overrides those after it: command-line flags, environment variables,
+the TOML file that `--config` or `PANDO_CONFIG` names, the defaults below. An unknown name is an error in each of
+them, and the message names the setting that was probably meant.
+
+```sh
+pando up --scheduler.max_rows 128
+PANDO_SCHEDULER__MAX_ROWS=128 pando up
+pando up --config pando.toml         # [scheduler] ⏎ max_rows = 128
+```
+
+Lists and tables are JSON in flags and in the environment: `--tokenizer.schedulers '["a:50052", "b:50052"]'`. Flags
+are named as the settings: `--gateway.port 8000`. `pando up` understands `--model`, `--host` and `--port` for
+`model.reference`, `gateway.host` and `gateway.port`; it chooses the addresses of the services that it starts. A
+service that runs alone (`python -m services.scheduler`) reads the same names, and uses its own section, `model`,
+`rpc` and `log`. *Absent* means that the setting has no value, and the meaning says what happens then.
+"""
+
+
+def main() -> int:
+    """Write the page, or compare it with the schema; return the exit status."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page has drifted")
+    page = render(describe_settings())
+    if not parser.parse_args().check:
+        FILE.write_text(page, encoding="utf-8")
+    elif not FILE.is_file() or FILE.read_text(encoding="utf-8") != page:
+        sys.stderr.write(f"{FILE.name} does not match the settings: run `{COMMAND}`\n")
+        return 1
+    return 0
+
+
+def render(groups: list[SettingsGroup]) -> str:
+    """Return the page that describes `groups`."""
+    parts = [HEAD]
+    for section, members in groupby(groups, key=lambda group: group.section):
+        parts.append(f"\n## {f'`{section}`' if section else 'Outside of sections'}\n")
+        parts.extend(_table(group) for group in members)
+    return "".join(parts)
+
+
+def _table(group: SettingsGroup) -> str:
+    lines = [
+        f"| `{setting.name}` | {_cell(setting.kind)} | {_cell(setting.default)} | {_cell(setting.meaning)}"
+        + (f" `{setting.variable}`" if setting.variable else "")
+        + " |"
+        for setting in group.settings
+    ]
+    meaning = ["", group.meaning] if group.section else []
+    head = [*meaning, "", "| setting | type | default | meaning, environment variable |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

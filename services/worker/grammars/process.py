@@ -1,0 +1,168 @@
+"""Processes that compile one grammar each, and that can be killed: a thread that compiles could not be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.errors import UnavailableError
+from common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.grammars import Grammar
+    from services.worker.engine.grammars.vocabulary_source import VocabularySource
+
+# Importing and loading a vocabulary takes seconds on a slow machine, a fork milliseconds.
+START_TIMEOUT_S = 120.0
+FORK_TIMEOUT_S = 30.0
+MAX_LINE_BYTES = 1 << 16
+COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
+
+# One line of JSON, as `template.py` writes and reads it.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a grammar: it compiled, as `data`, or `refusal` says what is wrong with it."""
+
+    refusal: str | None
+    elapsed_us: int = 0
+    # As `Compiler.load` reads it.
+    data: bytes = b""
+    # Whether the same would come of it again; what took too long may have been slowed by other work.
+    is_final: bool = True
+
+
+class CompileProcess:
+    """A forked process, for one grammar."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Use the process at the other end of a connection."""
+        self.pid = pid
+        self._reader = reader
+        self._writer = writer
+
+    async def compile(self, grammar: Grammar) -> Verdict:
+        """Compile a grammar and try it out; the caller kills the process afterwards."""
+        try:
+            question: Message = {"kind": grammar.kind.value, "text": grammar.text}
+            self._writer.write(json.dumps(question).encode() + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
+            if not line:
+                raise ConnectionError("the process that compiles has ended")
+            answer: Message = json.loads(line)
+            data = await self._reader.readexactly(int(answer["bytes"]))
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
+            return Verdict("it takes too much memory to compile")
+        return Verdict(answer.get("refusal"), int(answer["elapsed_us"]), data)
+
+    async def kill(self) -> None:
+        """End the process. It has closed its end of the connection, as the last of its doings, when this returns."""
+        # An id may stand for another process once its own has ended, which closes the connection.
+        if not self._reader.at_eof():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                while await self._reader.read(MAX_LINE_BYTES):
+                    pass
+        self._writer.close()
+
+
+class CompileProcesses:
+    """Forks processes for one vocabulary after the other; loads each in a template process when it is first needed."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        """Run `command` as the template."""
+        self._command = command
+        self._turn = asyncio.Lock()
+        self._source: VocabularySource | None = None
+        self._template: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+
+    async def take(self, source: VocabularySource) -> CompileProcess:
+        """Return a new process that compiles for a vocabulary.
+
+        Raises:
+            UnavailableError: it does not start.
+        """
+        async with self._turn:
+            try:
+                if self._template is None or self._template.returncode is not None or source != self._source:
+                    await self._start(source)
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    return await self._fork()
+            except (TimeoutError, OSError, ValueError) as error:
+                await self._end()
+                get_logger("grammars").exception("grammars.cannot_start")
+                raise UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000) from error
+
+    async def close(self) -> None:
+        """End the template."""
+        async with self._turn:
+            await self._end()
+
+    async def _start(self, source: VocabularySource) -> None:
+        await self._end()
+        control, theirs = socket.socketpair()
+        self._source, self._control = source, control
+        with theirs:
+            self._template = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(os.getpid()),
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                pass_fds=(theirs.fileno(),),
+            )
+        try:
+            await self._load(self._template, source)
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _load(self, template: asyncio.subprocess.Process, source: VocabularySource) -> None:
+        assert template.stdin is not None
+        assert template.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            template.stdin.write(json.dumps(asdict(source)).encode() + b"\n")
+            await template.stdin.drain()
+            if not await template.stdout.readline():
+                raise ConnectionError("the process that loads the vocabulary has ended")
+
+    async def _fork(self) -> CompileProcess:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        try:
+            line = await reader.readline()
+            if not line:
+                raise ConnectionError("the template cannot fork")
+            return CompileProcess(int(json.loads(line)["pid"]), reader, writer)
+        except BaseException:
+            # The process ends when it finds its connection closed.
+            writer.close()
+            raise
+
+    async def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        template, self._template, self._control = self._template, None, None
+        if template is not None:
+            with contextlib.suppress(ProcessLookupError):
+                template.kill()
+            await asyncio.shield(template.wait())

@@ -1,0 +1,66 @@
+"""Compiled grammars are kept by scope, within limits that subjects cannot push each other out of."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.grammars import Grammar, GrammarScope
+from services.worker.engine.grammars.library import GrammarLibrary
+from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, SIZE, SOURCE, FakeCompiler, grammar, library
+
+
+def put(made: GrammarLibrary, *grammars: Grammar, seconds: float = 0.0) -> None:
+    for one in grammars:
+        made.load(SOURCE, one, b"%d" % SIZE, seconds).result(timeout=60)
+
+
+@pytest.mark.parametrize("other", [BOB, RIVAL, GrammarScope(ANN.tenant, ANN.subject, "salt")])
+def test_a_grammar_is_there_for_its_own_scope_only(other: GrammarScope) -> None:
+    made = library()
+    put(made, grammar("x", ANN))
+    assert made.has(grammar("x", ANN))
+    assert not made.has(grammar("x", other))
+
+
+def test_a_subject_beyond_its_part_loses_its_own_oldest() -> None:
+    made = library(subject_bytes=3 * SIZE)
+    put(made, grammar("victim", BOB), *(grammar(f"g{index}") for index in range(10)))
+    assert [made.has(grammar(f"g{index}")) for index in range(10)] == [False] * 7 + [True] * 3
+    assert made.has(grammar("victim", BOB))
+
+
+def test_beyond_the_whole_the_tenant_and_subject_with_most_give_way() -> None:
+    made = library(cache_bytes=10 * SIZE)
+    put(made, *(grammar(f"a{index}", ANN) for index in range(2)), grammar("b", BOB))
+    put(made, *(grammar(f"r{index}", RIVAL) for index in range(50)))
+    put(made, *(grammar("r", GrammarScope("rival", f"key/{index}")) for index in range(50)))
+    assert all(made.has(one) for one in (grammar("a0", ANN), grammar("a1", ANN), grammar("b", BOB)))
+
+
+def test_the_newest_stays_even_if_it_alone_is_too_large() -> None:
+    made = library(subject_bytes=1, cache_bytes=1)
+    put(made, grammar("x"), grammar("y"))
+    assert [made.has(grammar("x")), made.has(grammar("y"))] == [False, True]
+
+
+def test_what_was_compiled_for_another_vocabulary_is_not_taken_over() -> None:
+    made = library()
+    made.serve(SOURCE.__class__("other", "fake", 16, (2,)))
+    put(made, grammar("x"))
+    assert not made.has(grammar("x"))
+
+
+def test_a_dropped_grammar_that_takes_long_is_not_compiled_during_a_pass() -> None:
+    compiler = FakeCompiler()
+    made = GrammarLibrary(lambda _source: compiler, subject_bytes=SIZE)
+    made.serve(SOURCE)
+    put(made, grammar("slow"), seconds=20.0)
+    put(made, grammar("quick"), seconds=0.01)
+    put(made, grammar("last"))
+    assert made.matcher(grammar("slow")) is None
+    assert compiler.compiled == []
+    made.begin(grammar("quick"))
+    made.close()
+    made._large.shutdown(wait=True)
+    assert [one.text for one in compiler.compiled] in (["quick"], [])
+    assert grammar("quick") in made._entries

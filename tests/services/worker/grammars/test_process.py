@@ -1,0 +1,211 @@
+"""Bad grammars harm nobody but themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from common.errors import UnavailableError
+from common.grammars import Grammar, GrammarKind
+from common.models import resolve
+from common.tokenization import load_text_model
+from services.worker.engine.grammars.compiler import Compiler
+from services.worker.engine.grammars.matcher import Matcher
+from services.worker.engine.grammars.vocabulary_source import VocabularySource
+from services.worker.grammars.process import CompileProcesses, Verdict
+from tests.waiting import is_running, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SOURCE = VocabularySource("smollm2-135m-instruct", "auto", 49_152, (2,))
+GOOD = Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex")
+
+
+# Seconds of work for several threads.
+HOSTILE = Grammar(GrammarKind.REGEX, r"[\u0000-\uffff]{0,100000}", "regex")
+
+
+def schema(value: object) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value), "response_format")
+
+
+def ebnf(text: str) -> Grammar:
+    return Grammar(GrammarKind.EBNF, text, "ebnf")
+
+
+BAD = {
+    "a regex that is none": Grammar(GrammarKind.REGEX, "(abc", "regex"),
+    "a regex that looks ahead": Grammar(GrammarKind.REGEX, "(?=a)b", "regex"),
+    "a rule that is not there": ebnf("root ::= other"),
+    "no root": ebnf('a ::= "x"'),
+    "rules of itself alone": ebnf("root ::= root"),
+    "rules in a circle": ebnf("root ::= a\na ::= b\nb ::= a"),
+    "a schema of itself alone": schema({"$ref": "#"}),
+    "a schema in a circle": schema(
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "a reference to nothing": schema({"$ref": "#/$defs/none"}),
+    "what would be ignored": schema({"type": "string", "pattern": "^a+$", "maxLength": 3}),
+    "no JSON": Grammar(GrammarKind.JSON_SCHEMA, "{", "response_format"),
+    "a tag that is none": Grammar(GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {}}', "x"),
+    "a token that is none": Grammar(
+        GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "token", "token": "<|no|>"}}', "x"
+    ),
+}
+
+
+# Starting the process takes seconds, and minutes where many others start.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def processes() -> AsyncIterator[CompileProcesses]:
+    """The template takes seconds to start, so that all tests share one."""
+    made = CompileProcesses()
+    yield made
+    await made.close()
+
+
+async def compiled(processes: CompileProcesses, grammar: Grammar) -> Verdict:
+    process = await processes.take(SOURCE)
+    try:
+        return await process.compile(grammar)
+    finally:
+        await process.kill()
+
+
+async def test_a_good_grammar_comes_back_compiled(processes: CompileProcesses) -> None:
+    verdict = await compiled(processes, GOOD)
+    assert verdict.refusal is None
+    matcher = Matcher(Compiler(SOURCE).load(verdict.data), SOURCE.vocabulary_size)
+    vocabulary = load_text_model(resolve(SOURCE.model)).tokenizer
+    assert [matcher.accept(vocabulary.encode(text).ids[0]) for text in ("1", "x", "2", "3", "4")] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_grammar_is_refused_with_a_reason(processes: CompileProcesses, name: str) -> None:
+    refusal = (await compiled(processes, BAD[name])).refusal
+    assert refusal
+    assert "\n" not in refusal
+    assert "/project/" not in refusal
+
+
+async def test_nothing_that_is_thrown_at_it_ends_the_process(processes: CompileProcesses) -> None:
+    await compiled(processes, GOOD)
+    template = processes._template
+    random_ = random.Random(7)
+    pieces = [
+        "root ::= ",
+        '"a"',
+        "|",
+        "(",
+        ")",
+        "[a-z",
+        "]",
+        "*",
+        "+",
+        "{3",
+        ",9}",
+        "?",
+        "\\",
+        "root",
+        "\n",
+        "x ::= ",
+        "\x00",
+        "é",
+    ]
+    for number in range(200):
+        text = "".join(random_.choice(pieces) for _ in range(random_.randrange(1, 24)))
+        kind = (GrammarKind.EBNF, GrammarKind.REGEX, GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)[number % 4]
+        verdict = await compiled(processes, Grammar(kind, text, "x"))
+        assert verdict.refusal != "it takes too much memory to compile", text
+    assert processes._template is template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 12_000 + "{}" + "}" * 12_000, "response_format"),
+        pytest.param(ebnf("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), marks=pytest.mark.soak),
+        pytest.param(Grammar(GrammarKind.REGEX, "(" * 20_000 + "a" + ")" * 20_000, "regex"), marks=pytest.mark.soak),
+        Grammar(GrammarKind.REGEX, "((((a{1,999}){1,999}){1,999}){1,999}){1,999}", "regex"),
+        ebnf("\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)).replace("r0 ", "root ", 1) + '\nr60 ::= "a"'),
+    ],
+    ids=["deep schema", "deep rules", "deep regex", "repetitions of repetitions", "rules that double"],
+)
+async def test_huge_grammars_harm_at_most_their_process(processes: CompileProcesses, grammar: Grammar) -> None:
+    process = await processes.take(SOURCE)
+    template = processes._template
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(3.0):
+            await process.compile(grammar)
+    await process.kill()
+    await until(lambda: not is_running(process.pid))
+    assert (await compiled(processes, GOOD)).refusal is None
+    assert processes._template is template
+
+
+async def test_a_process_that_computes_is_killed(processes: CompileProcesses) -> None:
+    process = await processes.take(SOURCE)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await process.compile(HOSTILE)
+    assert is_running(process.pid)
+    await process.kill()
+    await until(lambda: not is_running(process.pid))
+
+
+async def test_two_processes_compile_at_a_time(processes: CompileProcesses) -> None:
+    slow = await processes.take(SOURCE)
+    compiling = asyncio.create_task(slow.compile(HOSTILE))
+    assert (await compiled(processes, GOOD)).refusal is None
+    assert not compiling.done()
+    # As the kernel does where memory is short.
+    os.kill(slow.pid, signal.SIGKILL)
+    assert (await compiling).refusal == "it takes too much memory to compile"
+    await slow.kill()
+
+
+async def test_processes_end_with_the_template(processes: CompileProcesses) -> None:
+    own = CompileProcesses()
+    process = await own.take(SOURCE)
+    compiling = asyncio.create_task(process.compile(HOSTILE))
+    await asyncio.sleep(0.1)
+    await own.close()
+    await until(lambda: not is_running(process.pid))
+    await compiling
+
+
+async def test_a_template_that_died_is_started_again() -> None:
+    own = CompileProcesses()
+    await (await own.take(SOURCE)).kill()
+    assert own._template is not None
+    own._template.kill()
+    await own._template.wait()
+    assert (await compiled(own, GOOD)).refusal is None
+    await own.close()
+
+
+async def test_a_process_that_does_not_start_is_not_the_grammars_fault() -> None:
+    broken = CompileProcesses((sys.executable, "-c", ""))
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await broken.take(SOURCE)
+    await broken.close()
