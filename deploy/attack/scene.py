@@ -9,6 +9,7 @@ from deploy.attack.prober import AttackError
 
 if TYPE_CHECKING:
     import random
+    from pathlib import Path
 
     from deploy.attack.prober import Prober
     from deploy.attack.texts import Texts
@@ -21,24 +22,47 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Credentials:
+    """API keys beside the prober's own, which vouches for its users: these are the victims and their neighbours.
+
+    `plain` and `personal` belong to the victims' tenant: an ordinary key, and one that stands for a person. `rival` and
+    `third` are ordinary keys of two other tenants; `rival_app` belongs to the first of these and vouches for its users.
+    `admin` may administrate: what it reads is the positive control of what others must not.
+    """
+
+    plain: str | None = None
+    personal: str | None = None
+    rival: str | None = None
+    rival_app: str | None = None
+    third: str | None = None
+    admin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """A server under attack. What is not known of it makes oracles not applicable, never wrong.
 
-    `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rival_key` an
-    API key of another tenant; `sibling_url` another server over the same storage, with the same keys.
+    `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rows` the
+    number of requests that run at the same time; `sibling_url` another server over the same storage, with the same
+    keys; `storage` the directory of that storage, if the attacker can write to it; `policy` the order of the waiting
+    queue; `has_keys` says whether requests need a credential.
     """
 
     mode: str = UNKNOWN
     promotion_subjects: int = 3
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None
-    rival_key: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     sibling_url: str | None = None
+    storage: Path | None = None
+    policy: str | None = None
+    rows: int = 64
+    has_keys: bool = True
 
     @property
     def promotes(self) -> bool:
-        """Whether what enough users have asked becomes public."""
-        return self.mode == "user_aware"
+        """Whether what enough people have asked becomes shared: without a credential nobody can name people."""
+        return self.mode == "user_aware" and self.has_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +78,13 @@ class Effort:
     candidates: int = 40
     duplicate_batches: int = 45
     duplicates: int = 8
+    guesses: int = 4
     boundary_texts: int = 24
     stored_texts: int = 16
     flood_capacities: float = 1.25
 
 
-QUICK = Effort(times=False, pairs=8, queues=12, boundary_texts=6, stored_texts=4)
+QUICK = Effort(times=False, pairs=8, queues=12, guesses=1, boundary_texts=6, stored_texts=4)
 
 
 @dataclass(slots=True)
@@ -83,7 +108,7 @@ class Scene:
         return f"{self._names}"
 
     def user(self, role: str) -> str:
-        """Return a principal that has asked nothing yet."""
+        """Return the name of a user who has asked nothing yet."""
         return f"{role}-{self.name()}"
 
     async def pass_epoch(self) -> None:
@@ -105,5 +130,8 @@ class Scene:
         await self.prober.clock.sleep(self.server.epoch_seconds / 2)
         while not (await self.prober.ask(marker, self.user("marker"))).cached_tokens:
             if self.prober.clock.now() > deadline:
-                raise AttackError("what enough users ask does not become public: is --epoch-seconds right?")
+                raise AttackError(
+                    "what enough users ask does not become public: is --epoch-seconds right, and does the key vouch "
+                    "for its users?"
+                )
             await self.prober.clock.sleep(0.2)
