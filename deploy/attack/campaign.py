@@ -13,7 +13,7 @@ from deploy.attack.oracles.evidence import probe_boundary, probe_sybils
 from deploy.attack.oracles.flood import probe_flood
 from deploy.attack.oracles.forgeries import probe_forgeries
 from deploy.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
-from deploy.attack.oracles.inventions import probe_inventions, probe_keyless
+from deploy.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
 from deploy.attack.oracles.names import probe_names
 from deploy.attack.oracles.pages import probe_pages
 from deploy.attack.oracles.pairs import probe_pairs
@@ -42,6 +42,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "revocation": probe_revocation,
     "names": probe_names,
     "inventions": probe_inventions,
+    "rival-times": probe_rival_times,
     "keyless": probe_keyless,
     "demotion": probe_demotion,
     "pages": probe_pages,

@@ -32,6 +32,7 @@ ORACLES = (
     "revocation",
     "names",
     "inventions",
+    "rival-times",
     "keyless",
     "demotion",
     "pages",
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--third-key", metavar="KEY", help="ordinary key of a third tenant")
     known.add_argument("--admin-key", metavar="KEY", help="administrator's key: the control of what others cannot read")
     known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
+    known.add_argument("--storage", type=Path, metavar="FOLDER", help="directory of that storage, to forge pages in")
     known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
     known.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
     known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the floods need it")

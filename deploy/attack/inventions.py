@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deploy.attack.scene import Credentials
 
 # Body fields that hold a name, a conversation or a salt. Whether one of them names a person is the credential's affair.
-PERSON_FIELDS = ("user", "user_id", "safety_identifier")
+PERSON_FIELDS = ("user", "safety_identifier")
 CONVERSATION_FIELDS = ("session_id", "prompt_cache_key", "cache_salt")
 UNNAMED = "no name"
 MESSAGE_USER = "metadata.user_id"

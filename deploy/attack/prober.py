@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -16,7 +16,7 @@ from deploy.bench.target import accepts_ids, base_url, find_model, measure_token
 from deploy.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
     from deploy.bench.clock import Clock
     from deploy.bench.records import RequestRecord, Segment
@@ -30,6 +30,7 @@ class AttackError(Exception):
 NO_KEY = ""
 COMPLETIONS, MESSAGES = "completions", "messages"
 JSON_TIMEOUT_S = 300.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,7 @@ class Prober:
 
     async def ask_at_once_as(self, asked: Sequence[tuple[tuple[Segment, ...], Disguise]]) -> list[Sighting]:
         """Send texts under several identities in this order without waiting for answers."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.ask_as(text, disguise)) for text, disguise in asked]
-        return [task.result() for task in tasks]
+        return await at_once(self.ask_as(text, disguise) for text, disguise in asked)
 
     async def ask_as(self, text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
         """Ask about `text` under another identity.
@@ -194,6 +193,20 @@ class Prober:
         except TransportError as error:
             raise AttackError(f"a request failed: {error.kind}: {error}") from None
         return response.status, response.body
+
+
+async def at_once(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """Do independent pieces of work at the same time; return their results in order.
+
+    Raises:
+        AttackError: the first that failed; the others are cancelled.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(piece) for piece in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def open_connection(url: str, api_key: str | None, headers: Mapping[str, str] | None = None) -> HttpClient:

@@ -39,7 +39,7 @@ SWEPT_MODE = "user_aware"
 STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
 FAIR_ORACLES = ("delay",)
-MODEL_FREE_ORACLES = ("demotion", "pushing")
+MODEL_FREE_ORACLES = ("inventions", "demotion", "pushing")
 # What these find does not depend on the mode of the cache.
 MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "forgeries")
 
@@ -71,6 +71,7 @@ def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -
         policy=arguments.policy,
         rows=arguments.rows,
         sibling_url=arguments.sibling_url,
+        storage=arguments.storage,
     )
     return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), tell))]
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from deploy.attack.prober import AttackError
+from deploy.attack.prober import AttackError, at_once
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Coroutine, Iterable
     from pathlib import Path
 
     from deploy.attack.prober import Prober
     from deploy.attack.texts import Texts
 
 UNKNOWN = "unknown"
+# Requests that are sent at the same time where their order does not matter.
+PARALLEL = 6
+T = TypeVar("T")
 # Beyond an epoch, so that the boundary itself has passed: the scheduler looks at its clock four times a second.
 MARGIN_S = 0.6
 # What a boundary may take on a busy machine until the harness says that there is none.
@@ -78,13 +83,12 @@ class Effort:
     candidates: int = 40
     duplicate_batches: int = 45
     duplicates: int = 8
-    guesses: int = 4
     boundary_texts: int = 24
     stored_texts: int = 16
     flood_capacities: float = 1.25
 
 
-QUICK = Effort(times=False, pairs=8, queues=12, guesses=1, boundary_texts=6, stored_texts=4)
+QUICK = Effort(times=False, pairs=8, queues=12, boundary_texts=6, stored_texts=4)
 
 
 @dataclass(slots=True)
@@ -110,6 +114,16 @@ class Scene:
     def user(self, role: str) -> str:
         """Return the name of a user who has asked nothing yet."""
         return f"{role}-{self.name()}"
+
+    async def at_once(self, work: Iterable[Coroutine[None, None, T]]) -> list[T]:
+        """Do independent pieces of work, a few of them at the same time; return their results in order."""
+        room = asyncio.Semaphore(PARALLEL)
+
+        async def one(piece: Coroutine[None, None, T]) -> T:
+            async with room:
+                return await piece
+
+        return await at_once(one(piece) for piece in work)
 
     async def pass_epoch(self) -> None:
         """Wait until an epoch boundary has passed after everything that was asked before.

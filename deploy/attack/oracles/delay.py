@@ -6,13 +6,13 @@ With equal requests and two tenants, fair shares serve about as many as the vict
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.attack.findings import Finding, Verdict, not_applicable
 from deploy.attack.inventions import PERSON_FIELDS, UNNAMED, Invention, Power, rivals
 from deploy.attack.oracles.inventions import NO_RIVAL
+from deploy.attack.prober import at_once
 from deploy.bench.records import Segment
 
 if TYPE_CHECKING:
@@ -55,12 +55,14 @@ async def _overtaken(scene: Scene, way: Invention) -> int:
     victim = scene.user("victim")
     flood = [(_text(scene), way.worn(scene.user("flood"))) for _ in range(FLOOD)]
     asked = [(_text(scene), victim) for _ in range(REQUESTS)]
-    async with asyncio.TaskGroup() as group:
-        flooding = group.create_task(scene.prober.ask_at_once_as(flood))
+    sent_at = scene.prober.clock.now() + AHEAD_S
+
+    async def wait() -> list[Sighting]:
         await scene.prober.clock.sleep(AHEAD_S)
-        sent_at = scene.prober.clock.now()
-        waiting = group.create_task(scene.prober.ask_at_once(asked))
-    return count_between(flooding.result(), sent_at, max(each.first_token_at for each in waiting.result()))
+        return await scene.prober.ask_at_once(asked)
+
+    flooding, waiting = await at_once([scene.prober.ask_at_once_as(flood), wait()])
+    return count_between(flooding, sent_at, max(each.first_token_at for each in waiting))
 
 
 def count_between(sightings: list[Sighting], start: float, end: float) -> int:

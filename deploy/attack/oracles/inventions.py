@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Pairs whose copies fit into a small cache at the same time.
 TIMED_BATCH = 16
+TIMES = "rival key: time to first token"
 NO_RIVAL = "no key of another tenant: --rival-key"
 
 Text = tuple["Segment", ...]
@@ -79,9 +80,24 @@ async def probe_inventions(scene: Scene) -> list[Finding]:
     if control:
         found = await _looked(scene, "people named by a vouching key (control)", control)
         findings.append(replace(found, is_control=True))
-    if scene.effort.times and rival:
-        findings.append(await _time_guesses(scene, Invention(rival[0], "user")))
     return findings
+
+
+async def probe_rival_times(scene: Scene) -> list[Finding]:
+    """Guess under a rival key as before, but compare times to first token instead of cached tokens."""
+    powers = rivals(scene.server.credentials)
+    if not powers:
+        return [not_applicable(TIMES, NO_RIVAL)]
+    if not scene.effort.times:
+        return []
+    groups: list[Group] = []
+    while len(groups) < scene.effort.pairs:
+        looks = await _guess(scene, [Invention(powers[0], "user")] * TIMED_BATCH)
+        if scene.server.promotes:
+            await scene.pass_epoch()
+        groups += [await _timed(scene, look) for look in looks]
+    separation = pooled(groups)
+    return [judge(TIMES, separation, f"KS p = {separation.ks:.2g}")]
 
 
 async def probe_keyless(scene: Scene) -> list[Finding]:
@@ -106,79 +122,73 @@ async def probe_keyless(scene: Scene) -> list[Finding]:
 
 
 async def _guess(scene: Scene, ways: Iterable[Invention], victim: Looker = person) -> list[Look]:
-    """Let a victim hold texts, and an attacker ask for them k - 1 times by each of `ways`."""
-    looks = []
-    for way in ways:
-        for _ in range(scene.effort.guesses):
-            held, other = scene.texts.document(scene.name()), scene.texts.document(scene.name())
-            await scene.prober.ask_as(held, victim(scene.user("victim"), way.endpoint))
-            for text in (held, other):
-                for _ in range(scene.server.promotion_principals - 1):
-                    await scene.prober.ask_as(text, way.worn(scene.user("made-up")))
-            looks.append(Look(way.label, held, other, way.worn(scene.user("made-up"))))
-    return looks
+    """Let victims hold texts, and an attacker ask for each of them k - 1 times by each of `ways`."""
+
+    async def guess(way: Invention) -> Look:
+        held, other = _two_texts(scene)
+        await scene.prober.ask_as(held, victim(scene.user("victim"), way.endpoint))
+        for text in (held, other):
+            for _ in range(scene.server.promotion_principals - 1):
+                await scene.prober.ask_as(text, way.worn(scene.user("made-up")))
+        return Look(way.label, held, other, way.worn(scene.user("made-up")))
+
+    return await scene.at_once(guess(way) for way in ways)
 
 
-async def _share(scene: Scene, powers: Sequence[Power]) -> list[Look]:
-    """Let k users of the victims' tenant share a text, and other tenants' keys ask for it under invented names."""
-    looks = []
-    for power in powers:
-        way = Invention(power, "user")
-        held, other = scene.texts.document(scene.name()), scene.texts.document(scene.name())
+async def _share(scene: Scene, powers: Iterable[Power]) -> list[Look]:
+    """Let k users of the victims' tenant share a text, for other tenants' keys to look at under invented names."""
+
+    async def share(way: Invention) -> Look:
+        held, other = _two_texts(scene)
         for _ in range(scene.server.promotion_principals):
             await scene.prober.ask(held, scene.user("victim"))
-        looks.append(Look(way.label, held, other, way.worn(scene.user("made-up"))))
-    return looks
+        return Look(way.label, held, other, way.worn(scene.user("made-up")))
+
+    return await scene.at_once(share(Invention(power, "user")) for power in powers)
 
 
 async def _publish(scene: Scene, ways: Iterable[Invention], lookers: Mapping[str, Looker]) -> list[Look]:
-    """Let one credential ask for a text k times by each of `ways`."""
-    looks = []
-    for way in ways:
-        held = scene.texts.document(scene.name())
+    """Let one credential ask for a text k times by each of `ways`; each looker, who is evidence too, has one of its own."""
+
+    async def publish(way: Invention, who: str, looker: Looker) -> Look:
+        held, other = _two_texts(scene)
         for _ in range(scene.server.promotion_principals):
             await scene.prober.ask_as(held, way.worn(scene.user("made-up")))
-        for who, looker in lookers.items():
-            disguise = looker(scene.user("looker"), way.endpoint)
-            looks.append(Look(f"{way.label}, seen by {who}", held, scene.texts.document(scene.name()), disguise))
-    return looks
+        return Look(f"{way.label}, seen by {who}", held, other, looker(scene.user("looker"), way.endpoint))
+
+    return await scene.at_once(publish(way, *looker) for way in ways for looker in lookers.items())
 
 
 async def _looked(scene: Scene, oracle: str, looks: Sequence[Look]) -> Finding:
     if not looks:
         return not_applicable(oracle, NO_RIVAL)
-    seen: list[Pair] = []
-    ways: dict[str, None] = {}
-    for look in looks:
-        held = await scene.prober.ask_as(look.held, look.disguise)
-        other = await scene.prober.ask_as(look.other, look.disguise)
-        seen.append((held, other))
-        if _cached(held) > _cached(other):
-            ways[look.way] = None
+    seen = await scene.at_once(_look(scene, look) for look in looks)
     found = report_cached(oracle, seen)
     if found.verdict is Verdict.NOT_APPLICABLE:
         return found
+    ways = {look.way: None for look, pair in zip(looks, seen, strict=True) if _is_hit(*pair)}
     # One way that works is one too many, however many do not.
     if ways:
         return replace(found, verdict=Verdict.LEAKS, note=f"{len(ways)} ways, such as: {next(iter(ways))}")
     return replace(found, verdict=Verdict.CLOSED, note=f"{len({look.way for look in looks})} ways")
 
 
-async def _time_guesses(scene: Scene, way: Invention) -> Finding:
-    """Compare times to first token instead of cached tokens."""
-    groups: list[Group] = []
-    effort = replace(scene.effort, guesses=TIMED_BATCH)
-    original, scene.effort = scene.effort, effort
-    try:
-        while len(groups) < original.pairs:
-            looks = await _guess(scene, [way])
-            if scene.server.promotes:
-                await scene.pass_epoch()
-            groups += [await _timed(scene, look) for look in looks]
-    finally:
-        scene.effort = original
-    separation = pooled(groups)
-    return judge("rival key: time to first token", separation, f"KS p = {separation.ks:.2g}")
+async def _look(scene: Scene, look: Look) -> Pair:
+    other = await scene.prober.ask_as(look.other, look.disguise)
+    held = await scene.prober.ask_as(look.held, look.disguise)
+    if _is_hit(held, other):
+        # What every prompt begins with, a chat template, may have become shared between the two.
+        again = await scene.prober.ask_as(scene.texts.document(scene.name()), look.disguise)
+        other = max(other, again, key=_cached)
+    return held, other
+
+
+def _is_hit(held: Sighting, other: Sighting) -> bool:
+    return _cached(held) > _cached(other)
+
+
+def _two_texts(scene: Scene) -> tuple[Text, Text]:
+    return scene.texts.document(scene.name()), scene.texts.document(scene.name())
 
 
 async def _timed(scene: Scene, look: Look) -> Group:

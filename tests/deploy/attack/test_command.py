@@ -64,7 +64,7 @@ def test_one_name_that_opens_a_view_is_a_leak(
 
     monkeypatch.setattr(CachingServer, "_usage", salted)
     assert main(["attack", "--url", caching_server.url, "--modes", "isolated", "--oracles", "names", *SOON]) == 1
-    assert "1 of 9 disguises see it" in capsys.readouterr().out
+    assert "1 of 11 disguises see it" in capsys.readouterr().out
 
 
 def test_a_shared_server_that_is_not_seen_to_leak_is_a_failure_of_the_harness(
