@@ -148,7 +148,7 @@ async def _share(scene: Scene, powers: Iterable[Power]) -> list[Look]:
 
 
 async def _publish(scene: Scene, ways: Iterable[Invention], lookers: Mapping[str, Looker]) -> list[Look]:
-    """Let one credential ask for a text k times by each of `ways`; each looker, who is evidence too, has one of its own."""
+    """Let one credential ask for a text k times by each of `ways`; each looker has its own, being evidence too."""
 
     async def publish(way: Invention, who: str, looker: Looker) -> Look:
         held, other = _two_texts(scene)
