@@ -212,7 +212,7 @@ def test_1_2_an_anthropic_client_s_sessions_are_no_people(guarded: Served) -> No
     for key in ("app-1", "rival"):
         words = f"The repository of a person who has told only {key} of it, and that by mistake. " * 12
         seen = [found_in_message("ann-laptop", words, f"user_1_session_{number}") for number in range(4)]
-        assert seen[-1] < TEMPLATE_TOKENS < 150, "a name under a key that stands for a person narrows"
+        assert seen[-1] > TEMPLATE_TOKENS
         pass_epochs(guarded)
         # Everybody's prompts begin with the chat template's own words.
         assert found_in_message(key, words, "session") < TEMPLATE_TOKENS
