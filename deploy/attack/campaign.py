@@ -14,6 +14,7 @@ from deploy.attack.oracles.flood import probe_flood
 from deploy.attack.oracles.forgeries import probe_forgeries
 from deploy.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
 from deploy.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
+from deploy.attack.oracles.isolation import probe_isolation
 from deploy.attack.oracles.names import probe_names
 from deploy.attack.oracles.pages import probe_pages
 from deploy.attack.oracles.pairs import probe_pairs
@@ -44,6 +45,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "inventions": probe_inventions,
     "rival-times": probe_rival_times,
     "keyless": probe_keyless,
+    "isolation": probe_isolation,
     "demotion": probe_demotion,
     "pages": probe_pages,
     "grammar-times": probe_grammar_times,
@@ -67,6 +69,7 @@ KNOWN_LEAKS = (
     "one key: publishing",
     "keyless: guessing",
     "keyless: publishing",
+    "tenant that shares nothing",
 )
 
 

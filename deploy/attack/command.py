@@ -34,6 +34,7 @@ ORACLES = (
     "inventions",
     "rival-times",
     "keyless",
+    "isolation",
     "demotion",
     "pages",
     "grammar-times",
@@ -72,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--rival-key", metavar="KEY", help="ordinary key of another tenant, the only power of a rival")
     known.add_argument("--rival-vouching-key", metavar="KEY", help="key of that tenant that vouches for its users")
     known.add_argument("--third-key", metavar="KEY", help="ordinary key of a third tenant")
+    known.add_argument(
+        "--isolated-key",
+        metavar="KEY",
+        help="key of a tenant with sharing none in the limits file; it vouches for its users",
+    )
     known.add_argument("--admin-key", metavar="KEY", help="administrator's key: the control of what others cannot read")
     known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
     known.add_argument("--storage", type=Path, metavar="FOLDER", help="directory of that storage, to forge pages in")

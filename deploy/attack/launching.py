@@ -26,7 +26,12 @@ DEFAULTS = (
     f"scheduler.device_pages={DEVICE_PAGES}",
     "scheduler.policy=lpm",
 )
-OWN_TENANT, RIVAL_TENANT, THIRD_TENANT = "default", "rival", "third"
+OWN_TENANT, RIVAL_TENANT, THIRD_TENANT, ISOLATED_TENANT = "default", "rival", "third", "isolated"
+LIMITS = f"""
+[tenants.{ISOLATED_TENANT}]
+sharing = "none"
+"""
+KEYS_FILE, LIMITS_FILE = "keys.toml", "limits.toml"
 # Few rows, small steps and a slow engine, so that a queue forms whose order can be seen.
 FAIR_ROWS = 4
 FAIR = (
@@ -54,6 +59,7 @@ class Keys:
     rival: str = field(default_factory=_key)
     rival_app: str = field(default_factory=_key)
     third: str = field(default_factory=_key)
+    isolated: str = field(default_factory=_key)
     admin: str = field(default_factory=_key)
 
     def save(self, path: Path) -> None:
@@ -65,6 +71,7 @@ class Keys:
             ApiKey("rival", hash_of(self.rival), RIVAL_TENANT),
             ApiKey("rival-app", hash_of(self.rival_app), RIVAL_TENANT, vouches_for_users=True),
             ApiKey("third", hash_of(self.third), THIRD_TENANT),
+            ApiKey("isolated", hash_of(self.isolated), ISOLATED_TENANT, vouches_for_users=True),
             ApiKey("admin", hash_of(self.admin), OWN_TENANT, admin=True),
         ]
         save_keys(path, keys)
@@ -72,7 +79,7 @@ class Keys:
     @property
     def credentials(self) -> Credentials:
         """The keys as attackers have them."""
-        return Credentials(self.plain, self.personal, self.rival, self.rival_app, self.third, self.admin)
+        return Credentials(self.plain, self.personal, self.rival, self.rival_app, self.third, self.isolated, self.admin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +100,12 @@ class Launch:
     keys: Keys = field(default_factory=Keys)
     storage_secret: str = field(default_factory=_key)
 
-    def all_settings(self, keys_file: Path) -> list[str]:
-        """Return the settings that go before all others."""
+    def all_settings(self, folder: Path) -> list[str]:
+        """Return the settings that go before all others; keys and limits are files in `folder`."""
         settings = [*self.overrides, *self.settings, f"scheduler.cache={self.mode}"]
         if self.has_keys:
-            settings.append(f"gateway.keys_file={keys_file}")
+            settings.append(f"gateway.keys_file={folder / KEYS_FILE}")
+            settings += [f"{service}.limits_file={folder / LIMITS_FILE}" for service in ("gateway", "scheduler")]
         if self.principals is not None:
             settings.append(f"scheduler.cache_promotion_subjects={self.principals}")
         if self.storage is not None:
@@ -129,9 +137,9 @@ def launched(launch: Launch) -> Iterator[Launched]:
         LaunchError: it does not start.
     """
     with TemporaryDirectory(prefix="pando-attack-") as folder:
-        keys_file = Path(folder, "keys.toml")
-        launch.keys.save(keys_file)
-        with LaunchedDeployment(launch.config, launch.all_settings(keys_file), DEFAULTS) as deployment:
+        launch.keys.save(Path(folder, KEYS_FILE))
+        Path(folder, LIMITS_FILE).write_text(LIMITS, encoding="utf-8")
+        with LaunchedDeployment(launch.config, launch.all_settings(Path(folder)), DEFAULTS) as deployment:
             settings = deployment.settings.scheduler
             server = Server(
                 mode=launch.mode,

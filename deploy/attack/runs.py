@@ -29,6 +29,7 @@ EXACT_ORACLES = (
     "names",
     "inventions",
     "keyless",
+    "isolation",
     "demotion",
     "pages",
     "delay",
@@ -39,7 +40,7 @@ SWEPT_MODE = "user_aware"
 STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
 FAIR_ORACLES = ("delay",)
-MODEL_FREE_ORACLES = ("inventions", "demotion", "pushing")
+MODEL_FREE_ORACLES = ("inventions", "isolation", "demotion", "pushing")
 # What these find does not depend on the mode of the cache.
 MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "forgeries")
 
@@ -65,6 +66,7 @@ def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -
             arguments.rival_key,
             arguments.rival_vouching_key,
             arguments.third_key,
+            arguments.isolated_key,
             arguments.admin_key,
         ),
         has_keys=not arguments.no_keys,

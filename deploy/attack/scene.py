@@ -32,7 +32,8 @@ class Credentials:
 
     `plain` and `personal` belong to the victims' tenant: an ordinary key, and one that stands for a person. `rival` and
     `third` are ordinary keys of two other tenants; `rival_app` belongs to the first of these and vouches for its users.
-    `admin` may administrate: what it reads is the positive control of what others must not.
+    `isolated` belongs to a tenant that shares nothing, and vouches for its users. `admin` may administrate: what it
+    reads is the positive control of what others must not.
     """
 
     plain: str | None = None
@@ -40,6 +41,7 @@ class Credentials:
     rival: str | None = None
     rival_app: str | None = None
     third: str | None = None
+    isolated: str | None = None
     admin: str | None = None
 
 

@@ -18,7 +18,7 @@ NO_MODEL = ["--set", "model.load_format=fake", "--set", "worker.fake_step_ms=20"
 
 
 ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")
-INVENTIONS = ("inventions", "keyless", "demotion", "pages", "delay", "pushing")
+INVENTIONS = ("inventions", "keyless", "isolation", "demotion", "pages", "delay", "pushing")
 
 
 def verdicts(path: Path) -> dict[tuple[str, str], str]:
@@ -60,7 +60,7 @@ def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aw
     with ThreadPoolExecutor(2) as pool:
         shared, aware = pool.map(attacked, ("shared", "user_aware"))
     guesses = [f"{who}: {what}" for who in ("rival key", "one key", "keyless") for what in ("guessing", "publishing")]
-    guesses.append("rival key: tenant's shared text")
+    guesses += ["rival key: tenant's shared text", "tenant that shares nothing"]
     assert {oracle: shared[oracle]["verdict"] for oracle in guesses} == dict.fromkeys(guesses, "leaks")
     assert {oracle: aware[oracle]["verdict"] for oracle in guesses} == dict.fromkeys(guesses, "closed")
     assert shared["made-up names: pushing out"]["verdict"] == "unbounded"
@@ -70,7 +70,7 @@ def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aw
     assert aware["rival key: delay"]["verdict"] == "bounded"
     assert aware["metrics"]["verdict"] == "closed"
     controls = [entry for entry in aware.values() if entry.get("control")]
-    assert len(controls) == 5
+    assert len(controls) == 6
     assert {entry["verdict"] for entry in controls} <= {"leaks", "unbounded"}
 
 

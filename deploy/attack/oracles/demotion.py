@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 ORACLE = "rival key: demotion"
 CONTROL = "demotion by the tenant's own people (control)"
-# As many as quarantine and demotion take, and hits in a window that tell (`cache_hit_min`) with room to spare.
+# As many as quarantine and demotion take.
 NAMES = 2
-HITS = 12
 # Two windows close, and there is one for each end.
-ROUNDS = 6
+PATIENCE_EPOCHS = 8
 
 
 @dataclass(slots=True)
@@ -56,26 +55,29 @@ async def probe_demotion(scene: Scene) -> list[Finding]:
         return [Finding(ORACLE, Verdict.UNDECIDED, note="the prompts were not shared when they were first attacked")]
     # Who is taken for a prober loses sight of the prompt first. Newcomers must not look meanwhile: they are evidence
     # that the prompt is in honest use.
-    for _ in range(ROUNDS):
-        if not any(await _hammer(scene, targets)):
-            break
+    probes = await _hammer(scene, targets)
     await scene.pass_epoch()
     for target in targets:
         target.after = await _found(scene, target)
-    return [_judge(ORACLE, targets[1:]), replace(_judge(CONTROL, targets[:1]), is_control=True)]
+    return [_judge(ORACLE, targets[1:], probes), replace(_judge(CONTROL, targets[:1], probes), is_control=True)]
 
 
-async def _hammer(scene: Scene, targets: list[Target]) -> list[int]:
-    """Ask all prompts often for an epoch, all at the same rate; return what the control's names found at the end."""
+async def _hammer(scene: Scene, targets: list[Target]) -> int:
+    """Ask all prompts without pause, all at the same rate, until the control's names do not find theirs any more.
+
+    Returns:
+        How often each name has asked.
+    """
     clock = scene.prober.clock
-    end = clock.now() + scene.server.epoch_seconds
-    found: list[int] = []
-    for _ in range(HITS):
+    give_up = clock.now() + PATIENCE_EPOCHS * scene.server.epoch_seconds
+    times = 0
+    while clock.now() < give_up:
         probes = [(target.text, target.way.worn(name)) for target in targets for name in target.names]
         seen = await scene.prober.ask_at_once_as(probes)
-        found = [each.cached_tokens or 0 for each in seen[: len(targets[0].names)]]
-    await clock.sleep(max(end - clock.now(), 0))
-    return found
+        times += 1
+        if not any(each.cached_tokens for each in seen[: len(targets[0].names)]):
+            break
+    return times
 
 
 async def _found(scene: Scene, target: Target) -> int:
@@ -86,9 +88,9 @@ def _target(scene: Scene, way: Invention) -> Target:
     return Target(scene.texts.document(scene.name()), way, [scene.user("made-up") for _ in range(NAMES)])
 
 
-def _judge(oracle: str, targets: list[Target]) -> Finding:
+def _judge(oracle: str, targets: list[Target], times: int) -> Finding:
     lost = [target for target in targets if target.after < target.before]
-    probes = len(targets) * NAMES * HITS
+    probes = len(targets) * NAMES * times
     if lost:
         note = f"newcomers find {lost[0].after} tokens instead of {lost[0].before}: {lost[0].way.label}"
         return Finding(oracle, Verdict.UNBOUNDED, probes, note=note)

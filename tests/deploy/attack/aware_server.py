@@ -27,7 +27,7 @@ PAGE = 16
 EPOCH_S = 0.3
 K = 3
 NAMES = ("user_id", "user", "safety_identifier", "cache_salt", "session_id", "prompt_cache_key")
-# Enough hits in an epoch by somebody who has not computed the text.
+# Enough hits by somebody who has not computed the text.
 PROBING_HITS = 8
 
 Chain = bytes
@@ -48,11 +48,13 @@ KEYS = {
     "rival": Key("rival", "key/rival"),
     "rival-app": Key("rival", "key/rival-app", vouches=True),
     "third": Key("third", "key/third"),
+    "isolated": Key("isolated", "key/isolated", vouches=True),
     "admin": Key("default", "key/admin", admin=True),
 }
 FLAGS = [
     *("--api-key", "app", "--plain-key", "plain", "--personal-key", "personal", "--rival-key", "rival"),
     *("--rival-vouching-key", "rival-app", "--third-key", "third", "--admin-key", "admin"),
+    *("--isolated-key", "isolated"),
 ]
 
 
@@ -81,6 +83,7 @@ class AwareServer(FakeOpenAIServer):
     has_keys: bool = True
     believes_names: bool = False
     shares_across_tenants: bool = False
+    isolates_tenants: bool = True
     evicts_others: bool = False
     serves_in_order: bool = False
     shows_metrics: bool = False
@@ -170,7 +173,7 @@ class AwareServer(FakeOpenAIServer):
             found, answer = self._stored(who, chains, found, answer)
         for chain in chains[found:] if chains else []:
             store.views[chain].add((who.tenant, who.view))
-            if who.subject != "anonymous":
+            if who.subject != "anonymous" and not (who.tenant == "isolated" and self.isolates_tenants):
                 store.evidence[place, chain].add(f"{who.tenant}/{who.subject}")
         for chain in chains:
             store.order[who.tenant, who.view, chain] = time.monotonic()
@@ -201,10 +204,9 @@ class AwareServer(FakeOpenAIServer):
         self._epoch = epoch
         store = self.chains
         for (place, chain), subjects in store.hits.items():
-            if sum(hits >= PROBING_HITS for hits in subjects.values()) >= 2 and len(subjects) < K:
+            if sum(hits >= PROBING_HITS for hits in subjects.values()) >= 2:
                 store.shared.discard((place, chain))
                 store.evidence[place, chain].clear()
-        store.hits.clear()
         store.shared |= {place for place, subjects in store.evidence.items() if len(subjects) >= K}
 
     def _evict(self, who: Who) -> None:

@@ -83,6 +83,13 @@ def test_a_server_that_wants_keys_has_no_clients_without_one(tmp_path: Path) -> 
     assert verdicts(attack(AwareServer(), tmp_path, "keyless", *FLAGS)) == {"keyless": "not applicable"}
 
 
+@pytest.mark.parametrize(("isolates", "verdict"), [(True, "closed"), (False, "leaks")])
+def test_a_tenant_that_shares_although_it_must_not_is_seen(tmp_path: Path, *, isolates: bool, verdict: str) -> None:
+    found = verdicts(attack(AwareServer(isolates_tenants=isolates), tmp_path, "isolation", *FLAGS))
+    assert found.pop("tenant that shares by evidence (control)") == "leaks"
+    assert found == {"tenant that shares nothing": verdict}
+
+
 @pytest.mark.parametrize(("across", "verdict"), [(False, "closed"), (True, "unbounded")])
 def test_a_rival_who_switches_sharing_off_is_seen(tmp_path: Path, *, across: bool, verdict: str) -> None:
     found = verdicts(attack(AwareServer(shares_across_tenants=across), tmp_path, "demotion", *FLAGS))
