@@ -41,6 +41,8 @@ FAIR = (
     "worker.fake_step_ms=20",
 )
 KEYLESS = ("gateway.anonymous=auto",)
+# So that no text of many is evicted before it is looked at, which could hide that it is shared.
+ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
 # A threshold of evidence, a quota and a share are the same with and without a model.
 NO_MODEL = ("model.load_format=fake",)
 

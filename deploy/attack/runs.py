@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from deploy.attack.campaign import ORACLES, Plan, Report, attack
-from deploy.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, Launch, launched
+from deploy.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
 from deploy.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ SWEPT_MODE = "user_aware"
 # Which oracles a launched server of its own is for, and with which settings. All others ask the first server.
 STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
-FAIR_ORACLES = ("delay",)
-MODEL_FREE_ORACLES = ("inventions", "isolation", "demotion", "pushing")
+FAIR_ORACLES = ("delay", "pushing")
+ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 # What these find does not depend on the mode of the cache.
 MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "forgeries")
 
@@ -94,7 +94,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str],
         plan = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle not in MODE_INDEPENDENT))
     launch = Launch(mode, arguments.config, tuple(arguments.overrides))
     model_free = replace(launch, settings=NO_MODEL)
-    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *MODEL_FREE_ORACLES)
+    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *ROOMY_ORACLES)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
     parts: list[Report] = []
 
@@ -106,7 +106,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str],
 
     add("", launch, first)
     add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
-    add(" without a model", model_free, MODEL_FREE_ORACLES)
+    add(" without a model", replace(model_free, settings=(*NO_MODEL, *ROOMY)), ROOMY_ORACLES)
     add(" with fair shares", replace(model_free, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
     with TemporaryDirectory(prefix="pando-storage-") as folder:
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
