@@ -136,6 +136,7 @@ class Prober:
             "user": user,
             "max_tokens": tokens,
             "temperature": 0,
+            "seed": 1,
             "ignore_eos": True,
         }
         answer = await self._post("/v1/completions", body, Disguise())

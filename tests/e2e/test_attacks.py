@@ -74,6 +74,16 @@ def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aw
     assert {entry["verdict"] for entry in controls} <= {"leaks", "unbounded"}
 
 
+@pytest.mark.timeout(300)
+def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
+    path = tmp_path / "attack.json"
+    flags = ["--modes", "user_aware", "--oracles", "forgeries", "--thresholds", "--json", str(path)]
+    assert main(["attack", "--launch", "--quick", "--set", "model.load_format=fake", *flags]) == 0
+    (entry,) = json.loads(path.read_text())
+    assert entry["verdict"] == "closed"
+    assert "untouched pages 64 tokens" in entry["note"]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)

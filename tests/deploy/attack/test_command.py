@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.attack import campaign
+from deploy.attack.command import ORACLES
+from deploy.attack.runs import EXACT_ORACLES
 from deploy.cli import main
 from tests.deploy.attack.conftest import CachingServer
 from tests.fakes.openai_server import free_url, running_server
@@ -100,6 +103,11 @@ def test_what_cannot_be_attacked_is_explained(
 ) -> None:
     assert main(["attack", "--url", free_url(), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_oracle_can_be_chosen() -> None:
+    assert list(ORACLES) == list(campaign.ORACLES)
+    assert set(EXACT_ORACLES) < set(ORACLES)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
