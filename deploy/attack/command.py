@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
     known.add_argument("--storage", type=Path, metavar="FOLDER", help="directory of that storage, to forge pages in")
     known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
-    known.add_argument("--promotion-principals", type=positive_int, default=3, help="k (%(default)s)")
+    known.add_argument("--promotion-subjects", type=positive_int, default=3, help="k (%(default)s)")
     known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the floods need it")
     known.add_argument("--policy", help="order of its waiting queue; the delay oracle needs fair")
     known.add_argument("--rows", type=positive_int, default=64, help="requests that run at the same time (%(default)s)")

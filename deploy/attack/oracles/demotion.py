@@ -46,7 +46,7 @@ async def probe_demotion(scene: Scene) -> list[Finding]:
     control = Invention(Power("vouching key"), "user")
     targets = [_target(scene, way) for way in (control, *ways)]
     for target in targets:
-        for _ in range(scene.server.promotion_principals):
+        for _ in range(scene.server.promotion_subjects):
             await scene.prober.ask(target.text, scene.user("victim"))
     await scene.pass_epoch()
     for target in targets:

@@ -126,7 +126,7 @@ async def _guess(scene: Scene, ways: Iterable[Invention], victim: Looker = perso
 
     In a cache that all share, the attacker's own copy would be found, so that it looks at once.
     """
-    names = 0 if scene.server.mode == "shared" else scene.server.promotion_principals - 1
+    names = 0 if scene.server.mode == "shared" else scene.server.promotion_subjects - 1
 
     async def guess(way: Invention) -> Look:
         held, other = _two_texts(scene)
@@ -144,7 +144,7 @@ async def _share(scene: Scene, powers: Iterable[Power]) -> list[Look]:
 
     async def share(way: Invention) -> Look:
         held, other = _two_texts(scene)
-        for _ in range(scene.server.promotion_principals):
+        for _ in range(scene.server.promotion_subjects):
             await scene.prober.ask(held, scene.user("victim"))
         return Look(way.label, held, other, way.worn(scene.user("made-up")))
 
@@ -156,7 +156,7 @@ async def _publish(scene: Scene, ways: Iterable[Invention], lookers: Mapping[str
 
     async def publish(way: Invention, who: str, looker: Looker) -> Look:
         held, other = _two_texts(scene)
-        for _ in range(scene.server.promotion_principals):
+        for _ in range(scene.server.promotion_subjects):
             await scene.prober.ask_as(held, way.worn(scene.user("made-up")))
         return Look(f"{way.label}, seen by {who}", held, other, looker(scene.user("looker"), way.endpoint))
 

@@ -37,12 +37,12 @@ async def _looked(scene: Scene, oracle: str, key: str | None) -> Finding:
     texts = [(scene.texts.document(scene.name()), scene.texts.document(scene.name())) for _ in range(TEXTS)]
     seen: list[Pair] = []
     for held, _ in texts:
-        for _ in range(2 * scene.server.promotion_principals):
+        for _ in range(2 * scene.server.promotion_subjects):
             await scene.prober.ask_as(held, person(scene.user("holder"), COMPLETIONS, key))
     await scene.pass_epoch()
     for held, other in texts:
         looker = person(scene.user("looker"), COMPLETIONS, key)
         seen.append((await scene.prober.ask_as(held, looker), await scene.prober.ask_as(other, looker)))
-    found = report_cached(oracle, seen, f"{2 * scene.server.promotion_principals} people asked before")
+    found = report_cached(oracle, seen, f"{2 * scene.server.promotion_subjects} people asked before")
     hits = any((held.cached_tokens or 0) > (other.cached_tokens or 0) for held, other in seen)
     return replace(found, verdict=Verdict.LEAKS) if hits else found

@@ -100,9 +100,7 @@ def simulate(arguments: argparse.Namespace, mode: CacheName) -> CacheFigures:
     machine = Machine(
         device_pages=arguments.device_pages, page_size=arguments.page_size, epoch_seconds=arguments.epoch_seconds
     )
-    config = CacheConfig(
-        promotion_subjects=arguments.promotion_subjects, promotion_epochs=arguments.promotion_epochs
-    )
+    config = CacheConfig(promotion_subjects=arguments.promotion_subjects, promotion_epochs=arguments.promotion_epochs)
     rules = Rules(by_evidence=mode in ("shared", "user_aware"), by_pins=mode == "isolated_pinned")
     tally = Tally(rules, IdealCache(keeps_answers=True, principals=config.promotion_subjects))
     simulation = Simulation(mode, machine, config, tally)
