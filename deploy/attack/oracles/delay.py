@@ -6,17 +6,17 @@ With equal requests and two tenants, fair shares serve about as many as the vict
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.attack.findings import Finding, Verdict, not_applicable
 from deploy.attack.inventions import PERSON_FIELDS, UNNAMED, Invention, Power, rivals
 from deploy.attack.oracles.inventions import NO_RIVAL
-from deploy.attack.prober import at_once
 from deploy.bench.records import Segment
 
 if TYPE_CHECKING:
-    from deploy.attack.prober import Sighting
+    from deploy.attack.prober import Disguise, Sighting
     from deploy.attack.scene import Scene
 
 ORACLE = "rival key: delay"
@@ -24,7 +24,7 @@ CONTROL = "delay by as many real people (control)"
 FLOOD = 64
 REQUESTS = 8
 TOKENS = 240
-# The flood is in the queue by then, and hardly any of it has been served.
+# After its first answer, the flood is in the queue by then, and most of it has not been served.
 AHEAD_S = 0.3
 # Requests by which shares may differ at any time: `scheduler.fair_slack_tokens`, and what is fetched ahead.
 SLACK = 6
@@ -55,14 +55,25 @@ async def _overtaken(scene: Scene, way: Invention) -> int:
     victim = scene.user("victim")
     flood = [(_text(scene), way.worn(scene.user("flood"))) for _ in range(FLOOD)]
     asked = [(_text(scene), victim) for _ in range(REQUESTS)]
-    sent_at = scene.prober.clock.now() + AHEAD_S
+    is_served = asyncio.Event()
 
-    async def wait() -> list[Sighting]:
+    async def flood_with(text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
+        try:
+            return await scene.prober.ask_as(text, disguise)
+        finally:
+            is_served.set()
+
+    async def wait_beside() -> tuple[float, list[Sighting]]:
+        await is_served.wait()
         await scene.prober.clock.sleep(AHEAD_S)
-        return await scene.prober.ask_at_once(asked)
+        return scene.prober.clock.now(), await scene.prober.ask_at_once(asked)
 
-    flooding, waiting = await at_once([scene.prober.ask_at_once_as(flood), wait()])
-    return count_between(flooding, sent_at, max(each.first_token_at for each in waiting))
+    flooding = asyncio.gather(*(flood_with(*each) for each in flood))
+    try:
+        sent_at, waiting = await wait_beside()
+        return count_between(await flooding, sent_at, max(each.first_token_at for each in waiting))
+    finally:
+        flooding.cancel()
 
 
 def count_between(sightings: list[Sighting], start: float, end: float) -> int:

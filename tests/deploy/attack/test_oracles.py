@@ -107,7 +107,7 @@ def test_made_up_people_who_push_a_victim_out_are_seen(tmp_path: Path, *, evicts
 
 @pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
 def test_a_flood_that_delays_a_victim_is_seen(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
-    server = AwareServer(serves_in_order=in_order, step_s=0.015)
+    server = AwareServer(serves_in_order=in_order, step_s=0.03)
     found = verdicts(attack(server, tmp_path, "delay", *FLAGS, "--policy", "fair", "--rows", "1"))
     assert found.pop("delay by as many real people (control)") == "unbounded"
     assert found == {"rival key: delay": verdict}
