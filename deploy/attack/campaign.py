@@ -7,11 +7,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Verdict
+from deploy.attack.oracles.delay import probe_delay
+from deploy.attack.oracles.demotion import probe_demotion
 from deploy.attack.oracles.evidence import probe_boundary, probe_sybils
 from deploy.attack.oracles.flood import probe_flood
+from deploy.attack.oracles.forgeries import probe_forgeries
+from deploy.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
+from deploy.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
+from deploy.attack.oracles.isolation import probe_isolation
 from deploy.attack.oracles.names import probe_names
+from deploy.attack.oracles.pages import probe_pages
 from deploy.attack.oracles.pairs import probe_pairs
+from deploy.attack.oracles.pushing import probe_pushing
 from deploy.attack.oracles.revocation import probe_revocation
 from deploy.attack.oracles.serving_order import probe_duplicates, probe_order
 from deploy.attack.oracles.storage import probe_storage
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from deploy.attack.findings import Finding
     from deploy.attack.scene import Effort, Server
 
-# The flood comes last, as it leaves the cache full.
+# The floods come last, as they leave the cache full.
 ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "pairs": probe_pairs,
     "order": probe_order,
@@ -35,11 +42,35 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "boundary": probe_boundary,
     "revocation": probe_revocation,
     "names": probe_names,
+    "inventions": probe_inventions,
+    "rival-times": probe_rival_times,
+    "keyless": probe_keyless,
+    "isolation": probe_isolation,
+    "demotion": probe_demotion,
+    "pages": probe_pages,
+    "grammar-times": probe_grammar_times,
+    "grammar-delay": probe_grammar_delay,
+    "delay": probe_delay,
     "storage": probe_storage,
+    "forgeries": probe_forgeries,
+    "pushing": probe_pushing,
     "flood": probe_flood,
 }
 # What the shared cache must be seen to leak; whatever does not see that proves nothing about the other modes.
-KNOWN_LEAKS = ("cached_tokens", "time to first token", "serving order (PromptPeek)")
+KNOWN_LEAKS = (
+    "cached_tokens",
+    "time to first token",
+    "serving order (PromptPeek)",
+    "rival key: guessing",
+    "rival key: tenant's shared text",
+    "rival key: publishing",
+    "rival key: time to first token",
+    "one key: guessing",
+    "one key: publishing",
+    "keyless: guessing",
+    "keyless: publishing",
+    "tenant that shares nothing",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +84,15 @@ class Report:
     @property
     def surprises(self) -> list[str]:
         """What is not as claimed; nothing, if the server keeps what its mode promises."""
+        blind = [each for each in self.findings if each.is_control and not each.succeeded]
+        lines = [f"{self.mode} is not seen to leak by {each.oracle}: it proves nothing elsewhere" for each in blind]
+        attacks = [each for each in self.findings if not each.is_control]
         if self.mode == "shared":
-            blind = [each for each in self.findings if each.oracle in KNOWN_LEAKS and each.verdict is not Verdict.LEAKS]
-            return [f"shared is not seen to leak by {each.oracle}: it proves nothing elsewhere" for each in blind]
-        bad = (Verdict.LEAKS, Verdict.UNBOUNDED)
-        return [f"{self.mode}: {each.oracle}: {each.verdict.value}" for each in self.findings if each.verdict in bad]
+            blind = [each for each in attacks if each.oracle in KNOWN_LEAKS and not each.succeeded]
+            return lines + [
+                f"shared is not seen to leak by {found.oracle}: it proves nothing elsewhere" for found in blind
+            ]
+        return lines + [f"{self.mode}: {found.oracle}: {found.verdict.value}" for found in attacks if found.succeeded]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,28 @@ if TYPE_CHECKING:
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
-ORACLES = ("pairs", "order", "duplicates", "sybils", "boundary", "revocation", "names", "storage", "flood")
+ORACLES = (
+    "pairs",
+    "order",
+    "duplicates",
+    "sybils",
+    "boundary",
+    "revocation",
+    "names",
+    "inventions",
+    "rival-times",
+    "keyless",
+    "isolation",
+    "demotion",
+    "pages",
+    "grammar-times",
+    "grammar-delay",
+    "delay",
+    "storage",
+    "forgeries",
+    "pushing",
+    "flood",
+)
 PROGRAM = "pando attack"
 
 
@@ -40,12 +61,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31), help="of texts and orders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     known = parser.add_argument_group("what is known of the server at --url")
-    known.add_argument("--api-key", help="sent as bearer token; never written to results")
-    known.add_argument("--rival-key", help="API key of another tenant, for spoofing across tenants")
+    known.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key under which victims and their neighbours are named: it must vouch for its users. No key is "
+        "ever written to results",
+    )
+    known.add_argument("--no-keys", action="store_true", help="the server needs no credential")
+    known.add_argument("--plain-key", metavar="KEY", help="ordinary key of the same tenant")
+    known.add_argument("--personal-key", metavar="KEY", help="key of the same tenant that stands for a person")
+    known.add_argument("--rival-key", metavar="KEY", help="ordinary key of another tenant, the only power of a rival")
+    known.add_argument("--rival-vouching-key", metavar="KEY", help="key of that tenant that vouches for its users")
+    known.add_argument("--third-key", metavar="KEY", help="ordinary key of a third tenant")
+    known.add_argument(
+        "--isolated-key",
+        metavar="KEY",
+        help="key of a tenant with sharing none in the limits file; it vouches for its users",
+    )
+    known.add_argument("--admin-key", metavar="KEY", help="administrator's key: the control of what others cannot read")
     known.add_argument("--sibling-url", metavar="URL", help="another server over the same storage, with the same keys")
+    known.add_argument("--storage", type=Path, metavar="FOLDER", help="directory of that storage, to forge pages in")
     known.add_argument("--epoch-seconds", type=positive_float, default=10.0, help="(%(default)s)")
     known.add_argument("--promotion-subjects", type=positive_int, default=3, help="k (%(default)s)")
-    known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the flood needs it")
+    known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the floods need it")
+    known.add_argument("--policy", help="order of its waiting queue; the delay oracle needs fair")
+    known.add_argument("--rows", type=positive_int, default=64, help="requests that run at the same time (%(default)s)")
     launch = parser.add_argument_group("--launch")
     launch.add_argument(
         "--thresholds",

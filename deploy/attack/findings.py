@@ -35,13 +35,22 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table. `probes` counts the attacker's requests that were compared."""
+    """One line of the table. `probes` counts the attacker's requests that were compared.
+
+    `is_control`: an attack that must succeed, since otherwise the failure of the others proves nothing.
+    """
 
     oracle: str
     verdict: Verdict
     probes: int = 0
     separation: Separation | None = None
     note: str = ""
+    is_control: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the attack got more than is claimed that it can."""
+        return self.verdict in (Verdict.LEAKS, Verdict.UNBOUNDED)
 
 
 def judge(oracle: str, separation: Separation, note: str = "", *, either_way: bool = False) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.attack.scene import Server
+from deploy.attack.scene import Credentials, Server
 from deploy.bench.deployments import LaunchedDeployment
+from gateway.identity.keys import ApiKey, hash_of, save_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,25 @@ DEFAULTS = (
     f"scheduler.device_pages={DEVICE_PAGES}",
     "scheduler.policy=lpm",
 )
-OWN_TENANT, RIVAL_TENANT = "default", "rival"
+OWN_TENANT, RIVAL_TENANT, THIRD_TENANT, ISOLATED_TENANT = "default", "rival", "third", "isolated"
+LIMITS = f"""
+[tenants.{ISOLATED_TENANT}]
+sharing = "none"
+"""
+KEYS_FILE, LIMITS_FILE = "keys.toml", "limits.toml"
+# Few rows, small steps and a slow engine, so that a queue forms whose order can be seen.
+FAIR_ROWS = 4
+FAIR = (
+    "scheduler.policy=fair",
+    f"scheduler.max_rows={FAIR_ROWS}",
+    "scheduler.max_step_tokens=256",
+    "worker.fake_step_ms=20",
+)
+KEYLESS = ("gateway.anonymous=auto",)
+# So that no text of many is evicted before it is looked at, which could hide that it is shared.
+ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
+# A threshold of evidence, a quota and a share are the same with and without a model.
+NO_MODEL = ("model.load_format=fake",)
 
 
 def _key() -> str:
@@ -34,24 +52,62 @@ def _key() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """What is started: a mode, the user's own settings, `principals` as threshold of evidence, and `storage`.
+class Keys:
+    """The keys of a launched server. `app` vouches for its users, who are the victims and their neighbours."""
 
-    The keys are those of the attackers' tenant and of another one; equal for servers that are made from one `Launch`.
+    app: str = field(default_factory=_key)
+    plain: str = field(default_factory=_key)
+    personal: str = field(default_factory=_key)
+    rival: str = field(default_factory=_key)
+    rival_app: str = field(default_factory=_key)
+    third: str = field(default_factory=_key)
+    isolated: str = field(default_factory=_key)
+    admin: str = field(default_factory=_key)
+
+    def save(self, path: Path) -> None:
+        """Write the keys file of the gateway."""
+        keys = [
+            ApiKey("app", hash_of(self.app), OWN_TENANT, vouches_for_users=True),
+            ApiKey("plain", hash_of(self.plain), OWN_TENANT),
+            ApiKey("personal", hash_of(self.personal), OWN_TENANT, user="somebody"),
+            ApiKey("rival", hash_of(self.rival), RIVAL_TENANT),
+            ApiKey("rival-app", hash_of(self.rival_app), RIVAL_TENANT, vouches_for_users=True),
+            ApiKey("third", hash_of(self.third), THIRD_TENANT),
+            ApiKey("isolated", hash_of(self.isolated), ISOLATED_TENANT, vouches_for_users=True),
+            ApiKey("admin", hash_of(self.admin), OWN_TENANT, admin=True),
+        ]
+        save_keys(path, keys)
+
+    @property
+    def credentials(self) -> Credentials:
+        """The keys as attackers have them."""
+        return Credentials(self.plain, self.personal, self.rival, self.rival_app, self.third, self.isolated, self.admin)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is started: a mode with the user's own settings, and what an oracle needs.
+
+    `settings` go before the user's; `principals` is the threshold of evidence, `storage` the storage's directory. The
+    keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need one.
     """
 
     mode: str
     config: str | None = None
     overrides: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     principals: int | None = None
     storage: Path | None = None
-    own_key: str = field(default_factory=_key)
-    rival_key: str = field(default_factory=_key)
+    has_keys: bool = True
+    keys: Keys = field(default_factory=Keys)
     storage_secret: str = field(default_factory=_key)
 
-    def settings(self, keys_file: Path) -> list[str]:
-        """Return the settings that go before all others."""
-        settings = [*self.overrides, f"scheduler.cache={self.mode}", f"gateway.keys_file={keys_file}"]
+    def all_settings(self, folder: Path) -> list[str]:
+        """Return the settings that go before all others; keys and limits are files in `folder`."""
+        settings = [*self.overrides, *self.settings, f"scheduler.cache={self.mode}"]
+        if self.has_keys:
+            settings.append(f"gateway.keys_file={folder / KEYS_FILE}")
+            settings += [f"{service}.limits_file={folder / LIMITS_FILE}" for service in ("gateway", "scheduler")]
         if self.principals is not None:
             settings.append(f"scheduler.cache_promotion_subjects={self.principals}")
         if self.storage is not None:
@@ -68,10 +124,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A server that runs, and the key of those who attack it from inside its tenant."""
+    """A server that runs, and the key under which victims are named; None where there are no keys."""
 
     url: str
-    api_key: str
+    api_key: str | None
     server: Server
 
 
@@ -83,23 +139,19 @@ def launched(launch: Launch) -> Iterator[Launched]:
         LaunchError: it does not start.
     """
     with TemporaryDirectory(prefix="pando-attack-") as folder:
-        keys_file = Path(folder, "keys.toml")
-        keys_file.write_text(_keys_toml({OWN_TENANT: launch.own_key, RIVAL_TENANT: launch.rival_key}), encoding="utf-8")
-        with LaunchedDeployment(launch.config, launch.settings(keys_file), DEFAULTS) as deployment:
+        launch.keys.save(Path(folder, KEYS_FILE))
+        Path(folder, LIMITS_FILE).write_text(LIMITS, encoding="utf-8")
+        with LaunchedDeployment(launch.config, launch.all_settings(Path(folder)), DEFAULTS) as deployment:
             settings = deployment.settings.scheduler
             server = Server(
                 mode=launch.mode,
                 promotion_subjects=settings.cache_promotion_subjects,
                 epoch_seconds=settings.epoch_seconds,
                 capacity_tokens=(settings.device_pages or 0) * settings.page_size or None,
-                rival_key=launch.rival_key,
+                credentials=launch.keys.credentials if launch.has_keys else Credentials(),
+                storage=launch.storage,
+                policy=settings.policy,
+                rows=settings.max_rows,
+                has_keys=launch.has_keys,
             )
-            yield Launched(deployment.url, launch.own_key, server)
-
-
-def _keys_toml(keys: dict[str, str]) -> str:
-    entries = (
-        f'[[keys]]\nid = "{tenant}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\ntenant = "{tenant}"\n'
-        for tenant, key in keys.items()
-    )
-    return "\n".join(entries)
+            yield Launched(deployment.url, launch.keys.app if launch.has_keys else None, server)

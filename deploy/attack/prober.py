@@ -1,20 +1,22 @@
-"""Asks a server as one principal or another, and notes what the asker sees."""
+"""Sends prompts to a server under one identity or another, and notes what the sender observes."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
 
 from deploy.attack.texts import with_question
 from deploy.bench.client import OpenAIClient, RequestOptions
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.records import BenchRequest
 from deploy.bench.target import accepts_ids, base_url, find_model, measure_tokens_per_word
-from deploy.bench.transport import HttpClient
+from deploy.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
     from deploy.bench.clock import Clock
     from deploy.bench.records import RequestRecord, Segment
@@ -24,13 +26,24 @@ class AttackError(Exception):
     """The server cannot be attacked; the message says why, for people."""
 
 
+# As `Disguise.api_key`: the request carries no credential at all.
+NO_KEY = ""
+COMPLETIONS, MESSAGES = "completions", "messages"
+JSON_TIMEOUT_S = 300.0
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class Disguise:
-    """How an asker names itself: body fields, and headers beside the credential."""
+    """The identity of a request: body fields, headers, and the credential.
 
-    fields: Mapping[str, str] = field(default_factory=dict)
+    `api_key` None means the prober's own key, `NO_KEY` none. `endpoint` is completions, chat or messages.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     api_key: str | None = None
+    endpoint: str = COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +56,16 @@ class Sighting:
     first_token_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer of a few tokens."""
+
+    text: str
+    cached_tokens: int
+
+
 class Prober:
-    """One server, asked over HTTP with a single token of output, which is all that an attacker needs."""
+    """One server over HTTP. Most requests ask for a single token, which is all that an attacker needs."""
 
     def __init__(self, url: str, api_key: str | None, model: str, prompts: PromptMaker, clock: Clock) -> None:
         """Ask `model` at `url` with the texts of `prompts`."""
@@ -53,8 +74,7 @@ class Prober:
         self._url = url
         self._api_key = api_key
         self._prompts = prompts
-        self._clients: dict[str | None, HttpClient] = {}
-        self._disguised: list[HttpClient] = []
+        self._clients: dict[tuple[str | None, tuple[tuple[str, str], ...]], HttpClient] = {}
         self._asked = 0
 
     @classmethod
@@ -80,39 +100,114 @@ class Prober:
         Raises:
             AttackError: no answer.
         """
-        return await self._ask(self._client(self._api_key), text, {"user": user})
+        return await self.ask_as(text, Disguise({"user": user}))
 
     async def ask_at_once(self, asked: Sequence[tuple[tuple[Segment, ...], str]]) -> list[Sighting]:
         """Send texts of users in this order without waiting for answers; return what each of them saw."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.ask(text, user)) for text, user in asked]
-        return [task.result() for task in tasks]
+        return await self.ask_at_once_as([(text, Disguise({"user": user})) for text, user in asked])
+
+    async def ask_at_once_as(self, asked: Sequence[tuple[tuple[Segment, ...], Disguise]]) -> list[Sighting]:
+        """Send texts under several identities in this order without waiting for answers."""
+        return await at_once(self.ask_as(text, disguise) for text, disguise in asked)
 
     async def ask_as(self, text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
-        """Ask about `text` in a disguise.
+        """Ask about `text` under another identity.
 
         Raises:
-            AttackError: no answer: the disguise is refused, for one.
+            AttackError: no answer, for example because the server refuses the identity.
         """
-        http = open_connection(self._url, disguise.api_key or self._api_key, disguise.headers)
-        self._disguised.append(http)
-        return await self._ask(http, text, disguise.fields)
+        self._asked += 1
+        asked = with_question(text, str(self._asked))
+        if disguise.endpoint == MESSAGES:
+            return await self._ask_message(asked, disguise)
+        options = RequestOptions(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
+        client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
+        return _sighting(await client.send(BenchRequest(asked, output_tokens=1)))
+
+    async def complete(self, text: tuple[Segment, ...], user: str, tokens: int) -> Answer:
+        """Return the greedy answer to exactly `text`, so that two servers can be compared.
+
+        Raises:
+            AttackError: no answer.
+        """
+        body = {
+            "model": self.model,
+            "prompt": self._prompts.prompt(text),
+            "user": user,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "seed": 1,
+            "ignore_eos": True,
+        }
+        answer = await self._post("/v1/completions", body, Disguise())
+        try:
+            return Answer(answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+        except (KeyError, IndexError, TypeError):
+            raise AttackError("an answer lacks its text or the count of cached tokens") from None
+
+    async def get(self, path: str, disguise: Disguise) -> tuple[int, bytes]:
+        """Return status and body of a page.
+
+        Raises:
+            AttackError: no answer.
+        """
+        return await self._exchange("GET", path, b"", disguise)
 
     async def close(self) -> None:
         """Close all connections."""
-        for http in [*self._clients.values(), *self._disguised]:
+        for http in self._clients.values():
             await http.aclose()
 
-    def _client(self, api_key: str | None) -> HttpClient:
-        if api_key not in self._clients:
-            self._clients[api_key] = open_connection(self._url, api_key)
-        return self._clients[api_key]
+    def _client(self, disguise: Disguise) -> HttpClient:
+        api_key = self._api_key if disguise.api_key is None else disguise.api_key
+        identity = api_key, tuple(sorted(disguise.headers.items()))
+        if identity not in self._clients:
+            self._clients[identity] = open_connection(self._url, api_key, disguise.headers)
+        return self._clients[identity]
 
-    async def _ask(self, http: HttpClient, text: tuple[Segment, ...], fields: Mapping[str, str]) -> Sighting:
-        self._asked += 1
-        request = BenchRequest(with_question(text, str(self._asked)), output_tokens=1)
-        options = RequestOptions(self.model, user_field=None, extra_body=fields)
-        return _sighting(await OpenAIClient(http, self._prompts, options, self.clock).send(request))
+    async def _ask_message(self, text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
+        body = {
+            "model": self.model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "messages": self._prompts.messages(text),
+            **disguise.fields,
+        }
+        started = self.clock.now()
+        answer = await self._post("/v1/messages", body, disguise)
+        ended = self.clock.now()
+        return Sighting((answer.get("usage") or {}).get("cache_read_input_tokens"), ended - started, ended)
+
+    async def _post(self, path: str, body: Mapping[str, Any], disguise: Disguise) -> Any:
+        payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        status, answer = await self._exchange("POST", path, payload, disguise)
+        if status != 200:
+            raise AttackError(f"a request failed: {path} answered {status}: {answer[:200].decode(errors='replace')}")
+        try:
+            return orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            raise AttackError(f"{path} answered something that is no JSON") from None
+
+    async def _exchange(self, method: str, path: str, body: bytes, disguise: Disguise) -> tuple[int, bytes]:
+        try:
+            response = await self._client(disguise).request(method, path, body, timeout_s=JSON_TIMEOUT_S)
+        except TransportError as error:
+            raise AttackError(f"a request failed: {error.kind}: {error}") from None
+        return response.status, response.body
+
+
+async def at_once(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
+    """Do independent pieces of work at the same time; return their results in order.
+
+    Raises:
+        AttackError: the first that failed; the others are cancelled.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(piece) for piece in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def open_connection(url: str, api_key: str | None, headers: Mapping[str, str] | None = None) -> HttpClient:

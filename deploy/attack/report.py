@@ -52,6 +52,8 @@ def write_findings(path: Path, reports: Iterable[Report], provenance: Provenance
 
 def _cells(finding: Finding) -> tuple[str, ...]:
     style = STYLES[finding.verdict]
+    if finding.is_control:  # an attack that must succeed
+        style = "green" if finding.succeeded else "yellow"
     probes = f"{finding.probes}" if finding.probes else ""
     return finding.oracle, probes, _auc(finding.separation), f"[{style}]{finding.verdict.value}[/]", finding.note
 
@@ -72,6 +74,7 @@ def _entry(report: Report, finding: Finding, provenance: Provenance) -> dict[str
         "verdict": finding.verdict.value,
         "probes": finding.probes,
         "note": finding.note,
+        **({"control": True} if finding.is_control else {}),
         **asdict(provenance),
     }
     if finding.separation is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from deploy.attack.campaign import ORACLES, Plan, Report, attack
-from deploy.attack.launching import MODES, Launch, launched
-from deploy.attack.scene import QUICK, UNKNOWN, Effort, Server
+from deploy.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
+from deploy.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
 
 if TYPE_CHECKING:
     import argparse
@@ -19,11 +20,29 @@ if TYPE_CHECKING:
     from deploy.attack.findings import Finding
 
 # Few probes decide where observations are exact: what the server says, whom it serves first, who is who.
-EXACT_ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")
+EXACT_ORACLES = (
+    "pairs",
+    "order",
+    "sybils",
+    "boundary",
+    "revocation",
+    "names",
+    "inventions",
+    "keyless",
+    "isolation",
+    "demotion",
+    "pages",
+    "delay",
+    "pushing",
+)
 SWEPT_MODE = "user_aware"
-STORAGE = "storage"
-# A threshold of evidence is the same with and without a model.
-NO_MODEL = "model.load_format=fake"
+# Which oracles a launched server of its own is for, and with which settings. All others ask the first server.
+STORAGE = ("storage", "forgeries")
+KEYLESS_ORACLES = ("keyless",)
+FAIR_ORACLES = ("delay", "pushing")
+ROOMY_ORACLES = ("inventions", "isolation", "demotion")
+# What these find does not depend on the mode of the cache.
+MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "forgeries")
 
 
 def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[Report]:
@@ -41,8 +60,20 @@ def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -
         promotion_subjects=arguments.promotion_subjects,
         epoch_seconds=arguments.epoch_seconds,
         capacity_tokens=arguments.capacity_tokens,
-        rival_key=arguments.rival_key,
+        credentials=Credentials(
+            arguments.plain_key,
+            arguments.personal_key,
+            arguments.rival_key,
+            arguments.rival_vouching_key,
+            arguments.third_key,
+            arguments.isolated_key,
+            arguments.admin_key,
+        ),
+        has_keys=not arguments.no_keys,
+        policy=arguments.policy,
+        rows=arguments.rows,
         sibling_url=arguments.sibling_url,
+        storage=arguments.storage,
     )
     return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), tell))]
 
@@ -54,23 +85,37 @@ def attack_launched(arguments: argparse.Namespace, tell: Callable[[str], None]) 
         LaunchError: a server does not start.
         TargetError, AttackError: see `attack`.
     """
-    reports: list[Report] = []
+    return [_attack_mode(arguments, mode, tell) for mode in arguments.modes or MODES]
+
+
+def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str], None]) -> Report:
     plan = plan_of(arguments)
-    # Two servers over one storage have nothing to do with the other oracles.
-    alone = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle != STORAGE))
-    for mode in arguments.modes or MODES:
-        tell(f"{mode}: start")
-        launch = Launch(mode, arguments.config, tuple(arguments.overrides))
-        findings: list[Finding] = []
-        with launched(launch) as own:
-            report = asyncio.run(attack(own.url, own.api_key, own.server, alone, tell))
-        findings += report.findings
-        if STORAGE in plan.oracles:
-            findings += _attack_storage(launch, plan, tell)
-        if mode == SWEPT_MODE and "sybils" in plan.oracles:
-            findings += [each for k in arguments.thresholds for each in _sweep(launch, plan, k, tell)]
-        reports.append(replace(report, findings=tuple(findings)))
-    return reports
+    if mode != SWEPT_MODE:
+        plan = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle not in MODE_INDEPENDENT))
+    launch = Launch(mode, arguments.config, tuple(arguments.overrides))
+    model_free = replace(launch, settings=NO_MODEL)
+    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *ROOMY_ORACLES)
+    first = tuple(oracle for oracle in plan.oracles if oracle not in special)
+    parts: list[Report] = []
+
+    def add(what: str, launch: Launch, oracles: Sequence[str], servers: int = 1) -> None:
+        chosen = tuple(oracle for oracle in oracles if oracle in plan.oracles)
+        if chosen:
+            tell(f"{mode}: start{what}")
+            parts.append(_attack_launch(launch, replace(plan, oracles=chosen), servers, tell))
+
+    add("", launch, first)
+    add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
+    add(" without a model", replace(model_free, settings=(*NO_MODEL, *ROOMY)), ROOMY_ORACLES)
+    add(" with fair shares", replace(model_free, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
+    with TemporaryDirectory(prefix="pando-storage-") as folder:
+        add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
+    findings = [finding for part in parts for finding in part.findings]
+    if mode == SWEPT_MODE and "sybils" in plan.oracles:
+        findings += [each for k in arguments.thresholds for each in _sweep(model_free, plan, k, tell)]
+    if not parts:
+        raise ValueError(f"none of the chosen oracles depends on the mode, so that {mode} need not be attacked")
+    return Report(mode, parts[0].model, tuple(findings))
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -82,17 +127,16 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(oracles, effort, arguments.text_tokens, arguments.seed)
 
 
-def _attack_storage(launch: Launch, plan: Plan, tell: Callable[[str], None]) -> Sequence[Finding]:
-    with TemporaryDirectory(prefix="pando-storage-") as folder:
-        over_storage = replace(launch, storage=Path(folder))
-        with launched(over_storage) as own, launched(over_storage) as sibling:
-            server = replace(own.server, sibling_url=sibling.url)
-            only = replace(plan, oracles=(STORAGE,))
-            return asyncio.run(attack(own.url, own.api_key, server, only, tell)).findings
+def _attack_launch(launch: Launch, plan: Plan, servers: int, tell: Callable[[str], None]) -> Report:
+    """Attack a server; the second one of two is its sibling over the same storage."""
+    with ExitStack() as stack:
+        own, *others = [stack.enter_context(launched(launch)) for _ in range(servers)]
+        server = replace(own.server, sibling_url=others[0].url) if others else own.server
+        return asyncio.run(attack(own.url, own.api_key, server, plan, tell))
 
 
 def _sweep(launch: Launch, plan: Plan, principals: int, tell: Callable[[str], None]) -> list[Finding]:
-    without_model = replace(launch, overrides=(*launch.overrides, NO_MODEL), principals=principals)
-    with launched(without_model) as own:
-        report = asyncio.run(attack(own.url, own.api_key, own.server, replace(plan, oracles=("sybils",)), tell))
+    tell(f"{launch.mode}: start with k = {principals}")
+    with_k = replace(launch, principals=principals)
+    report = _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, tell)
     return [replace(found, oracle=f"{found.oracle}, another k") for found in report.findings]

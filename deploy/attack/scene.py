@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from deploy.attack.prober import AttackError
+from deploy.attack.prober import AttackError, at_once
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Coroutine, Iterable
+    from pathlib import Path
 
     from deploy.attack.prober import Prober
     from deploy.attack.texts import Texts
 
 UNKNOWN = "unknown"
+# Requests that are sent at the same time where their order does not matter.
+PARALLEL = 6
+T = TypeVar("T")
 # Beyond an epoch, so that the boundary itself has passed: the scheduler looks at its clock four times a second.
 MARGIN_S = 0.6
 # What a boundary may take on a busy machine until the harness says that there is none.
@@ -21,24 +27,49 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Credentials:
+    """API keys beside the prober's own, which vouches for its users: these are the victims and their neighbours.
+
+    `plain` and `personal` belong to the victims' tenant: an ordinary key, and one that stands for a person. `rival` and
+    `third` are ordinary keys of two other tenants; `rival_app` belongs to the first of these and vouches for its users.
+    `isolated` belongs to a tenant that shares nothing, and vouches for its users. `admin` may administrate: what it
+    reads is the positive control of what others must not.
+    """
+
+    plain: str | None = None
+    personal: str | None = None
+    rival: str | None = None
+    rival_app: str | None = None
+    third: str | None = None
+    isolated: str | None = None
+    admin: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """A server under attack. What is not known of it makes oracles not applicable, never wrong.
 
-    `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rival_key` an
-    API key of another tenant; `sibling_url` another server over the same storage, with the same keys.
+    `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rows` the
+    number of requests that run at the same time; `sibling_url` another server over the same storage, with the same
+    keys; `storage` the directory of that storage, if the attacker can write to it; `policy` the order of the waiting
+    queue; `has_keys` says whether requests need a credential.
     """
 
     mode: str = UNKNOWN
     promotion_subjects: int = 3
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None
-    rival_key: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     sibling_url: str | None = None
+    storage: Path | None = None
+    policy: str | None = None
+    rows: int = 64
+    has_keys: bool = True
 
     @property
     def promotes(self) -> bool:
-        """Whether what enough users have asked becomes public."""
-        return self.mode == "user_aware"
+        """Whether what enough people have asked becomes shared: without a credential nobody can name people."""
+        return self.mode == "user_aware" and self.has_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +114,18 @@ class Scene:
         return f"{self._names}"
 
     def user(self, role: str) -> str:
-        """Return a principal that has asked nothing yet."""
+        """Return the name of a user who has asked nothing yet."""
         return f"{role}-{self.name()}"
+
+    async def at_once(self, work: Iterable[Coroutine[None, None, T]]) -> list[T]:
+        """Do independent pieces of work, a few of them at the same time; return their results in order."""
+        room = asyncio.Semaphore(PARALLEL)
+
+        async def one(piece: Coroutine[None, None, T]) -> T:
+            async with room:
+                return await piece
+
+        return await at_once(one(piece) for piece in work)
 
     async def pass_epoch(self) -> None:
         """Wait until an epoch boundary has passed after everything that was asked before.
@@ -105,5 +146,8 @@ class Scene:
         await self.prober.clock.sleep(self.server.epoch_seconds / 2)
         while not (await self.prober.ask(marker, self.user("marker"))).cached_tokens:
             if self.prober.clock.now() > deadline:
-                raise AttackError("what enough users ask does not become public: is --epoch-seconds right?")
+                raise AttackError(
+                    "what enough users ask does not become public: is --epoch-seconds right, and does the key vouch "
+                    "for its users?"
+                )
             await self.prober.clock.sleep(0.2)

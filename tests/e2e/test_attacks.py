@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 NO_MODEL = ["--set", "model.load_format=fake", "--set", "worker.fake_step_ms=20"]
 
 
+ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")
+INVENTIONS = ("inventions", "keyless", "isolation", "demotion", "pages", "delay", "pushing")
+
+
 def verdicts(path: Path) -> dict[tuple[str, str], str]:
     return {(entry["label"], entry["metric"]): entry["verdict"] for entry in json.loads(path.read_text())}
 
@@ -26,7 +30,7 @@ def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_awa
     def attacked(mode: str) -> dict[tuple[str, str], str]:
         path = tmp_path / f"{mode}.json"
         # The order in which equals happen to be served says something once in forty times: the same one each time.
-        flags = ["--modes", mode, "--thresholds", "--seed", "7", "--json", str(path)]
+        flags = ["--modes", mode, "--oracles", *ORACLES, "--thresholds", "--seed", "7", "--json", str(path)]
         assert main(["attack", "--launch", "--quick", *NO_MODEL, *flags]) == 0
         return verdicts(path)
 
@@ -45,6 +49,41 @@ def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_awa
     assert found["user_aware", "revocation"] in ("bounded", "undecided")
 
 
+@pytest.mark.timeout(600)
+def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aware_one(tmp_path: Path) -> None:
+    def attacked(mode: str) -> dict[str, dict[str, Any]]:
+        path = tmp_path / f"{mode}.json"
+        flags = ["--modes", mode, "--oracles", *INVENTIONS, "--thresholds", "--seed", "7", "--json", str(path)]
+        assert main(["attack", "--launch", "--quick", "--set", "model.load_format=fake", *flags]) == 0
+        return {entry["metric"]: entry for entry in json.loads(path.read_text())}
+
+    with ThreadPoolExecutor(2) as pool:
+        shared, aware = pool.map(attacked, ("shared", "user_aware"))
+    guesses = [f"{who}: {what}" for who in ("rival key", "one key", "keyless") for what in ("guessing", "publishing")]
+    guesses += ["rival key: tenant's shared text", "tenant that shares nothing"]
+    assert {oracle: shared[oracle]["verdict"] for oracle in guesses} == dict.fromkeys(guesses, "leaks")
+    assert {oracle: aware[oracle]["verdict"] for oracle in guesses} == dict.fromkeys(guesses, "closed")
+    assert shared["made-up names: pushing out"]["verdict"] == "unbounded"
+    assert aware["made-up names: pushing out"]["verdict"] == "bounded"
+    assert "624 tokens" in aware["made-up names: pushing out"]["note"]
+    assert aware["rival key: demotion"]["verdict"] == "closed"
+    assert aware["rival key: delay"]["verdict"] == "bounded"
+    assert aware["metrics"]["verdict"] == "closed"
+    controls = [entry for entry in aware.values() if entry.get("control")]
+    assert len(controls) == 6
+    assert {entry["verdict"] for entry in controls} <= {"leaks", "unbounded"}
+
+
+@pytest.mark.timeout(300)
+def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
+    path = tmp_path / "attack.json"
+    flags = ["--modes", "user_aware", "--oracles", "forgeries", "--thresholds", "--json", str(path)]
+    assert main(["attack", "--launch", "--quick", "--set", "model.load_format=fake", *flags]) == 0
+    (entry,) = json.loads(path.read_text())
+    assert entry["verdict"] == "closed"
+    assert "untouched pages 64 tokens" in entry["note"]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
@@ -52,7 +91,13 @@ def test_all_oracles_find_what_is_claimed_of_every_mode(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     assert main(["attack", "--launch", "--json", str(path)]) == 0
     found = verdicts(path)
-    private = ("cached_tokens", "time to first token", "serving order (PromptPeek)", "in-batch duplicates")
+    private = (
+        "cached_tokens",
+        "time to first token",
+        "serving order (PromptPeek)",
+        "in-batch duplicates",
+        "rival key: time to first token",
+    )
     assert {oracle: found["shared", oracle] for oracle in private} == dict.fromkeys(private, "leaks")
     for mode in ("isolated", "isolated_pinned", "user_aware"):
         assert {oracle: found[mode, oracle] for oracle in private} == dict.fromkeys(private, "closed")

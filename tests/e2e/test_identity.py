@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.settings import GatewaySettings, ModelSettings, Settings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from gateway.identity.keys import ApiKey, hash_of, load_keys, save_keys
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
 
 # Several whole pages.
 PROMPT = list(range(1000, 1200))
+PAGE = 16
+# Less than the words that the chat template puts in front of all messages, and more.
+TEMPLATE_TOKENS = 64
+SCHEDULER = SchedulerSettings(epoch_seconds=0.5)
+# What a reverse proxy adds to what a client elsewhere asks.
+REMOTE = {"x-forwarded-for": "203.0.113.7"}
 LIMITS = """
 [tenants.small]
 max_context = 100
@@ -32,8 +41,16 @@ requests_per_minute = 2
 @pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tenants = {"app-1": "acme", "app-2": "acme", "trusted": "acme", "small": "small", "slow": "slow", "old": "acme"}
+    tenants |= {"ann-laptop": "acme", "rival": "globex", "third": "initech"}
     keys = [
-        ApiKey(name, hash_of(name), tenant, vouches_for_users=name == "trusted") for name, tenant in tenants.items()
+        ApiKey(
+            name,
+            hash_of(name),
+            tenant,
+            user="ann" if name == "ann-laptop" else None,
+            vouches_for_users=name == "trusted",
+        )
+        for name, tenant in tenants.items()
     ]
     path = tmp_path_factory.mktemp("identity") / "keys.toml"
     save_keys(path, keys)
@@ -44,13 +61,55 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guarded(run_root: Path, keys_file: Path) -> Iterator[Served]:
     gateway = GatewaySettings(port=0, keys_file=keys_file, limits_file=keys_file.with_name("limits.toml"))
-    yield from serve(Settings(model=ModelSettings(load_format="fake"), gateway=gateway), run_root)
+    settings = Settings(model=ModelSettings(load_format="fake"), gateway=gateway, scheduler=SCHEDULER)
+    yield from serve(settings, run_root)
 
 
-def ask(served: Served, key: str, **fields: Any) -> httpx.Response:
-    body = {"model": served.model, "prompt": PROMPT, "max_tokens": 2, **fields}
+@pytest.fixture(scope="module")
+def laptop(run_root: Path) -> Iterator[Served]:
+    """A deployment without keys, as `pando up` starts it."""
+    gateway = GatewaySettings(port=0)
+    settings = Settings(model=ModelSettings(load_format="fake"), gateway=gateway, scheduler=SCHEDULER)
+    yield from serve(settings, run_root)
+
+
+def ask(served: Served, key: str | None, prompt: list[int] = PROMPT, **fields: Any) -> httpx.Response:
+    headers = REMOTE if key is None else {"authorization": f"Bearer {key}"} if key else {}
+    body = {"model": served.model, "prompt": prompt, "max_tokens": 2, **fields}
     with served.http() as http:
-        return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        return http.post("/v1/completions", json=body, headers=headers)
+
+
+def found(served: Served, key: str | None, prompt: list[int], **fields: Any) -> int:
+    """Return how many tokens of a prompt are cached for who asks; `key` is "" for the person here, None elsewhere."""
+    return cached(ask(served, key, prompt, **fields))
+
+
+SEEDS = count(1)
+
+
+def text(tokens: int = 128) -> list[int]:
+    """Return token ids that no other test has asked for."""
+    return random.Random(next(SEEDS)).choices(range(1000, 9000), k=tokens)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """Another subject than those whose text is at stake: of their tenant, or of another one."""
+
+    key: str
+    user: str | None = None
+
+    def found(self, served: Served, prompt: list[int]) -> int:
+        return found(served, self.key, prompt, **({"user": self.user} if self.user else {}))
+
+
+STRANGERS = (Stranger("app-2"), Stranger("trusted", "bob"), Stranger("rival"))
+
+
+def pass_epochs(served: Served, epochs: int = 2) -> None:
+    until = served.state().cache_accounting.epoch + epochs
+    wait_until(lambda: served.state().cache_accounting.epoch >= until)
 
 
 def cached(response: httpx.Response) -> int:
@@ -59,12 +118,12 @@ def cached(response: httpx.Response) -> int:
 
 
 def test_a_name_means_the_same_user_only_under_the_same_key(guarded: Served) -> None:
-    assert cached(ask(guarded, "app-1", user="ann")) == 0
-    assert cached(ask(guarded, "app-1", user="ann")) > 0
-    assert cached(ask(guarded, "app-2", user="ann")) == 0
-    assert cached(ask(guarded, "trusted", user="ann")) == 0
-    # Whoever may act for users reaches those of other keys by no name that these could make up.
-    assert cached(ask(guarded, "app-2", user="/app-1/ann")) == 0
+    # A text each, as three keys are three subjects, who share what all of them ask.
+    for number, (key, user) in enumerate((("app-2", "ann"), ("trusted", "ann"), ("app-2", "/app-1/ann"))):
+        prompt = text()
+        assert found(guarded, "app-1", prompt, user="ann") == 0
+        assert found(guarded, "app-1", prompt, user="ann") > 0
+        assert found(guarded, key, prompt, user=user) == 0, number
 
 
 def test_a_context_limit_holds_for_prompt_and_output(guarded: Served) -> None:
@@ -88,3 +147,111 @@ def test_a_revoked_key_is_refused_without_restart(guarded: Served, keys_file: Pa
     save_keys(keys_file, [key for key in load_keys(keys_file) if key.id != "old"])
     wait_until(lambda: ask(guarded, "old").status_code == 401, timeout_s=120, what=lambda: "refused")
     assert ask(guarded, "app-1").status_code == 200
+
+
+def test_what_enough_vouched_people_ask_is_shared_in_their_tenant(guarded: Served) -> None:
+    """The control of all tests below, in which nothing may be shared."""
+    prompt = text()
+    assert [found(guarded, "trusted", prompt, user=f"person-{number}") for number in range(3)] == [0, 0, 0]
+    pass_epochs(guarded)
+    assert found(guarded, "trusted", prompt, user="newcomer") == 112
+
+
+@pytest.mark.parametrize("fields", [{}, {"session_id": "one-chat"}], ids=["names nobody", "names its session"])
+def test_1_1_three_turns_of_a_chat_find_themselves_and_stay_private(guarded: Served, fields: dict[str, str]) -> None:
+    chats = {stranger: text() for stranger in STRANGERS}
+    for turn in range(4):
+        for stranger, chat in chats.items():
+            # All whole pages of the turn before.
+            assert found(guarded, "app-1", chat, **fields) >= (len(chat) - 48 - PAGE if turn else 0)
+            chats[stranger] = [*chat, *text(48)]
+        pass_epochs(guarded, 1)
+    pass_epochs(guarded)
+    for stranger, chat in chats.items():
+        assert stranger.found(guarded, chat) == 0, stranger
+        assert found(guarded, "app-1", chat, **fields) >= 128
+
+
+@pytest.mark.parametrize("fields", [{}, {"session_id": "one-chat"}], ids=["names nobody", "names its session"])
+def test_1_1_without_keys_a_chat_on_this_machine_finds_itself_and_clients_elsewhere_do_not(
+    laptop: Served, fields: dict[str, str]
+) -> None:
+    chat = text()
+    for turn in range(4):
+        assert (found(laptop, "", chat, **fields) > 0) is (turn > 0)
+    pass_epochs(laptop)
+    assert [found(laptop, None, chat, **fields) for _ in range(4)] == [0, 0, 0, 0]
+    # Nor do clients elsewhere find each other's, however many of them ask.
+    elsewhere = text()
+    assert [found(laptop, None, elsewhere, user=f"name-{number}", **fields) for number in range(4)] == [0, 0, 0, 0]
+    pass_epochs(laptop)
+    assert found(laptop, None, elsewhere) == found(laptop, "", elsewhere) == 0
+
+
+@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "cache_salt", "user"])
+def test_1_2_three_conversations_of_one_person_are_one_person_s(guarded: Served, field: str) -> None:
+    repositories = {stranger: text() for stranger in STRANGERS}
+    for repository in repositories.values():
+        seen = [found(guarded, "ann-laptop", repository, **{field: f"conversation-{number}"}) for number in range(4)]
+        # A salt and a name narrow what is found; a conversation's name does not.
+        assert (seen[-1] > 0) is (field in ("session_id", "prompt_cache_key"))
+    pass_epochs(guarded)
+    for stranger, repository in repositories.items():
+        assert stranger.found(guarded, repository) == 0, stranger
+        assert found(guarded, "ann-laptop", repository, **{field: "conversation-0"}) > 0
+
+
+def test_1_2_an_anthropic_client_s_sessions_are_no_people(guarded: Served) -> None:
+    def found_in_message(key: str, words: str, user: str) -> int:
+        body = {"model": guarded.model, "max_tokens": 2, "messages": [{"role": "user", "content": words}]}
+        with guarded.http() as http:
+            answer = http.post("/v1/messages", json={**body, "metadata": {"user_id": user}}, headers={"x-api-key": key})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["cache_read_input_tokens"])
+
+    for key in ("app-1", "rival"):
+        words = f"The repository of a person who has told only {key} of it, and that by mistake. " * 12
+        seen = [found_in_message("ann-laptop", words, f"user_1_session_{number}") for number in range(4)]
+        assert seen[-1] > TEMPLATE_TOKENS
+        pass_epochs(guarded)
+        # Everybody's prompts begin with the chat template's own words.
+        assert found_in_message(key, words, "session") < TEMPLATE_TOKENS
+
+
+@pytest.mark.parametrize("field", ["user", "session_id", "prompt_cache_key", "cache_salt"])
+def test_1_3_three_made_up_names_of_a_rival_do_not_show_who_holds_a_text(guarded: Served, field: str) -> None:
+    held, other = [text() for _ in range(5)], [text() for _ in range(5)]
+    for number, prompt in enumerate(held):
+        found(guarded, "trusted", prompt, user=f"victim-{number}")
+    for name in ("made-up-1", "made-up-2"):
+        for prompt in (*held, *other):
+            found(guarded, "rival", prompt, **{field: name})
+    pass_epochs(guarded)
+    seen = [found(guarded, "rival", prompt, **{field: "made-up-3"}) for prompt in held]
+    assert seen == [found(guarded, "rival", prompt, **{field: "made-up-3"}) for prompt in other]
+
+
+def test_1_3_text_that_a_tenant_shares_is_not_found_by_another(guarded: Served) -> None:
+    prompt = text()
+    for number in range(3):
+        found(guarded, "trusted", prompt, user=f"colleague-{number}")
+    pass_epochs(guarded)
+    assert found(guarded, "trusted", prompt, user="new-colleague") > 0
+    assert [found(guarded, "rival", prompt, user=f"made-up-{number}") for number in range(3)] == [0, 0, 0]
+    assert found(guarded, "third", prompt) == 0
+
+
+def test_1_5_made_up_names_of_a_rival_do_not_switch_sharing_off(guarded: Served) -> None:
+    prompt = text()
+    for number in range(3):
+        found(guarded, "trusted", prompt, user=f"holder-{number}")
+    pass_epochs(guarded)
+    before = found(guarded, "trusted", prompt, user="first-newcomer")
+    assert before > 0
+    # Quarantine and demotion took two names with many hits, in two windows that closed.
+    until = guarded.state().cache_accounting.epoch + 6
+    while guarded.state().cache_accounting.epoch < until:
+        for _ in range(10):
+            for name in ("made-up-1", "made-up-2"):
+                found(guarded, "rival", prompt, user=name)
+    assert found(guarded, "trusted", prompt, user="last-newcomer") == before

@@ -1,4 +1,4 @@
-"""Names: does anybody get into another's view by what it calls itself, or by having no name at all?"""
+"""Names: can a request get into another's view by the name it gives, or by giving none?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from deploy.attack.oracles.pairs import Pair
     from deploy.attack.prober import Sighting
-    from deploy.attack.scene import Scene
+    from deploy.attack.scene import Credentials, Scene
 
 TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
 
@@ -22,37 +22,52 @@ TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
 async def probe_names(scene: Scene) -> list[Finding]:
     """Try every disguise on a text that the victim has asked and on one that nobody has.
 
-    The victim's own name, from within its tenant, is no disguise: who holds a tenant's key says who its users are.
+    The victim's own name under a key that vouches for its users is no disguise: the key's holder says who they are.
     """
-    # Who is nameless must not be found by others who are.
-    absent = await _try(scene, "absent user id", [(disguise, each) for disguise in nobody() for each in nobody()])
+    credentials = scene.server.credentials
+    unnamed = [(asking, probing) for asking in nobody() for probing in strangers(credentials)]
+    absent = await _try(scene, "absent user id", unnamed)
     named = Disguise({"user": "{name}"})
-    spoofed = await _try(scene, "spoofed user id", [(named, each) for each in impostors(scene.server.rival_key)])
+    spoofed = await _try(scene, "spoofed user id", [(named, each) for each in impostors(credentials)])
     return [absent, spoofed]
 
 
 def nobody() -> list[Disguise]:
-    """Return ways to name no user."""
+    """Return ways to name no user: all of them are their credential itself."""
     return [Disguise(), Disguise({"user": ""}), Disguise({"user_id": "", "safety_identifier": ""})]
 
 
-def impostors(rival_key: str | None) -> list[Disguise]:
-    """Return names that are not the victim's, as templates of the victim's, and the victim's own from elsewhere."""
+def strangers(credentials: Credentials) -> list[Disguise]:
+    """Return identities that are not those of unnamed requests under the prober's own key."""
+    disguises = [Disguise({"user": name}) for name in ("someone-else", "local", "anonymous")]
+    keys = [credentials.plain, credentials.personal, credentials.rival]
+    return [*disguises, *(Disguise(api_key=key) for key in keys if key is not None)]
+
+
+def impostors(credentials: Credentials) -> list[Disguise]:
+    """Return names that are not the victim's, as templates of the victim's, and the victim's own under other keys."""
     fields: list[Mapping[str, str]] = [
         {"user": "{name} "},
         {"user": "{NAME}"},
+        {"user": "user/{name}"},
         {"user": "default/{name}"},
         {"user": "{name}\u200b"},
         {"user": "someone-else", "safety_identifier": "{name}"},
         {"user_id": "someone-else", "user": "{name}"},
         {"user": "someone-else", "cache_salt": "{name}"},
+        {"session_id": "{name}"},
     ]
     disguises: list[Disguise] = [Disguise(each) for each in fields]
     disguises.append(Disguise({"user": "someone-else"}, {USER_HEADER: "{name}"}))
     disguises.append(Disguise({}, {USER_HEADER: "{name}", TENANT_HEADER: "default"}))
-    if rival_key is not None:
-        disguises.append(Disguise({"user": "{name}"}, api_key=rival_key))
-        disguises.append(Disguise({"user": "{name}"}, {TENANT_HEADER: "default"}, rival_key))
+    # Under a key that does not vouch for its users, a name is nobody else's.
+    for key in (credentials.plain, credentials.personal):
+        if key is not None:
+            disguises += [Disguise({"user": "{name}"}, api_key=key), Disguise({"cache_salt": "{name}"}, api_key=key)]
+    for key in (credentials.rival, credentials.rival_app):
+        if key is not None:
+            disguises.append(Disguise({"user": "{name}"}, api_key=key))
+            disguises.append(Disguise({"user": "{name}"}, {TENANT_HEADER: "default"}, key))
     return disguises
 
 

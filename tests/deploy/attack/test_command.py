@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.attack import campaign
+from deploy.attack.command import ORACLES
+from deploy.attack.runs import EXACT_ORACLES
 from deploy.cli import main
 from tests.deploy.attack.conftest import CachingServer
 from tests.fakes.openai_server import free_url, running_server
@@ -64,7 +67,7 @@ def test_one_name_that_opens_a_view_is_a_leak(
 
     monkeypatch.setattr(CachingServer, "_usage", salted)
     assert main(["attack", "--url", caching_server.url, "--modes", "isolated", "--oracles", "names", *SOON]) == 1
-    assert "1 of 9 disguises see it" in capsys.readouterr().out
+    assert "1 of 11 disguises see it" in capsys.readouterr().out
 
 
 def test_a_shared_server_that_is_not_seen_to_leak_is_a_failure_of_the_harness(
@@ -100,6 +103,11 @@ def test_what_cannot_be_attacked_is_explained(
 ) -> None:
     assert main(["attack", "--url", free_url(), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_oracle_can_be_chosen() -> None:
+    assert list(ORACLES) == list(campaign.ORACLES)
+    assert set(EXACT_ORACLES) < set(ORACLES)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

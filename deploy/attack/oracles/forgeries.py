@@ -1,0 +1,139 @@
+"""Forged storage: an attacker who can write to the storage alters, swaps and plants pages.
+
+Victims' prompts are answered by one server, which stores their pages; the attacker changes what is stored; another
+server over the same storage, with nothing in memory, answers the same prompts. A forged page must be a miss, and
+answers must stay the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deploy.attack.findings import Finding, Verdict, not_applicable
+from deploy.bench.records import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from deploy.attack.prober import Answer
+    from deploy.attack.scene import Scene
+
+ORACLE = "forged storage"
+ANSWER_TOKENS = 8
+# Pages of a text; the last token of a prompt is always computed, so the last page is never read.
+TEXT_PAGES = 4
+PATIENCE_S = 30.0
+POLL_S = 0.5
+# So long without a new file means that everything has been stored.
+QUIET_S = 1.5
+
+Contents = dict["Path", bytes]
+
+
+def flip(victims: Contents, _planted: Contents) -> Contents:
+    """Flip a bit in the middle of every file."""
+    forged = {path: bytearray(data) for path, data in victims.items()}
+    for data in forged.values():
+        data[len(data) // 2] ^= 1
+    return {path: bytes(data) for path, data in forged.items()}
+
+
+def cut(victims: Contents, _planted: Contents) -> Contents:
+    """Cut the second half of every file off."""
+    return {path: data[: len(data) // 2] for path, data in victims.items()}
+
+
+def swap(victims: Contents, _planted: Contents) -> Contents:
+    """Give every file the content of the next one."""
+    contents = list(victims.values())
+    return dict(zip(victims, [*contents[1:], contents[0]], strict=True))
+
+
+def plant(victims: Contents, planted: Contents) -> Contents:
+    """Give every file the content of one that the attacker had stored for a text of its own."""
+    contents = list(planted.values())
+    return {path: contents[number % len(contents)] for number, path in enumerate(victims)}
+
+
+FORGERIES: dict[str, Callable[[Contents, Contents], Contents]] = {
+    "untouched": lambda victims, _planted: victims,
+    "flipped": flip,
+    "cut": cut,
+    "swapped": swap,
+    "planted": plant,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a prompt was answered before and after its stored pages were forged."""
+
+    forgery: str
+    before: Answer
+    after: Answer
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a forged page was used, or changed the answer."""
+        return self.after.cached_tokens > 0 or self.after.text != self.before.text
+
+
+async def probe_forgeries(scene: Scene) -> list[Finding]:
+    """Forge the pages of one victim in each way."""
+    folder, sibling = scene.server.storage, scene.sibling
+    if folder is None or sibling is None:
+        return [not_applicable(ORACLE, "no storage that can be written to, with a second server over it")]
+    tokens = TEXT_PAGES * scene.texts.page_tokens + scene.texts.page_tokens // 2
+    attacker = _text(scene, tokens)
+    _, planted = await _stored(scene, folder, attacker, scene.user("attacker"))
+    outcomes: list[Outcome] = []
+    for name, forge in FORGERIES.items():
+        text, victim = _text(scene, tokens), scene.user("victim")
+        before, files = await _stored(scene, folder, text, victim)
+        if not files or not planted:
+            return [not_applicable(ORACLE, f"nothing was stored within {PATIENCE_S:g} s")]
+        for path, data in forge(files, planted).items():
+            path.write_bytes(data)
+        outcomes.append(Outcome(name, before, await sibling.complete(text, victim, ANSWER_TOKENS)))
+    return [judge_forgeries(outcomes)]
+
+
+def judge_forgeries(outcomes: list[Outcome]) -> Finding:
+    """Return what follows; the first outcome is that of pages which were not touched."""
+    untouched, *forged = outcomes
+    accepted = [outcome for outcome in forged if outcome.is_accepted]
+    if accepted:
+        shown = ", ".join(outcome.forgery for outcome in accepted)
+        return Finding(ORACLE, Verdict.LEAKS, len(forged), note=f"pages are used: {shown}")
+    if not untouched.after.cached_tokens:
+        return Finding(ORACLE, Verdict.UNDECIDED, len(forged), note="pages that were not touched are not found either")
+    names = ", ".join(outcome.forgery for outcome in forged)
+    note = f"misses: {names}; of untouched pages {untouched.after.cached_tokens} tokens are found"
+    return Finding(ORACLE, Verdict.CLOSED, len(forged), note=note)
+
+
+async def _stored(scene: Scene, folder: Path, text: tuple[Segment, ...], user: str) -> tuple[Answer, Contents]:
+    """Have a text answered; return the answer and the files that it left in the storage."""
+    earlier = set(_files(folder))
+    answer = await scene.prober.complete(text, user, ANSWER_TOKENS)
+    clock = scene.prober.clock
+    deadline, changed_at, count = clock.now() + PATIENCE_S, clock.now(), 0
+    while clock.now() < deadline:
+        await clock.sleep(POLL_S)
+        new = [path for path in _files(folder) if path not in earlier]
+        if len(new) != count:
+            changed_at, count = clock.now(), len(new)
+        elif count and clock.now() - changed_at >= QUIET_S:
+            return answer, {path: path.read_bytes() for path in sorted(new)}
+    return answer, {}
+
+
+def _text(scene: Scene, tokens: int) -> tuple[Segment, ...]:
+    return (Segment(f"document/{scene.name()}", tokens),)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the objects of a storage directory; the keyring lies beside its folders."""
+    return [path for path in folder.glob("*/*") if path.is_file() and not path.name.startswith(".")]

@@ -1,0 +1,279 @@
+"""A small model of a user-aware server, in which each rule can be broken: what oracles must tell apart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.fakes.openai_server import FakeOpenAIServer, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from starlette.requests import Request
+
+PAGE = 16
+EPOCH_S = 0.3
+K = 3
+NAMES = ("user_id", "user", "safety_identifier", "cache_salt", "session_id", "prompt_cache_key")
+# Enough hits by somebody who has not computed the text.
+PROBING_HITS = 8
+
+Chain = bytes
+
+
+@dataclass(frozen=True)
+class Key:
+    tenant: str
+    subject: str
+    vouches: bool = False
+    admin: bool = False
+
+
+KEYS = {
+    "app": Key("default", "key/app", vouches=True),
+    "plain": Key("default", "key/plain"),
+    "personal": Key("default", "user/somebody"),
+    "rival": Key("rival", "key/rival"),
+    "rival-app": Key("rival", "key/rival-app", vouches=True),
+    "third": Key("third", "key/third"),
+    "isolated": Key("isolated", "key/isolated", vouches=True),
+    "admin": Key("default", "key/admin", admin=True),
+}
+FLAGS = [
+    *("--api-key", "app", "--plain-key", "plain", "--personal-key", "personal", "--rival-key", "rival"),
+    *("--rival-vouching-key", "rival-app", "--third-key", "third", "--admin-key", "admin"),
+    *("--isolated-key", "isolated"),
+]
+
+
+@dataclass(frozen=True)
+class Who:
+    tenant: str
+    subject: str
+    view: str
+
+
+@dataclass
+class Chains:
+    """What has been asked, by prefix of whole pages."""
+
+    views: dict[Chain, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
+    evidence: dict[tuple[str, Chain], set[str]] = field(default_factory=lambda: defaultdict(set))
+    shared: set[tuple[str, Chain]] = field(default_factory=set)
+    hits: dict[tuple[str, Chain], dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    order: dict[tuple[str, str, Chain], float] = field(default_factory=dict)
+
+
+@dataclass
+class AwareServer(FakeOpenAIServer):
+    """Each flag breaks one rule."""
+
+    has_keys: bool = True
+    believes_names: bool = False
+    shares_across_tenants: bool = False
+    isolates_tenants: bool = True
+    evicts_others: bool = False
+    serves_in_order: bool = False
+    shows_metrics: bool = False
+    shares_grammars: bool = False
+    compiles_in_order: bool = False
+    storage: Path | None = None
+    authenticates: bool = True
+    capacity_pages: int = 512
+    step_s: float = 0.0
+    chains: Chains = field(default_factory=Chains)
+    tokens: int = 0
+    grammars: set[tuple[str, str]] = field(default_factory=set)
+    _fresh: count[int] = field(default_factory=count)
+    _epoch: int = 0
+    _served: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _waiting: list[tuple[float, int, str, asyncio.Event]] = field(default_factory=list)
+    _compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._answer, methods=["POST"]),
+                Route("/v1/messages", self._answer, methods=["POST"]),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        key = KEYS.get(_secret(request))
+        if not self.shows_metrics and (key is None or not key.admin):
+            return JSONResponse({"error": {"message": "no"}}, 401)
+        return PlainTextResponse(f'# HELP tokens all\ntokens_total{{model="good"}} {float(self.tokens)}\n')
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        who = self._who(request, body)
+        if who is None:
+            return JSONResponse({"error": {"message": "no key"}}, 401)
+        refusal = await self._compile(who, body)
+        if refusal is not None:
+            return refusal
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"].split()
+        self._advance()
+        await self._wait(who)
+        found, answer = self._ask(who, [str(word) for word in text])
+        self.tokens += len(text)
+        usage = {"prompt_tokens": len(text), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": found}}
+        if "messages" in body:
+            return JSONResponse({"content": [], "usage": {"cache_read_input_tokens": found}})
+        if not body.get("stream"):
+            return JSONResponse({"choices": [{"index": 0, "text": answer}], "usage": usage})
+        return StreamingResponse(_stream(usage), media_type="text/event-stream")
+
+    def _who(self, request: Request, body: dict[str, Any]) -> Who | None:
+        name = next((body[each] for each in NAMES if body.get(each)), (body.get("metadata") or {}).get("user_id"))
+        if not self.has_keys:
+            if "x-forwarded-for" in request.headers and not self.believes_names:
+                return Who("default", "anonymous", f"request-{next(self._fresh)}")
+            key = Key("default", "local")
+        else:
+            found = KEYS.get(_secret(request))
+            if found is None:
+                return None
+            key = found
+        if self.believes_names:
+            subject = f"{key.subject}/{name or next(self._fresh)}"
+            return Who(key.tenant, subject, subject)
+        person = next((body[each] for each in NAMES[:3] if body.get(each)), (body.get("metadata") or {}).get("user_id"))
+        if key.vouches and person:
+            return Who(key.tenant, f"user/{person}", f"user/{person}/{body.get('cache_salt', '')}")
+        return Who(key.tenant, key.subject, f"{key.subject}/{person}/{body.get('cache_salt', '')}")
+
+    def _ask(self, who: Who, text: list[str]) -> tuple[int, str]:
+        chains = [_digest(text[: end * PAGE]) for end in range(1, len(text) // PAGE + 1)]
+        place = "all" if self.shares_across_tenants else who.tenant
+        found, store = 0, self.chains
+        for chain in chains:
+            is_own = (who.tenant, who.view) in store.views[chain]
+            if not is_own and (place, chain) in store.shared:
+                store.hits[place, chain][who.subject] += 1
+            if not is_own and (place, chain) not in store.shared:
+                break
+            found += 1
+        answer = _digest(text).hex()[:8]
+        if self.storage is not None:
+            found, answer = self._stored(who, chains, found, answer)
+        for chain in chains[found:] if chains else []:
+            store.views[chain].add((who.tenant, who.view))
+            if who.subject != "anonymous" and not (who.tenant == "isolated" and self.isolates_tenants):
+                store.evidence[place, chain].add(f"{who.tenant}/{who.subject}")
+        for chain in chains:
+            store.order[who.tenant, who.view, chain] = time.monotonic()
+        self._evict(who)
+        return found * PAGE, answer
+
+    def _stored(self, who: Who, chains: list[Chain], found: int, answer: str) -> tuple[int, str]:
+        """Read and write one file per page: a tag, and the page's part of the answer."""
+        assert self.storage is not None
+        for index, chain in enumerate(chains):
+            path = self.storage / chain.hex()[:2] / chain.hex()
+            tag = _digest([chain.hex(), who.view])
+            if path.exists():
+                data = path.read_bytes()
+                if self.authenticates and data != tag:
+                    break
+                found = max(found, index + 1)
+                answer = answer if data == tag else data.hex()[:8]
+            else:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(tag)
+        return found, answer
+
+    def _advance(self) -> None:
+        epoch = int(time.monotonic() / EPOCH_S)
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        store = self.chains
+        for (place, chain), subjects in store.hits.items():
+            if sum(hits >= PROBING_HITS for hits in subjects.values()) >= 2:
+                store.shared.discard((place, chain))
+                store.evidence[place, chain].clear()
+        store.shared |= {place for place, subjects in store.evidence.items() if len(subjects) >= K}
+
+    def _evict(self, who: Who) -> None:
+        """Evict the oldest of all, or of the tenant that has most."""
+        order = self.chains.order
+        while len(order) > self.capacity_pages:
+            candidates = list(order)
+            if not self.evicts_others and who.tenant != "default":
+                candidates = [each for each in order if each[0] == who.tenant]
+            elif not self.evicts_others and who.subject.startswith(("key/", "user/somebody")):
+                candidates = [each for each in order if each[:1] == (who.tenant,) and each[1].startswith(who.subject)]
+            oldest = min(candidates, key=lambda each: order[each])
+            del order[oldest]
+            self.chains.views[oldest[2]].discard(oldest[:2])
+
+    async def _wait(self, who: Who) -> None:
+        """Serve one request at a time: by arrival, or the tenant and then the subject that has had least."""
+        if not self.step_s:
+            return
+        turn = asyncio.Event()
+        self._waiting.append((time.monotonic(), next(self._fresh), f"{who.tenant} {who.subject}", turn))
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_later(self.step_s, self._serve)
+        await turn.wait()
+
+    def _serve(self) -> None:
+        def share(entry: tuple[float, int, str, asyncio.Event]) -> tuple[float, ...]:
+            tenant = entry[2].split()[0]
+            if self.serves_in_order:
+                return (entry[1],)
+            return (self._served[tenant] if tenant != "default" else self._served[entry[2]], entry[1])
+
+        chosen = min(self._waiting, key=share)
+        self._waiting.remove(chosen)
+        for each in (chosen[2], chosen[2].split()[0]):
+            self._served[each] += 1
+        chosen[3].set()
+        if self._waiting:
+            asyncio.get_running_loop().call_later(self.step_s, self._serve)
+
+    async def _compile(self, who: Who, body: dict[str, Any]) -> Response | None:
+        form = body.get("response_format") or body.get("guided_regex")
+        if form is None:
+            return None
+        text = json.dumps(form)
+        if "no such type" in text:
+            return JSONResponse({"error": {"message": "not a schema"}}, 400)
+        place = "all" if self.shares_grammars else f"{who.tenant} {who.subject}"
+        is_hostile = "guided_regex" in body
+        if (place, text) not in self.grammars:
+            lock = self._compiling if self.compiles_in_order else asyncio.Lock()
+            async with lock:
+                await asyncio.sleep(0.4 if is_hostile else 0.005)
+            self.grammars.add((place, text))
+        return None
+
+
+async def _stream(usage: dict[str, Any]) -> AsyncIterator[bytes]:
+    yield encode({"choices": [{"index": 0, "text": " w", "finish_reason": None}]})
+    yield encode({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+    yield encode({"choices": [], "usage": usage})
+    yield b"data: [DONE]\n\n"
+
+
+def _secret(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _digest(words: list[str]) -> bytes:
+    return hashlib.sha256(" ".join(words).encode()).digest()

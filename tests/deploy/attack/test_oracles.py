@@ -1,0 +1,186 @@
+"""Each oracle against a server that keeps a rule, and against one that breaks it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deploy.attack.findings import Verdict
+from deploy.attack.oracles.forgeries import Outcome, judge_forgeries
+from deploy.attack.oracles.pages import counts
+from deploy.attack.prober import Answer
+from deploy.cli import main
+from tests.deploy.attack.aware_server import EPOCH_S, FLAGS, AwareServer
+from tests.fakes.openai_server import running_server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODE = ["--modes", "user_aware", "--epoch-seconds", str(EPOCH_S), "--text-tokens", "64", "--seed", "3"]
+BAD = ("leaks", "unbounded")
+
+
+def attack(server: AwareServer, path: Path, oracle: str, *flags: str, quick: bool = True) -> dict[str, dict[str, Any]]:
+    """Return entries by oracle; the exit status must say the same as they do."""
+    path = path / "attack.json"
+    with running_server(server):
+        given = ["--url", server.url, *MODE, "--oracles", oracle, "--json", str(path), *flags]
+        status = main(["attack", *given, *(["--quick"] if quick else [])])
+    entries = {entry["metric"]: entry for entry in json.loads(path.read_text())}
+    is_bad = any((entry["verdict"] in BAD) != entry.get("control", False) for entry in entries.values())
+    assert status == int(is_bad)
+    return entries
+
+
+def verdicts(entries: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: entry["verdict"] for name, entry in entries.items()}
+
+
+NAMES_CONTROL = "people named by a vouching key (control)"
+
+
+def test_made_up_people_get_nowhere_where_only_vouched_names_are_people(tmp_path: Path) -> None:
+    found = verdicts(attack(AwareServer(), tmp_path, "inventions", *FLAGS))
+    assert found.pop(NAMES_CONTROL) == "leaks"
+    assert len(found) == 5
+    assert set(found.values()) == {"closed"}
+
+
+def test_made_up_people_are_seen_through_where_any_name_is_a_person(tmp_path: Path) -> None:
+    found = attack(AwareServer(believes_names=True), tmp_path, "inventions", *FLAGS)
+    assert found["one key: guessing"]["verdict"] == "leaks"
+    assert found["one key: publishing"]["verdict"] == "leaks"
+    # Conversation keys and no name at all count as well as names do.
+    ways = found["one key: publishing"]["note"]
+    assert int(ways.split()[0]) > 8, ways
+    # A tenant's text goes no further than the tenant, whoever is invented there.
+    assert found["rival key: guessing"]["verdict"] == "closed"
+
+
+def test_evidence_across_tenants_is_seen_by_a_rival(tmp_path: Path) -> None:
+    found = verdicts(attack(AwareServer(shares_across_tenants=True), tmp_path, "inventions", *FLAGS))
+    rival = ("rival key: guessing", "rival key: tenant's shared text", "rival key: publishing")
+    assert [found[name] for name in rival] == ["leaks"] * 3
+    assert found["one key: guessing"] == found["one key: publishing"] == "closed"
+
+
+def test_without_other_keys_a_rival_is_not_applicable(tmp_path: Path) -> None:
+    found = verdicts(attack(AwareServer(), tmp_path, "inventions", "--api-key", "app"))
+    assert found["rival key: guessing"] == "not applicable"
+    assert found["one key: publishing"] == "closed"
+
+
+@pytest.mark.parametrize(("believes_names", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_clients_without_a_key_are_told_from_people(tmp_path: Path, *, believes_names: bool, verdict: str) -> None:
+    server = AwareServer(has_keys=False, believes_names=believes_names)
+    found = verdicts(attack(server, tmp_path, "keyless", "--no-keys"))
+    assert found == {"keyless: guessing": verdict, "keyless: publishing": verdict}
+
+
+def test_a_server_that_wants_keys_has_no_clients_without_one(tmp_path: Path) -> None:
+    assert verdicts(attack(AwareServer(), tmp_path, "keyless", *FLAGS)) == {"keyless": "not applicable"}
+
+
+@pytest.mark.parametrize(("isolates", "verdict"), [(True, "closed"), (False, "leaks")])
+def test_a_tenant_that_shares_although_it_must_not_is_seen(tmp_path: Path, *, isolates: bool, verdict: str) -> None:
+    found = verdicts(attack(AwareServer(isolates_tenants=isolates), tmp_path, "isolation", *FLAGS))
+    assert found.pop("tenant that shares by evidence (control)") == "leaks"
+    assert found == {"tenant that shares nothing": verdict}
+
+
+@pytest.mark.parametrize(("across", "verdict"), [(False, "closed"), (True, "unbounded")])
+def test_a_rival_who_switches_sharing_off_is_seen(tmp_path: Path, *, across: bool, verdict: str) -> None:
+    found = verdicts(attack(AwareServer(shares_across_tenants=across), tmp_path, "demotion", *FLAGS))
+    assert found.pop("demotion by the tenant's own people (control)") == "unbounded"
+    assert found == {"rival key: demotion": verdict}
+
+
+@pytest.mark.parametrize(("evicts", "verdict"), [(False, "bounded"), (True, "unbounded")])
+def test_made_up_people_who_push_a_victim_out_are_seen(tmp_path: Path, *, evicts: bool, verdict: str) -> None:
+    server = AwareServer(evicts_others=evicts)
+    found = verdicts(attack(server, tmp_path, "pushing", *FLAGS, "--capacity-tokens", str(512 * 16)))
+    assert found.pop("pushing out by as many real people (control)") == "unbounded"
+    assert found == {"made-up names: pushing out": verdict}
+
+
+@pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
+def test_a_flood_that_delays_a_victim_is_seen(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
+    server = AwareServer(serves_in_order=in_order, step_s=0.03)
+    found = verdicts(attack(server, tmp_path, "delay", *FLAGS, "--policy", "fair", "--rows", "1"))
+    assert found.pop("delay by as many real people (control)") == "unbounded"
+    assert found == {"rival key: delay": verdict}
+
+
+def test_delays_are_not_judged_where_shares_are_not_promised(tmp_path: Path) -> None:
+    assert verdicts(attack(AwareServer(), tmp_path, "delay", *FLAGS)) == {"rival key: delay": "not applicable"}
+
+
+@pytest.mark.parametrize(("shows", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_pages_that_count_single_requests_are_seen(tmp_path: Path, *, shows: bool, verdict: str) -> None:
+    found = attack(AwareServer(shows_metrics=shows), tmp_path, "pages", *FLAGS)
+    assert found["metrics for an administrator (control)"]["verdict"] == "leaks"
+    assert found["metrics"]["verdict"] == verdict
+    assert ("tokens_total" in found["metrics"]["note"]) is shows
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        (b'a{x="1"} 10.0\n', b'a{x="1"} 1007.0\n', 'a{x="1"}'),
+        (b"", b"a 1000\n", "a"),
+        (b"a 10.0\n", b"a 11.0\n", ""),
+        (b"a 10.0\n", b"a 5010.0\n", ""),
+        (b'{"seen": 3}', b'{"seen": 1001, "x": "y"}', "seen"),
+        (b'{"seen": 3}', b'{"seen": 3}', ""),
+    ],
+)
+def test_a_number_that_grows_by_a_request_is_found(before: bytes, after: bytes, shown: str) -> None:
+    assert counts(before, after, 997) == shown
+
+
+@pytest.mark.parametrize(("shares", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_grammars_that_are_compiled_once_for_all_are_seen(tmp_path: Path, *, shares: bool, verdict: str) -> None:
+    server = AwareServer(shares_grammars=shares)
+    found = verdicts(attack(server, tmp_path, "grammar-times", *FLAGS, "--pairs", "250", quick=False))
+    assert found["grammar timing of one's own (control)"] == "leaks"
+    # Times of a busy machine may leave it undecided, but never make it say the opposite.
+    assert found["grammar timing"] in {verdict, "undecided"}
+
+
+@pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
+def test_grammars_that_keep_others_waiting_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_order: bool, verdict: str
+) -> None:
+    monkeypatch.setattr("deploy.attack.oracles.grammars.MOST_DELAY_S", 0.5)
+    monkeypatch.setattr("deploy.attack.oracles.grammars.AHEAD_S", 0.1)
+    found = verdicts(attack(AwareServer(compiles_in_order=in_order), tmp_path, "grammar-delay", *FLAGS))
+    assert found == {"grammar delay": verdict}
+
+
+@pytest.mark.parametrize(("authenticates", "verdict"), [(True, "closed"), (False, "leaks")])
+def test_pages_that_are_not_authenticated_are_seen_to_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, authenticates: bool, verdict: str
+) -> None:
+    monkeypatch.setattr("deploy.attack.oracles.forgeries.QUIET_S", 0.05)
+    monkeypatch.setattr("deploy.attack.oracles.forgeries.POLL_S", 0.05)
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    server = AwareServer(storage=folder, authenticates=authenticates)
+    with running_server(AwareServer(storage=folder, authenticates=authenticates)) as sibling:
+        flags = ["--sibling-url", sibling.url, "--storage", str(folder)]
+        found = attack(server, tmp_path, "forgeries", *FLAGS, *flags)
+    assert found["forged storage"]["verdict"] == verdict
+    if verdict == "leaks":
+        assert "flipped" in found["forged storage"]["note"]
+
+
+def test_a_storage_that_is_never_read_proves_nothing() -> None:
+    missed = Answer("text", 0)
+    outcomes = [Outcome(name, missed, missed) for name in ("untouched", "flipped")]
+    assert judge_forgeries(outcomes).verdict is Verdict.UNDECIDED
+    outcomes[0] = Outcome("untouched", missed, Answer("text", 64))
+    assert judge_forgeries(outcomes).verdict is Verdict.CLOSED
+    outcomes[1] = Outcome("flipped", missed, Answer("another", 0))
+    assert judge_forgeries(outcomes).verdict is Verdict.LEAKS
