@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.limits import load_limits
+from common.reloading import Reloading
 from common.rpc.security import UNIX_ONLY
 from common.version import version
 from gateway.api.context import Context, Limits
@@ -23,8 +25,6 @@ from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
 from gateway.probes import ProbeServer
 from gateway.quotas.quotas import Quotas
-from gateway.quotas.rules import load_rules
-from gateway.reloading import Reloading
 from gateway.resume import ResumePolicy
 from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
@@ -139,7 +139,7 @@ def build_quotas(settings: GatewaySettings, meters: Meters) -> Quotas:
     Raises:
         ConfigurationError: the limits file is wrong.
     """
-    return Quotas(Reloading(settings.limits_file, load_rules) if settings.limits_file else None, meters)
+    return Quotas(Reloading(settings.limits_file, load_limits) if settings.limits_file else None, meters)
 
 
 class ReloadedKeys:

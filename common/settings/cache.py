@@ -67,11 +67,15 @@ class CacheSettings(Section):
     cache_creators_limit: int = Field(default=32, ge=1)
     """Creators kept per shared prompt and tenant; they keep it when it is demoted."""
     cache_quota_share: float = Field(default=0.25, gt=0, le=1)
-    """A user with more than this evicts its own pages first, so that a flood pushes nobody else out."""
+    """A subject with more than this gives up its own pages first, so that a flood does not displace those of others.
+    The limits file can say otherwise for tenants and subjects (cache_share), and limits tenants, too."""
     cache_floor_share: float = Field(default=1 / 1024, ge=0, le=1)
-    """An active user's pages up to this go only when nobody has more."""
+    """An active subject's pages up to this are the last that its tenant gives up; in the limits file, cache_floor."""
+    cache_tenant_floor_share: float = Field(default=1 / 64, ge=0, le=1)
+    """An active tenant's pages up to this are evicted only when all tenants have no more; in the limits file,
+    cache_floor of a tenant."""
     cache_active_epochs: int = Field(default=30, ge=0)
-    """A user is active for so many epochs after its last request."""
+    """A subject or tenant is active for so many epochs after its last request."""
     cache_headroom_share: float = Field(default=1 / 64, ge=0, lt=1)
     """Pages freed ahead of need, which can be found until they are reused."""
     cache_public_bonus_epochs: int = Field(default=6, ge=0)

@@ -23,7 +23,8 @@ class IdentitySettings(Section):
     keys_file: Path | None = None
     """TOML file of API keys, written by `pando keys`; read again when it changes. Absent: no key is asked for."""
     limits_file: Path | None = None
-    """TOML file with limits of tenants and their users; read again when it changes. Absent: no limits."""
+    """TOML file with limits of tenants and subjects; read again when it changes. Absent: no limits. Schedulers read
+    their part of it by scheduler.limits_file."""
     max_priority: int = 0
     """Highest `priority` that requests may ask for whose key does not say another (`pando keys create --max-priority`);
     administrators may ask for any."""

@@ -193,6 +193,8 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
                     "workers": tuple(sockets[name] for name in ranks),
                     "detokenizer": sockets["detokenizer"],
                     "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
+                    # One file for all that enforce limits.
+                    "limits_file": settings.scheduler.limits_file or settings.gateway.limits_file,
                 }
             ),
             "detokenizer": settings.detokenizer.model_copy(update={"address": sockets["detokenizer"]}),

@@ -13,8 +13,8 @@ import jwt
 
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
+from common.reloading import Reloading
 from gateway.identity.proxies import is_loopback
-from gateway.reloading import Reloading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,8 +10,8 @@ from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, Obstacle, Reading, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from common.limits import SubjectLimits
     from gateway.quotas.meters import Account
-    from gateway.quotas.rules import Quota
 
 # Beyond so many meters those that are as good as new are dropped.
 MAX_METERS = 10_000
@@ -54,7 +54,7 @@ class Meter:
 
     __slots__ = ("_open", "_requests", "_tokens", "quota")
 
-    def __init__(self, quota: Quota, now: float) -> None:
+    def __init__(self, quota: SubjectLimits, now: float) -> None:
         """Begin with nothing used."""
         self.quota = quota
         self._open = 0

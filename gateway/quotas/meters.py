@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.quotas.rules import Quota
+    from common.limits import SubjectLimits
 
 # When an open request will end is not known; clients that wait for one are told to try again after so long.
 BUSY_WAIT_S = 1.0
@@ -30,7 +30,7 @@ class Account:
 
     tenant: str
     subject: str | None
-    quota: Quota
+    quota: SubjectLimits
 
     @property
     def needs_lease(self) -> bool:

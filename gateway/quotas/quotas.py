@@ -10,16 +10,16 @@ from common.errors import QueueFullError
 from gateway.quotas.meters import Account, Taking, rate_headers
 
 if TYPE_CHECKING:
+    from common.limits import Limits
     from common.types import Subject
     from gateway.quotas.meters import Meters
-    from gateway.quotas.rules import Rules
 
 
-class RulesSource(Protocol):
+class LimitsSource(Protocol):
     """Where limits are written down; they may change at any time."""
 
     @property
-    def value(self) -> Rules:
+    def value(self) -> Limits:
         """The limits in force."""
 
 
@@ -50,7 +50,7 @@ class Charge:
 class Quotas:
     """Applies limits to requests. A changed limit counts at once, and for what has been used already."""
 
-    def __init__(self, rules: RulesSource | None, meters: Meters) -> None:
+    def __init__(self, rules: LimitsSource | None, meters: Meters) -> None:
         """Hold everybody to `rules`, None for no limits, as counted by `meters`."""
         self._rules = rules
         self._meters = meters
@@ -78,8 +78,8 @@ class Quotas:
     def _accounts(self, subject: Subject) -> list[Account]:
         if self._rules is None:
             return []
-        quota = self._rules.value.of(subject.tenant)
-        return [Account(subject.tenant, None, quota), Account(subject.tenant, subject.name, quota.each_user)]
+        limits, tenant = self._rules.value, subject.tenant
+        return [Account(tenant, None, limits.of(tenant)), Account(tenant, subject.name, limits.of_subject(subject))]
 
 
 class LimitedError(QueueFullError):

@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
+from common.limits import Limits, load_limits
 from common.logs import get_logger
+from common.reloading import Reloading
 from common.types import Admission, RequestId
 from services.scheduler import metrics
 from services.scheduler.cache.factory import make_allocator, make_cache, resolve_host
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import ScheduleRequest, SessionGrant, SessionWish, Sharing, View
+    from common.types import ScheduleRequest, SessionGrant, SessionWish, View
     from protos.gen.pando.v1 import detokenizer_pb2
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
@@ -53,11 +55,11 @@ class SchedulerLoop:
         settings: SchedulerSettings,
         clock: Callable[[], float] = time.monotonic,
         decisions: DecisionLog | None = None,
-        sharing_of: Callable[[str], Sharing] | None = None,
     ) -> None:
         """Start without a core: it is made when the workers have reported their capacity.
 
-        `sharing_of` returns how far a tenant shares now; absent: each within itself.
+        Raises:
+            ConfigurationError: the limits file is wrong.
         """
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
@@ -66,13 +68,14 @@ class SchedulerLoop:
         self._settings = settings
         self._clock = clock
         self._decisions = decisions
-        self._sharing_of = sharing_of
         self._sampler: InvariantSampler | None = None
         self._storage = StorageDesk(settings)
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
         self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
         self._wake = asyncio.Event()
+        self._limits_file = Reloading(settings.limits_file, load_limits) if settings.limits_file else None
+        self._limits = self._limits_file.value if self._limits_file else Limits()
         self._step_cpu_s = 0.0
         self._is_draining = False
         self._log = get_logger("loop")
@@ -184,7 +187,7 @@ class SchedulerLoop:
             # An encoder keeps nothing.
             name = "chunk" if capacity.is_encoder else self._settings.cache
             allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
-            choices = SharingChoices(self._sharing_of)
+            choices = SharingChoices(lambda tenant: self._limits.sharing_of(tenant))
             cache = make_cache(name, allocator, config.page_size, rules, host, choices)
             storage = self._storage.attach(cache.host, capacity)
             if self._decisions is not None:
@@ -196,6 +199,8 @@ class SchedulerLoop:
             policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)
             times = OperationTimes(time.thread_time)
             self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
+            if self._limits_file is not None:
+                self.core.adopt(self._limits)
             self.meter = CacheMeter(times)
             self._tier_meter = TierMeter(capacity.kv_bytes_per_token * config.page_size)
             self._sampler = InvariantSampler.of(cache)
@@ -306,6 +311,7 @@ class SchedulerLoop:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             if self.core is None:
                 continue
+            self._reload_limits(self.core)
             self.core.expire(self.now)
             self._advance(self.epoch)
             self._storage.advance(self.epoch)
@@ -313,6 +319,14 @@ class SchedulerLoop:
             self._check_accounts(self.core)
             self._check_invariants()
             self._wake.set()
+
+    def _reload_limits(self, core: SchedulerCore) -> None:
+        if self._limits_file is None:
+            return
+        limits = self._limits_file.value
+        if limits is not self._limits:
+            self._limits = limits
+            core.adopt(limits)
 
     def _check_invariants(self) -> None:
         """Look at some paths of the cache's tree; what is wrong is told, and never fatal."""

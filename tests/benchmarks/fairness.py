@@ -1,4 +1,4 @@
-"""One greedy user and eight modest ones under each policy: `python -m tests.benchmarks.fairness`.
+"""Greedy and modest users, floods and weighted tenants under each policy: `python -m tests.benchmarks.fairness`.
 
 The scheduler core runs as it is, with a user-aware cache; a worker that computes nothing takes the time that a GPU of
 some size would: a constant per step, and something per token of prompt and per decoding row. Time is simulated, so the
@@ -8,6 +8,11 @@ The greedy user keeps 64 questions about a dozen long documents in the queue; ea
 whose next turn comes some seconds after the answer. Reported are times to first token; Jain's index of speed (a user's
 speed is what its time to first token would be with nobody else there, over what it is: 1 means that all are slowed down
 alike); and how much of the prompts the cache held.
+
+Beside that, two cases in which all always have requests waiting. A flood without a name keeps 256 requests in the
+queue, each with a view of its own, and a named user 32: reported is what the user gets, over the half that is its fair
+share. Three tenants of weights 3, 2 and 1, with 1, 4 and 12 subjects of different weights: reported is by how much the
+share of any tenant, and of any subject within its tenant, differs from what the weights say.
 """
 
 from __future__ import annotations
@@ -16,20 +21,27 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.table import Table
 
+from common.limits import Limits, SubjectLimits, TenantLimits
+from common.types import Subject
 from deploy.bench.report import output_console
 from deploy.bench.results import Provenance, ResultSheet, write_results
+from tests.benchmarks.backlog_simulation import Backlog, service
 from tests.benchmarks.shares_simulation import Simulation, Workload, figures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from deploy.bench.results import Result
     from services.scheduler.policy.factory import PolicyName
 
+K = TypeVar("K")
+
+# Of backlogs, more changes nothing.
+BACKLOG_S = 15.0
 RESULTS = Path(__file__).parent / "results" / "fairness.json"
 UNITS = {
     "modest_ttft_p50": "ms",
@@ -40,6 +52,9 @@ UNITS = {
     "modest_turns": "",
     "output_tokens_per_s": "tok/s",
 }
+
+
+SHARE_UNITS = {"named_share_beside_flood": "of its fair share", "tenant_share_error": "%", "subject_share_error": "%"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,50 @@ def measure(variant: Variant, workload: Workload) -> dict[str, float]:
     return figures(simulation)
 
 
+def measure_shares(variant: Variant, duration_s: float) -> dict[str, float]:
+    """Run the two cases with a constant backlog; return their figures by the names in `SHARE_UNITS`."""
+    named, unnamed = Subject("default", "user/ann"), Subject("default", "anonymous")
+    backlogs = [Backlog(unnamed, 256, salted=True), Backlog(named, 32)]
+    got = _service(variant, backlogs, Limits(), duration_s)
+    tenants = {
+        "large": TenantLimits(weight=3),
+        "middle": TenantLimits(weight=2, subjects={"user/0": SubjectLimits(weight=3)}),
+        "small": TenantLimits(
+            weight=1, subjects={"user/0": SubjectLimits(weight=2), "user/1": SubjectLimits(weight=2)}
+        ),
+    }
+    limits = Limits(tenants=tenants)
+    sizes = {"large": 1, "middle": 4, "small": 12}
+    subjects = [Subject(tenant, f"user/{number}") for tenant, size in sizes.items() for number in range(size)]
+    # The smallest tenant asks for most, so that neither numbers nor floods decide.
+    asked = {"large": 48, "middle": 24, "small": 24}
+    shared = _service(
+        variant, [Backlog(subject, asked[subject.tenant]) for subject in subjects], limits, 4 * duration_s
+    )
+    by_tenant = {tenant: sum(shared[each] for each in subjects if each.tenant == tenant) for tenant in sizes}
+    within = [
+        _error({each: shared[each] for each in of}, {each: limits.of_subject(each).weight for each in of})
+        for of in ([each for each in subjects if each.tenant == tenant] for tenant in sizes)
+    ]
+    return {
+        "named_share_beside_flood": got[named] / (sum(got.values()) / 2),
+        "tenant_share_error": _error(by_tenant, {tenant: limits.of(tenant).weight for tenant in sizes}),
+        "subject_share_error": max(within),
+    }
+
+
+def _service(
+    variant: Variant, backlogs: Sequence[Backlog], limits: Limits, duration_s: float
+) -> Mapping[Subject, float]:
+    return service(variant.policy, backlogs, limits, duration_s=duration_s, slack_tokens=variant.slack_tokens)
+
+
+def _error(got: Mapping[K, float], weights: Mapping[K, float]) -> float:
+    """Return by how many percent of it a share differs from its part by weight, at most."""
+    total, weight = sum(got.values()), sum(weights.values())
+    return max(abs(got[each] / total / (weights[each] / weight) - 1) for each in got) * 100
+
+
 def main(argv: Sequence[str]) -> int:
     """Run all policies, print a table, and write the figures where wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,17 +135,21 @@ def main(argv: Sequence[str]) -> int:
     workload = Workload(duration_s=arguments.duration)
     table = Table(title=f"1 greedy and {workload.modest_users} modest users", title_justify="left")
     table.add_column("")
-    measured = {variant: measure(variant, workload) for variant in VARIANTS}
+    measured = {
+        variant: measure(variant, workload) | measure_shares(variant, min(arguments.duration, BACKLOG_S))
+        for variant in VARIANTS
+    }
+    units = UNITS | SHARE_UNITS
     results: list[Result] = []
     provenance = Provenance.collect(argv)
     provenance = Provenance("python -m tests.benchmarks.fairness --json", provenance.commit, provenance.date)
     for variant in VARIANTS:
         table.add_column(variant.label, justify="right")
         sheet = ResultSheet("fairness", "simulated", 1, provenance, variant.label)
-        for name, unit in UNITS.items():
+        for name, unit in units.items():
             sheet.add(name, measured[variant][name], unit)
         results += sheet.results
-    for name, unit in UNITS.items():
+    for name, unit in units.items():
         title = f"{name}, {unit}" if unit else name
         table.add_row(title, *(f"{measured[variant][name]:,.4g}" for variant in VARIANTS))
     output_console().print(table)

@@ -130,7 +130,6 @@ class Simulation:
             vocabulary_size=VOCABULARY,
             eos_token_ids=(),
             max_waiting=4096,
-            max_waiting_per_user=2048,
             waiting_timeout_s=1e9,
             running_timeout_s=1e9,
             lease_s=0.008,

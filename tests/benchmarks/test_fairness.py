@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.fairness import VARIANTS, measure
+from tests.benchmarks.fairness import VARIANTS, measure, measure_shares
 from tests.benchmarks.shares_simulation import Workload, jain
 
 
@@ -14,6 +14,16 @@ def test_fair_shares_spare_modest_users_the_greedy_one_s_queue_and_keep_the_cach
     assert fair["modest_ttft_p95"] < 0.5 * min(fcfs["modest_ttft_p95"], lpm["modest_ttft_p95"])
     assert fair["jain_index_of_speed"] > max(fcfs["jain_index_of_speed"], lpm["jain_index_of_speed"]) + 0.05
     assert fair["hit_rate"] > 0.98 * lpm["hit_rate"]
+
+
+@pytest.mark.slow
+def test_a_named_user_has_its_share_beside_an_unnamed_flood_and_tenants_have_theirs_by_weight() -> None:
+    fcfs, fair = (measure_shares(variant, 10.0) for variant in (VARIANTS[0], VARIANTS[2]))
+    assert fair["named_share_beside_flood"] >= 0.95
+    assert max(fair["tenant_share_error"], fair["subject_share_error"]) <= 5
+    # What arrival order gives: a share by the number of requests.
+    assert fcfs["named_share_beside_flood"] < 0.3
+    assert fcfs["tenant_share_error"] > 50
 
 
 def test_the_simulation_gives_the_same_figures_each_time() -> None:

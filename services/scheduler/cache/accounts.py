@@ -1,16 +1,20 @@
-"""What each view, each tenant and the public have in the cache."""
+"""What each view, each tenant and the public have in the cache, who holds quotas, and who was active lately."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import InitVar, dataclass, field
 from hashlib import blake2b
+from itertools import count
 from typing import TYPE_CHECKING
 
+from common.limits import Limits
 from common.types import Sharing, Subject, View
 from services.scheduler.cache.sharing import SharingChoices
 
 if TYPE_CHECKING:
+    from common.limits import SubjectLimits
+    from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Node
 
 # Where a node is visible: () everywhere, (tenant,) in a tenant's views, (tenant, subject, salt) in one view.
@@ -33,19 +37,50 @@ def view_of(scope: Scope) -> View:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class Holder:
+    """A tenant, or a subject of one, as the holder of a quota; one object each, so holders compare by identity.
+
+    What a tenant's subjects share is held by a holder of its own beside them, and so is the public, as a tenant and as
+    its only subject: such a holder `is_common`, and no quota limits it.
+
+    `number` orders holders by their first request. `share` and `floor` are shares of a tier's pages; a tenant without
+    `share` gets an equal part of what the others leave (see `EvictionQueue`). `members` counts the accounts of a
+    subject, and the subjects of a tenant.
+    """
+
+    scope: Scope
+    number: int
+    is_common: bool = False
+    parent: Holder | None = None
+    share: float | None = None
+    floor: float = 0.0
+    members: int = 0
+    last_epoch: int = 0
+    is_active: bool = False
+
+    @property
+    def tenant(self) -> Holder:
+        """The tenant that a subject belongs to; a tenant itself."""
+        return self if self.parent is None else self.parent
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Account:
     """An owner of nodes: a view, a tenant or the public. There is one object per scope; owners compare by identity.
 
     `tenant` is the account of a view's tenant; a tenant's and the public's is itself. `sharing` is a tenant's choice as
     of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its LIVE nodes,
     counted as if nobody else held them: what others hold must not show in a quota. `tops` are its nodes below nodes
-    of other owners; the public has none. `heap`, `candidates`, `rank` and `standing` are the eviction queue's.
+    of other owners; the public has none. `holder` is whose quota its pages count against: all views of a subject have
+    the same.
     """
 
     scope: Scope
     of_tenant: InitVar[Account | None] = None
+    of_holder: InitVar[Holder | None] = None
     tenant: Account = field(init=False)
     subject: SubjectKey = field(init=False)
+    holder: Holder = field(init=False)
     sharing: Sharing | None = None
     views: int = 0
     live_pages: int = 0
@@ -54,17 +89,15 @@ class Account:
     last_epoch: int = 0
     is_active: bool = False
     tops: dict[Node, None] = field(default_factory=dict)
-    heap: list[tuple[tuple[int, ...], int, Node]] = field(default_factory=list)
-    candidates: int = 0
-    rank: int = 0
-    standing: int = 0
     has_sessions: bool = False
     _fingerprint: int | None = None
 
-    def __post_init__(self, of_tenant: Account | None) -> None:
+    def __post_init__(self, of_tenant: Account | None, of_holder: Holder | None) -> None:
         """Derive what follows from the scope."""
         self.tenant = self if of_tenant is None else of_tenant
         self.subject = self.scope[:2]
+        # An account that is only looked with holds nothing.
+        self.holder = Holder(self.subject, -1) if of_holder is None else of_holder
 
     @property
     def is_public(self) -> bool:
@@ -94,17 +127,31 @@ class Account:
 
 
 class Accounts:
-    """Owns the accounts of all views that hold a node or a lease, and of their tenants; knows who was active lately."""
+    """Owns the accounts of all views that hold a node or a lease, and of their tenants; knows who was active lately.
 
-    def __init__(self, active_epochs: int, choices: SharingChoices | None = None) -> None:
-        """Start with the public alone; `choices` says how far tenants share."""
-        self.public = Account(PUBLIC_SCOPE)
-        self._active_epochs = active_epochs
+    A subject holds a quota as long as it has an account, a tenant until it has been idle for some epochs.
+    """
+
+    def __init__(self, config: CacheConfig, choices: SharingChoices | None = None) -> None:
+        """Start with the public alone, under the shares of `config`; `choices` says how far tenants share."""
+        self._config = config
+        self._limits = Limits()
+        self._numbers = count()
+        everyone = Holder(PUBLIC_SCOPE, next(self._numbers), is_common=True)
+        public = Holder(PUBLIC_SCOPE, next(self._numbers), is_common=True, parent=everyone)
+        self.public = Account(PUBLIC_SCOPE, None, public)
+        # Active tenants without a share of their own.
+        self.active_tenants = 0
+        # Raised with each change of which tenants are active, and with each change of limits.
+        self.version = 0
+        self.limits_version = 0
+        self._tenant_holders: dict[str, Holder] = {}
+        self._holders: dict[Scope, Holder] = {}
         self._choices = choices or SharingChoices()
         self._views: dict[Scope, Account] = {}
         self._tenants: dict[str, Account] = {}
         # By last activity, oldest first.
-        self._active: OrderedDict[Account, None] = OrderedDict()
+        self._active: OrderedDict[Account | Holder, None] = OrderedDict()
 
     def __len__(self) -> int:
         """Return how many views there are."""
@@ -120,7 +167,9 @@ class Accounts:
         """Return the account of a view that starts a request now."""
         account = self.owner(scope)
         account.leases += 1
-        self._touch(account, epoch)
+        if not account.is_public:
+            for each in (account, account.holder, account.holder.tenant):
+                self._touch(each, epoch)
         return account
 
     def owner(self, scope: Scope) -> Account:
@@ -133,7 +182,7 @@ class Accounts:
         if account is None:
             tenant = self._tenant(scope[0])
             tenant.views += 1
-            account = self._views[scope] = Account(scope, tenant)
+            account = self._views[scope] = Account(scope, tenant, self._holder(scope[:2]))
         return account
 
     def close(self, account: Account) -> None:
@@ -146,25 +195,38 @@ class Accounts:
         if account.leases or account.nodes or account.views or account.is_public:
             return
         if account.is_shared:
-            self._tenants.pop(account.scope[0], None)
+            if self._tenants.pop(account.scope[0], None) is not None:
+                self._leave(account.holder)
             return
         del self._views[account.scope]
-        self._active.pop(account, None)
-        account.is_active = False
+        self._end_activity(account)
+        self._leave(account.holder)
         account.tenant.views -= 1
         self.forget_if_empty(account.tenant)
 
-    def pop_idle(self, epoch: int) -> list[Account]:
-        """Return the accounts whose activity ended before `epoch`, once each."""
+    def pop_idle(self, epoch: int) -> list[Holder]:
+        """Return the subjects and tenants whose activity ended before `epoch`, once each."""
         idle = []
         while self._active:
-            account = next(iter(self._active))
-            if epoch - account.last_epoch <= self._active_epochs:
+            each = next(iter(self._active))
+            if epoch - each.last_epoch <= self._config.active_epochs:
                 break
-            del self._active[account]
-            account.is_active = False
-            idle.append(account)
+            self._end_activity(each)
+            if isinstance(each, Holder):
+                idle.append(each)
+                if each.parent is None:
+                    self._forget_tenant(each)
         return idle
+
+    def adopt(self, limits: Limits) -> None:
+        """Apply other quotas and floors from now on."""
+        self._limits = limits
+        for holder in (*self._tenant_holders.values(), *self._holders.values()):
+            self._count_tenant(holder, -1)
+            self._set_shares(holder)
+            self._count_tenant(holder, 1)
+        self.version += 1
+        self.limits_version += 1
 
     def sharing_of(self, tenant: str) -> Sharing:
         """Return how far a tenant shares, whether it has an account or not."""
@@ -196,16 +258,72 @@ class Accounts:
     def _tenant(self, name: str) -> Account:
         account = self._tenants.get(name)
         if account is None:
-            account = self._tenants[name] = Account((name,))
+            account = self._tenants[name] = Account((name,), None, self._holder((name,)))
             account.sharing = self._choices.of(name)
         return account
 
-    def _touch(self, account: Account, epoch: int) -> None:
-        if account.is_public:
+    def _holder(self, scope: Scope) -> Holder:
+        """Return who holds what a further account of the subject, or of the tenant, will have."""
+        holder = self._holders.get(scope)
+        if holder is None:
+            tenant = self._tenant_holders.get(scope[0])
+            if tenant is None:
+                tenant = self._tenant_holders[scope[0]] = Holder(scope[:1], next(self._numbers))
+                self._set_shares(tenant)
+            tenant.members += 1
+            is_common = len(scope) == 1
+            holder = self._holders[scope] = Holder(scope, next(self._numbers), is_common=is_common, parent=tenant)
+            self._set_shares(holder)
+        holder.members += 1
+        return holder
+
+    def _leave(self, holder: Holder) -> None:
+        """Take an account from its holder, which goes with the last one."""
+        holder.members -= 1
+        if not holder.members:
+            del self._holders[holder.scope]
+            self._end_activity(holder)
+            holder.tenant.members -= 1
+            self._forget_tenant(holder.tenant)
+
+    def _forget_tenant(self, tenant: Holder) -> None:
+        if not (tenant.members or tenant.is_active):
+            del self._tenant_holders[tenant.scope[0]]
+
+    def _set_shares(self, holder: Holder) -> None:
+        if holder.parent is not None and holder.is_common:
             return
-        account.last_epoch = epoch
-        if account.is_active:
-            self._active.move_to_end(account)
+        config = self._config
+        if holder.parent is None:
+            limits: SubjectLimits = self._limits.of(holder.scope[0])
+            share, floor = None, config.tenant_floor_share
         else:
-            account.is_active = True
-            self._active[account] = None
+            limits = self._limits.of_subject(Subject(*holder.scope))
+            share, floor = config.quota_share, config.floor_share
+        holder.share = share if limits.cache_share is None else limits.cache_share
+        holder.floor = floor if limits.cache_floor is None else limits.cache_floor
+        if holder.share is not None:
+            holder.floor = min(holder.floor, holder.share)
+
+    def _touch(self, each: Account | Holder, epoch: int) -> None:
+        each.last_epoch = epoch
+        if each.is_active:
+            self._active.move_to_end(each)
+            return
+        each.is_active = True
+        self._active[each] = None
+        if isinstance(each, Holder):
+            self._count_tenant(each, 1)
+
+    def _end_activity(self, each: Account | Holder) -> None:
+        if each.is_active:
+            if isinstance(each, Holder):
+                self._count_tenant(each, -1)
+            each.is_active = False
+            del self._active[each]
+
+    def _count_tenant(self, holder: Holder, sign: int) -> None:
+        """Take an active tenant into, or out of, what the tenants' quotas are computed from."""
+        if holder.parent is None and holder.is_active:
+            self.active_tenants += sign * (holder.share is None)
+            self.version += 1

@@ -20,6 +20,7 @@ from services.scheduler.cache.interface import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
@@ -100,6 +101,9 @@ class ChunkCache:
     def advance(self, epoch: int) -> None:
         """Note the epoch."""
         self.epoch = epoch
+
+    def adopt(self, limits: Limits) -> None:
+        """Change nothing, as no pages are kept."""
 
     def pin(self, token_ids: TokenIds) -> int:
         """Return 0: nothing is kept."""

@@ -93,11 +93,14 @@ class CacheConfig:
     creators_limit: int = 32
 
     # --- memory ---
-    # A view above it evicts its own cold pages first: four heavy users cannot push out everybody else.
+    # These three hold where the limits file says nothing else.
+    # A subject above it evicts its own cold pages first: four heavy users cannot push out everybody else.
     quota_share: float = 0.25
-    # Up to it, an active view's pages go only when nobody has more: 1/1024 of 100,000 pages are 1,500 tokens.
+    # Up to it, an active subject's pages go last of its tenant's: 1/1024 of 100,000 pages are 1,500 tokens.
     floor_share: float = 1 / 1024
-    # A view counts as active so long after its last request: the same 5 minutes as evidence.
+    # Up to it, an active tenant's pages go only when all tenants have no more: its subjects' floors together.
+    tenant_floor_share: float = 1 / 64
+    # A subject or tenant counts as active so long after its last request: the same 5 minutes as evidence.
     active_epochs: int = 30
     # Pages that an eviction frees ahead of need, so that they may still be revived: about one long prompt.
     headroom_share: float = 1 / 64
@@ -124,6 +127,7 @@ class CacheConfig:
             "repromotion_factor must be at least 1": self.repromotion_factor >= 1,
             "quota_share must be in (0, 1]": 0 < self.quota_share <= 1,
             "floor_share must be in [0, quota_share]": 0 <= self.floor_share <= self.quota_share,
+            "tenant_floor_share must be in [0, 1]": 0 <= self.tenant_floor_share <= 1,
             "headroom_share must be in [0, 1)": 0 <= self.headroom_share < 1,
             "diversity_min must be in [0, 1]": 0 <= self.diversity_min <= 1,
             "creators_limit must hold the evidence of a promotion": self.creators_limit >= highest,

@@ -1,19 +1,25 @@
-"""Who gives up pages next: the principal most over its quota, then the coldest leaf of all."""
+"""Which node gives up its pages next: the tenant most over its quota, in it the subject, then the coldest leaf."""
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
+from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from services.scheduler.cache.config import EvictionPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
+    from services.scheduler.cache.accounts import Account, Accounts, Holder
     from services.scheduler.cache.config import CacheConfig
 
 # What is lower goes first.
 Coldness = tuple[int, ...]
+# Standing, then by how much the quota is exceeded or how cold the first candidate is; never equal for two holdings.
+Urgency = tuple[Any, ...]  # numbers, whose kinds are the same wherever the standing is
 
 _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
 # A heap is rebuilt when it has so many dead entries beside the live ones.
@@ -26,7 +32,7 @@ class Candidate(Protocol):
     queued: int
 
     @property
-    def owner(self) -> Owner[Any]:  # whose heap holds this kind of candidate
+    def owner(self) -> Account:
         """Whose it is."""
 
     @property
@@ -47,7 +53,7 @@ class Candidate(Protocol):
 
     @property
     def u_pre(self) -> int:
-        """Principals that used it in the epoch before."""
+        """Subjects that used it in the epoch before."""
 
     @property
     def uses(self) -> int:
@@ -55,150 +61,430 @@ class Candidate(Protocol):
 
 
 C = TypeVar("C", bound=Candidate)
+H = TypeVar("H")
 
 
-class Owner(Protocol[C]):
-    """Whose candidates they are; on the device that is an account."""
+class _Ranking(Generic[H]):
+    """Holdings that have candidates, the most urgent first.
 
-    heap: list[tuple[Coldness, int, C]]
-    candidates: int
-    rank: int
-    standing: int
+    An entry may promise more than is true, which is found out when it comes first. What may have become more urgent
+    has to be noted; it is entered again by the next look, so that many changes between two looks cost one entry. The
+    order depends on the holdings alone, and not on how often it was looked at.
+    """
 
-    @property
-    def live_pages(self) -> int:
-        """What it has on this tier."""
+    def __init__(self, urgency: Callable[[H], Urgency]) -> None:
+        self._urgency = urgency
+        self._heap: list[tuple[Urgency, int, H]] = []
+        self._entries: dict[H, int] = {}
+        self._noted: dict[H, None] = {}
+        self._numbers = count()
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is a tenant or the public."""
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._noted)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether its floor counts."""
+    def note(self, holding: H) -> None:
+        self._noted[holding] = None
+
+    def drop(self, holding: H) -> None:
+        self._noted.pop(holding, None)
+        self._entries.pop(holding, None)
+
+    def first(self) -> H | None:
+        self._enter_noted()
+        heap = self._heap
+        while heap:
+            urgency, number, holding = heap[0]
+            if self._entries.get(holding) != number:
+                heapq.heappop(heap)
+            elif (now := self._urgency(holding)) != urgency:
+                heapq.heapreplace(heap, (now, number, holding))
+            else:
+                return holding
+        return None
+
+    def any(self, number: int) -> H | None:
+        """Return some holding, another one for most other numbers."""
+        self._enter_noted()
+        if not self._heap:
+            return None
+        _, entry, holding = self._heap[number % len(self._heap)]
+        return holding if self._entries.get(holding) == entry else None
+
+    def _enter_noted(self) -> None:
+        if not self._noted:
+            return
+        for holding in self._noted:
+            number = self._entries[holding] = next(self._numbers)
+            heapq.heappush(self._heap, (self._urgency(holding), number, holding))
+        self._noted.clear()
+        if len(self._heap) > 2 * len(self._entries) + _SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class SubjectHolding(Generic[C]):
+    """What a subject, or what is common to a tenant's or to all, has on one tier."""
+
+    holder: Holder
+    tenant: TenantHolding[C]
+    pages: int = 0
+    candidates: int = 0
+    heap: list[tuple[Coldness, int, C]] = field(default_factory=list)
+
+    def first(self) -> C | None:
+        """Return the candidate that goes next."""
+        while self.heap:
+            _, number, candidate = self.heap[0]
+            if candidate.queued == number:
+                return candidate
+            heapq.heappop(self.heap)
+        return None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class TenantHolding(Generic[C]):
+    """What a tenant has on one tier, and its subjects that have candidates: by urgency, and by size for its quota."""
+
+    holder: Holder
+    by_urgency: _Ranking[SubjectHolding[C]]
+    by_size: _Ranking[SubjectHolding[C]]
+    pages: int = 0
+    members: int = 0
+    candidates: int = 0
 
 
 class EvictionQueue(Generic[C]):
-    """Orders the candidates of one tier; on the device these are LIVE nodes without lock and without LIVE children.
+    """Counts what each holder has on one tier, and orders the tier's candidates by tenant, subject and coldness.
 
-    Each account has a heap of its candidates, and the accounts stand in one heap by (over quota, within it, within the
-    floor) and then by how far over or how cold their first candidate is. Entries are invalidated by their numbers and
-    left to be met, so a change costs O(log n) and a victim O(log n) amortised.
+    On the device, candidates are LIVE nodes without lock and without LIVE children. What goes next is of the tenant
+    that is most over its quota, and in it of the subject that has most for its share, if that is more than its share of
+    that quota; else what is coldest, but of subjects over their quota first and of holders within their floor last.
+    Floors of subjects count among the subjects of their tenant only, so that many names protect no more of it than its
+    own floor does.
+
+    The quota of a tenant without a share of its own is an equal part of what such tenants hold, those that are idle
+    included, for each active one. So one tenant alone may have everything, and of several that want memory each gets as
+    much. What was not used for `active_epochs`, public or anyone's, goes before what exceeds a tenant's quota: a quota
+    protects what is in use. Changes cost O(log n), a victim O(log n) amortised.
     """
 
-    def __init__(self, config: CacheConfig, capacity: int) -> None:
+    def __init__(self, config: CacheConfig, capacity: int, accounts: Accounts) -> None:
         """Start empty, for a tier of `capacity` pages."""
-        self.quota = max(1, int(capacity * config.quota_share))
-        self._floor = int(capacity * config.floor_share)
+        self._config = config
+        self._capacity = capacity
+        self._accounts = accounts
         self._coldness = _coldness(config)
-        self._ranks: list[tuple[int, Coldness, int, Owner[C]]] = []
-        self._ranked = 0
+        self._subjects: dict[Holder, SubjectHolding[C]] = {}
+        self._tenants: dict[Holder, TenantHolding[C]] = {}
+        # Those with candidates: all, those without a share of their own, and those with one.
+        self._by_coldness: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_urgency)
+        self._by_size: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_size)
+        self._by_excess: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_excess)
         self._next = 0
+        self._epoch = 0
+        # Pages of all tenants, and of active ones with a share of their own; the public has neither.
+        self._pages = 0
+        self._reserved_pages = 0
+        self._version = accounts.version
+        self._limits_version = accounts.limits_version
 
-    def push(self, node: C) -> None:
-        """Take in a candidate; its coldness is what it is now."""
-        assert not node.queued
-        self._next += 1
-        node.queued = self._next
-        account = node.owner
-        account.candidates += 1
-        heapq.heappush(account.heap, (self._coldness(node), node.queued, node))
-        if account.heap[0][2] is node:
-            self.rank(account)
+    # --- who has how much ---
+
+    def charge(self, account: Account, pages: int) -> None:
+        """Count pages that an account has got, or with a negative number lost."""
+        subject = self._holding(account.holder)
+        tenant = subject.tenant
+        subject.pages += pages
+        tenant.pages += pages
+        if not tenant.holder.is_common:
+            self._pages += pages
+            if tenant.holder.share is not None and tenant.holder.is_active:
+                self._reserved_pages += pages
+        if pages > 0:
+            self._note(subject)
         else:
-            self.refresh(account)
+            self._forget_if_empty(subject)
 
-    def discard(self, node: C) -> None:
-        """Let go of a node that is no candidate any more, if it was one."""
-        if not node.queued:
-            return
-        node.queued = 0
-        account = node.owner
-        account.candidates -= 1
-        if not account.candidates:
-            account.heap.clear()
-            if account.rank:
-                account.rank = 0
-                self._ranked -= 1
-        elif len(account.heap) > 2 * account.candidates + _SPARE_ENTRIES:
-            account.heap = [entry for entry in account.heap if entry[2].queued == entry[1]]
-            heapq.heapify(account.heap)
+    def excess(self, account: Account) -> int:
+        """Return by how many pages the account's subject exceeds its quota of the tier; 0 or less if it does not."""
+        holder = account.holder
+        if holder.is_common or holder.share is None:
+            return 0
+        holding = self._subjects.get(holder)
+        return 0 if holding is None else holding.pages - max(1, int(self._capacity * holder.share))
 
-    def is_over(self, account: Owner[C]) -> bool:
-        """Whether a view has more than its quota."""
-        return account.live_pages > self.quota and not account.is_shared
+    def begin_epoch(self, epoch: int, idle: Iterable[Holder]) -> None:
+        """Note the time, and that subjects and tenants are `idle` and have lost their floors."""
+        self._epoch = epoch
+        for holder in idle:
+            if holder.parent is None:
+                tenant = self._tenants.get(holder)
+                if tenant is not None:
+                    self._note_tenant(tenant)
+            elif (subject := self._subjects.get(holder)) is not None:
+                self._note(subject)
 
-    def refresh(self, account: Owner[C]) -> None:
-        """Note that an account has grown: that may have made it more urgent."""
-        if account.candidates and (account.live_pages > self.quota or self._standing(account) != account.standing):
-            self.rank(account)
+    # --- candidates ---
 
-    def rank(self, account: Owner[C]) -> None:
-        """Look anew at where an account stands."""
-        if not account.candidates:
-            return
+    def push(self, candidate: C) -> None:
+        """Take in a candidate; its coldness is what it is now."""
+        assert not candidate.queued
         self._next += 1
-        if not account.rank:
-            self._ranked += 1
-        account.rank = self._next
-        urgency = self.urgency(account)
-        account.standing = urgency[0]
-        heapq.heappush(self._ranks, (*urgency, self._next, account))
-        if len(self._ranks) > 2 * self._ranked + _SPARE_ENTRIES:
-            self._ranks = [entry for entry in self._ranks if entry[3].rank == entry[2]]
-            heapq.heapify(self._ranks)
+        candidate.queued = self._next
+        subject = self._holding(candidate.owner.holder)
+        heapq.heappush(subject.heap, (self._coldness(candidate), candidate.queued, candidate))
+        subject.candidates += 1
+        if subject.candidates == 1:
+            subject.tenant.candidates += 1
+        if subject.candidates == 1 or subject.heap[0][2] is candidate:
+            self._note(subject)
+
+    def discard(self, candidate: C) -> None:
+        """Let go of a node that is no candidate any more, if it was one."""
+        if not candidate.queued:
+            return
+        candidate.queued = 0
+        subject = self._subjects[candidate.owner.holder]
+        subject.candidates -= 1
+        if not subject.candidates:
+            subject.heap.clear()
+            tenant = subject.tenant
+            tenant.by_urgency.drop(subject)
+            tenant.by_size.drop(subject)
+            tenant.candidates -= 1
+            if not tenant.candidates:
+                for ranking in (self._by_coldness, self._by_size, self._by_excess):
+                    ranking.drop(tenant)
+        elif len(subject.heap) > 2 * subject.candidates + _SPARE_ENTRIES:
+            subject.heap = [entry for entry in subject.heap if entry[2].queued == entry[1]]
+            heapq.heapify(subject.heap)
 
     def first(self) -> C | None:
-        """Return who goes next; it stays a candidate."""
-        while self._ranks:
-            urgency, detail, number, account = self._ranks[0]
-            if account.rank != number:
-                heapq.heappop(self._ranks)
-            elif (urgency, detail) != self.urgency(account):
-                heapq.heappop(self._ranks)
-                self.rank(account)
-            else:
-                return self.first_of(account)
-        return None
+        """Return the candidate that goes next; it stays one."""
+        self._refresh()
+        coldest = self._by_coldness.first()
+        if coldest is None:
+            return None
+        subject = coldest.by_urgency.first()
+        assert subject is not None, "ranked tenants have candidates"
+        over = self._most_over()
+        if over is not None and not self._is_stale(subject):
+            subject = self._first_of_tenant(over)
+        return subject.first()
 
-    def first_of(self, account: Owner[C]) -> C | None:
-        """Return which of its nodes a principal gives up next."""
-        heap = account.heap
-        while heap:
-            _, number, node = heap[0]
-            if node.queued == number:
-                return node
-            heapq.heappop(heap)
-        return None
+    def first_of(self, account: Account) -> C | None:
+        """Return which candidate an account's subject gives up next."""
+        subject = self._subjects.get(account.holder)
+        return None if subject is None else subject.first()
 
-    def is_current(self, node: C) -> bool:
+    def is_current(self, candidate: C) -> bool:
         """Whether the one that `first` returned is still as cold as when it was pushed."""
-        return bool(node.owner.heap[0][0] == self._coldness(node))
+        return bool(self._subjects[candidate.owner.holder].heap[0][0] == self._coldness(candidate))
 
     def candidate(self, number: int) -> C | None:
         """Return some candidate, another one for most other numbers; for samples. O(1)."""
-        if not self._ranks:
+        tenant = self._by_coldness.any(number)
+        subject = None if tenant is None else tenant.by_urgency.any(number)
+        if subject is None or not subject.heap:
             return None
-        turn, rank = divmod(number, len(self._ranks))
-        heap = self._ranks[rank][3].heap
-        node = heap[turn % len(heap)][2] if heap else None
-        return node if node is not None and node.queued else None
+        node = subject.heap[number % len(subject.heap)][2]
+        return node if node.queued else None
 
-    def urgency(self, account: Owner[C]) -> tuple[int, Coldness]:
-        """Return where an account with candidates stands now; the lowest goes first."""
-        first = self.first_of(account)
-        assert first is not None, "ranked accounts have candidates"
-        standing = self._standing(account)
-        coldness, queued, _ = account.heap[0]
-        # Whoever was queued first goes first, however often one has looked since: a replay looks less often.
-        if standing == _OVER_QUOTA:
-            return standing, (self.quota - account.live_pages, queued)
-        return standing, (*coldness, queued)
+    # --- for invariants and tests ---
 
-    def _standing(self, account: Owner[C]) -> int:
-        if account.live_pages <= self._floor and account.is_active:
+    @property
+    def entries(self) -> int:
+        """How many things are kept, in whichever list."""
+        ranked = len(self._by_coldness) + len(self._by_size) + len(self._by_excess)
+        ranked += sum(len(tenant.by_urgency) + len(tenant.by_size) for tenant in self._tenants.values())
+        return ranked + sum(len(subject.heap) for subject in self._subjects.values())
+
+    def holders(self) -> dict[Holder, int]:
+        """Return how many pages each subject and each tenant has."""
+        subjects = {holding.holder: holding.pages for holding in self._subjects.values() if holding.pages}
+        tenants = {holding.holder: holding.pages for holding in self._tenants.values() if holding.pages}
+        return subjects | tenants
+
+    def places(self) -> Iterator[tuple[tuple[Urgency, ...], C]]:
+        """Yield each candidate with where it stands, found without the heaps; the lowest goes first."""
+        self._refresh()
+        held = [subject for subject in self._subjects.values() if subject.candidates]
+        coldest = min(
+            held, key=lambda each: (self._tenant_urgency(each.tenant), self._subject_urgency(each)), default=None
+        )
+        over = [each.tenant for each in held if self._excess(each.tenant) is not None]
+        first = max(over, key=lambda each: (self._excess(each), -each.holder.number), default=None)
+        if coldest is not None and self._is_stale(coldest):
+            first = None
+        for subject in held:
+            tenant = subject.tenant
+            place: tuple[Urgency, ...] = ((1,), self._tenant_urgency(tenant), self._subject_urgency(subject))
+            if tenant is first and self._is_over_within(subject):
+                place = ((0,), (0,), self._size_urgency(subject))
+            elif tenant is first:
+                place = ((0,), (1,), self._subject_urgency(subject))
+            for coldness, number, candidate in subject.heap:
+                if candidate.queued == number:
+                    yield (*place, (*coldness, number)), candidate
+
+    # --- helpers ---
+
+    def _holding(self, holder: Holder) -> SubjectHolding[C]:
+        subject = self._subjects.get(holder)
+        if subject is None:
+            tenant = self._tenants.get(holder.tenant)
+            if tenant is None:
+                rankings = _Ranking(self._subject_urgency), _Ranking(self._size_urgency)
+                tenant = self._tenants[holder.tenant] = TenantHolding(holder.tenant, *rankings)
+            tenant.members += 1
+            subject = self._subjects[holder] = SubjectHolding(holder, tenant)
+        return subject
+
+    def _forget_if_empty(self, subject: SubjectHolding[C]) -> None:
+        if subject.pages or subject.candidates:
+            return
+        tenant = subject.tenant
+        del self._subjects[subject.holder]
+        tenant.members -= 1
+        if not tenant.members:
+            del self._tenants[tenant.holder]
+
+    def _note(self, subject: SubjectHolding[C]) -> None:
+        """A subject, and so its tenant, may have become more urgent."""
+        if subject.candidates:
+            subject.tenant.by_urgency.note(subject)
+            if not subject.holder.is_common:
+                subject.tenant.by_size.note(subject)
+        self._note_tenant(subject.tenant)
+
+    def _note_tenant(self, tenant: TenantHolding[C]) -> None:
+        if not tenant.candidates:
+            return
+        self._by_coldness.note(tenant)
+        if not tenant.holder.is_common:
+            (self._by_size if tenant.holder.share is None else self._by_excess).note(tenant)
+
+    def _refresh(self) -> None:
+        """Follow what has changed of limits and of who is active."""
+        accounts = self._accounts
+        if self._limits_version != accounts.limits_version:
+            self._limits_version = accounts.limits_version
+            for tenant in self._tenants.values():
+                self._by_size.drop(tenant)
+                self._by_excess.drop(tenant)
+            for subject in self._subjects.values():
+                self._note(subject)
+        if self._version != accounts.version:
+            self._version = accounts.version
+            self._reserved_pages = sum(
+                tenant.pages
+                for tenant in self._tenants.values()
+                if tenant.holder.share is not None and tenant.holder.is_active
+            )
+
+    def _most_over(self) -> TenantHolding[C] | None:
+        """Return the tenant that exceeds its quota by most, if any does."""
+        tenants = [tenant for ranking in (self._by_size, self._by_excess) if (tenant := ranking.first()) is not None]
+        over = [(excess, -each.holder.number, each) for each in tenants if (excess := self._excess(each)) is not None]
+        return max(over)[2] if over else None
+
+    def _first_of_tenant(self, tenant: TenantHolding[C]) -> SubjectHolding[C]:
+        """Return the subject that a tenant over its quota takes from."""
+        largest = tenant.by_size.first()
+        if largest is not None and self._is_over_within(largest):
+            return largest
+        subject = tenant.by_urgency.first()
+        assert subject is not None, "ranked tenants have candidates"
+        return subject
+
+    def _quota(self, tenant: TenantHolding[C]) -> float:
+        """Return how many pages a tenant may have before it gives up its own for others."""
+        if tenant.holder.share is not None:
+            return max(1, int(self._capacity * tenant.holder.share))
+        return (self._pages - self._reserved_pages) / max(self._accounts.active_tenants, 1)
+
+    def _excess(self, tenant: TenantHolding[C]) -> float | None:
+        """Return by how much a tenant exceeds its quota, if it does and its floor does not protect it.
+
+        Of several whose quota is an equal part of what they hold, those that hold exactly that give up something, too.
+        """
+        holder = tenant.holder
+        if holder.is_common or self._is_within_floor(tenant):
+            return None
+        excess = tenant.pages - self._quota(tenant)
+        if holder.share is None and self._accounts.active_tenants > 1:
+            return excess if excess >= 0 else None
+        return excess if excess > 0 else None
+
+    def _is_over_within(self, subject: SubjectHolding[C]) -> bool:
+        """Whether a subject has more than its share of its tenant's quota."""
+        return not subject.holder.is_common and self._size(subject) > self._quota(subject.tenant)
+
+    def _is_within_floor(self, holding: SubjectHolding[C] | TenantHolding[C]) -> bool:
+        return holding.holder.is_active and holding.pages <= int(self._capacity * holding.holder.floor)
+
+    def _is_stale(self, subject: SubjectHolding[C]) -> bool:
+        """Whether the next candidate of a subject has not been used for so long that no quota protects it."""
+        first = subject.first()
+        assert first is not None, "ranked subjects have candidates"
+        used = first.epoch + self._config.public_bonus_epochs * first.u_pre.bit_length()
+        return not first.pinned and self._epoch - used > self._config.active_epochs
+
+    def _standing(self, holding: SubjectHolding[C]) -> int:
+        if holding.holder.is_common:
+            return _WITHIN_QUOTA
+        if self._is_within_floor(holding):
             return _WITHIN_FLOOR
-        return _OVER_QUOTA if self.is_over(account) else _WITHIN_QUOTA
+        assert holding.holder.share is not None, "subjects have a share"
+        is_over = holding.pages > max(1, int(self._capacity * holding.holder.share))
+        return _OVER_QUOTA if is_over else _WITHIN_QUOTA
+
+    def _size(self, subject: SubjectHolding[C]) -> float:
+        """Return how many pages a subject has for each part of a quota that is its share."""
+        assert subject.holder.share is not None, "subjects have a share"
+        return subject.pages / subject.holder.share
+
+    def _size_urgency(self, subject: SubjectHolding[C]) -> Urgency:
+        return -self._size(subject), subject.holder.number
+
+    def _subject_urgency(self, subject: SubjectHolding[C]) -> Urgency:
+        first = subject.first()
+        assert first is not None, "ranked subjects have candidates"
+        standing = self._standing(subject)
+        if standing == _OVER_QUOTA:
+            return standing, *self._size_urgency(subject)
+        coldness, queued, _ = subject.heap[0]
+        return standing, *coldness, queued
+
+    def _tenant_urgency(self, tenant: TenantHolding[C]) -> Urgency:
+        """Return a tenant's place by what it would give up next; only its own floor counts among tenants."""
+        first = tenant.by_urgency.first()
+        assert first is not None, "ranked tenants have candidates"
+        inner = self._subject_urgency(first)
+        return self._is_within_floor(tenant), min(inner[0], _WITHIN_QUOTA), *inner[1:]
+
+    def _tenant_size(self, tenant: TenantHolding[C]) -> Urgency:
+        return self._is_within_floor(tenant), -tenant.pages, tenant.holder.number
+
+    def _tenant_excess(self, tenant: TenantHolding[C]) -> Urgency:
+        return self._is_within_floor(tenant), self._quota(tenant) - tenant.pages, tenant.holder.number
+
+
+def queue_violations(queue: EvictionQueue[C], pages: Mapping[Holder, int], candidates: Set[C]) -> Iterator[str]:
+    """Say what is wrong with a queue that should count `pages` and hold exactly `candidates`. O(nodes)."""
+    counted = queue.holders()
+    expected = {holder: number for holder, number in pages.items() if number}
+    if counted != expected:
+        shown = [{holder.scope: number for holder, number in each.items()} for each in (expected, counted)]
+        yield f"subjects and tenants have {shown[0]} pages, counted {shown[1]}"
+    places = list(queue.places())
+    if len(places) != len(candidates) or {candidate for _, candidate in places} != candidates:
+        yield f"{len(candidates)} nodes can be evicted, and the eviction queue has {len(places)} entries"
+        return
+    first = queue.first()
+    if first is not min(places, key=itemgetter(0), default=(None, None))[1]:
+        yield f"the eviction queue takes one of {first and first.owner.scope} first, which is not the most urgent"
 
 
 def _coldness(config: CacheConfig) -> Callable[[Candidate], Coldness]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NewType, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
     from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
@@ -304,6 +305,9 @@ class PrefixCache(Protocol):
 
     def advance(self, epoch: int) -> None:
         """Begin a later epoch: promote, demote, merge. Off the critical path, as it may take milliseconds."""
+
+    def adopt(self, limits: Limits) -> None:
+        """Apply other quotas and floors from now on."""
 
     def pin(self, token_ids: TokenIds) -> int:
         """Make a prompt's whole pages public from the next epoch on; return how many tokens that are."""

@@ -10,13 +10,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.counters import distinct
+from services.scheduler.cache.eviction import queue_violations
 from services.scheduler.cache.interface import NodeState
 from services.scheduler.cache.tiers.invariants import host_violations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.scheduler.cache.accounts import Account
+    from services.scheduler.cache.accounts import Account, Holder
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.radix import RadixCache
 
@@ -130,6 +131,7 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
             yield f"node {node.node_id} is of an owner without account"
             continue
         accounts[node.owner].append(node)
+    yield from _holders(list(accounts))
     for account, owned in accounts.items():
         live = sum(len(node.pages) for node in owned if not node.is_soft_free)
         if (len(owned), live) != (account.nodes, account.live_pages):
@@ -144,23 +146,31 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
             yield f"{account.scope} has an account and nothing in it"
 
 
+def _holders(accounts: list[Account]) -> Iterator[str]:
+    """Each account counts for one subject, and each subject for one tenant."""
+    views = Counter(account.holder for account in accounts if not account.is_public)
+    for holder, members in views.items():
+        if holder.members != members:
+            yield f"{holder.scope} has {members} accounts, counted {holder.members}"
+    for tenant, members in Counter(holder.tenant for holder in views).items():
+        if tenant.members != members:
+            yield f"tenant {tenant.scope} has {members} subjects, counted {tenant.members}"
+    if len({holder.scope for holder in views}) != len(views):
+        yield "a subject is counted twice"
+
+
 def _queue(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
-    """Every node that can be evicted, and no other, has one valid entry."""
+    """Every node that can be evicted, and no other, has one valid entry, and the right one goes next."""
+    live: Counter[Holder] = Counter()
     for node in nodes:
-        can_go = not (node.lock_ref or node.host_ref or node.live_children) and node.state is NodeState.LIVE
-        entries = [number for _, number, other in node.owner.heap if other is node and number == node.queued]
-        if len(entries) != can_go:
-            yield f"node {node.node_id} has {len(entries)} entries in the eviction queue"
-    for account in {node.owner for node in nodes}:
-        candidates = sum(node.queued > 0 for node in nodes if node.owner is account)
-        if candidates != account.candidates:
-            yield f"{account.scope} has {candidates} candidates, counted {account.candidates}"
-    queue = cache.store.queue
-    owners = {node.owner for node in nodes if queue.first_of(node.owner) is not None}
-    most_urgent = min(owners, key=queue.urgency, default=None)
-    first = queue.first()
-    if first is not (None if most_urgent is None else queue.first_of(most_urgent)):
-        yield f"the eviction queue takes {first and first.node_id} first, which is not the most urgent"
+        if node.state is NodeState.LIVE:
+            live.update({node.owner.holder: len(node.pages), node.owner.holder.tenant: len(node.pages)})
+    candidates = {
+        node
+        for node in nodes
+        if node.state is NodeState.LIVE and not (node.lock_ref or node.host_ref or node.live_children)
+    }
+    yield from queue_violations(cache.store.queue, live, candidates)
 
 
 def _soft(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:

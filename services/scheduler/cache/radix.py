@@ -27,6 +27,7 @@ from services.scheduler.cache.vigilance import Vigilance
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
     from services.scheduler.cache.accounts import Account, Scope
@@ -261,11 +262,10 @@ class RadixCache:
         return freed
 
     def _enforce_quota(self, account: Account) -> None:
-        """Let a view that has more than its quota give up its own cold pages first."""
+        """Let a subject that has more than its quota give up its own cold pages first, those of all its views."""
         queue = self.store.queue
-        queue.refresh(account)
-        while queue.is_over(account) and (node := queue.first_of(account)) is not None:
-            self.store.soften(node, account.live_pages - queue.quota)
+        while (excess := queue.excess(account)) > 0 and (node := queue.first_of(account)) is not None:
+            self.store.soften(node, excess)
 
     def _close(self, hold: Hold, node: Node, session: str | None) -> None:
         """Take that part of its path from a hold which goes with its subject, or with a session of it."""
@@ -302,8 +302,14 @@ class RadixCache:
             self._promoter.note(missed)
         else:
             compress_chains(self.store)
-        for account in self.store.accounts.pop_idle(epoch):
-            self.store.queue.rank(account)
+        idle = self.store.accounts.pop_idle(epoch)
+        self.store.queue.begin_epoch(epoch, idle)
+        if self.host is not None:
+            self.host.pages.queue.begin_epoch(epoch, idle)
+
+    def adopt(self, limits: Limits) -> None:
+        """Apply other quotas and floors from now on."""
+        self.store.accounts.adopt(limits)
 
     def _follow_choices(self) -> None:
         """Let tenants share as they choose now: what a tenant shares no longer goes back to its creators."""

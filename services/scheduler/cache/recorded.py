@@ -10,6 +10,7 @@ from services.scheduler.cache.decisions import Recorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
     from services.scheduler.cache.decisions import Decision, Facts
@@ -198,6 +199,11 @@ class RecordedCache:
                 protected=self.protected_pages,
                 references=self.held_references,
             )
+
+    def adopt(self, limits: Limits) -> None:
+        """Record which limits hold from now on."""
+        with self._recorder.operation("adopt", {"limits": limits.described()}):
+            self._cache.adopt(limits)
 
     def pin(self, token_ids: TokenIds) -> int:
         """Record a pin."""

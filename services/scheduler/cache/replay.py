@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import orjson
 
+from common.limits import Limits
 from common.transfers import TransferAck, TransferId
 from common.types import Sharing, Subject, View
 from services.scheduler.cache.accounts import view_of
@@ -178,6 +179,7 @@ class _Run:
             "flush": lambda given: self._cache.flush(),
             "forget": lambda given: self._cache.forget(Subject(*given["subject"]), given["session"]),
             "advance": lambda given: self._cache.advance(given["epoch"]),
+            "adopt": lambda given: self._cache.adopt(Limits.model_validate(given["limits"])),
             "pin": lambda given: self._cache.pin(_int32(given["token_ids"])),
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
             "take_candidates": lambda given: self._cache.take_candidates(),

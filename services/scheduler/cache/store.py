@@ -39,10 +39,10 @@ class NodeStore:
         """Start empty; `choices` says how far tenants share."""
         self.config = config
         self.allocator = allocator
-        self.accounts = Accounts(config.active_epochs, choices)
+        self.accounts = Accounts(config, choices)
         self.tree = PageTree(page_size, self.accounts.public)
         self.use = PageUse(allocator.capacity)
-        self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity)
+        self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity, self.accounts)
         # Set by the host tier, if there is one.
         self.host: HostTier | None = None
         self.events = CacheEvents()
@@ -68,8 +68,7 @@ class NodeStore:
         node = self.tree.attach(parent, owner, key, pages)
         node.epoch, node.joint = self.epoch, is_joint
         owner.nodes += 1
-        owner.live_pages += len(pages)
-        self.queue.refresh(owner)
+        self._charge(owner, len(pages))
         self.use.enter(node)
         return node
 
@@ -95,7 +94,7 @@ class NodeStore:
         self.use.leave(leaf)
         self.tree.extend(leaf, key, pages)
         self.use.enter(leaf)
-        leaf.owner.live_pages += len(pages)
+        self._charge(leaf.owner, len(pages))
 
     def split(self, node: Node, pages: int) -> Node:
         """Cut an edge; return the new upper half. A SOFT_FREE one is to be locked or made LIVE at once."""
@@ -171,7 +170,7 @@ class NodeStore:
         upper = self.split(node, len(node.pages) - pages) if pages < len(node.pages) else node.parent
         assert upper is not None
         self.use.set_state(node, _SOFT_FREE)
-        node.owner.live_pages -= len(node.pages)
+        self._charge(node.owner, -len(node.pages))
         self.soft[node] = None
         upper.live_children -= 1
         if self.host is not None:
@@ -183,11 +182,10 @@ class NodeStore:
         """Make a soft-free node LIVE again; the caller sees to its ancestors."""
         self.soft.pop(node, None)
         self.use.set_state(node, _LIVE)
-        node.owner.live_pages += len(node.pages)
+        self._charge(node.owner, len(node.pages))
         assert node.parent is not None
         node.parent.live_children += 1
         self.queue.discard(node.parent)
-        self.queue.refresh(node.owner)
         self.emit(CacheEventKind.REVIVED, node)
 
     def reclaim_oldest(self, pages: int) -> int:
@@ -225,10 +223,9 @@ class NodeStore:
         node.pages, node.state = pages.copy(), _LIVE
         node.pages.flags.writeable = False
         self.use.enter(node)
-        node.owner.live_pages += len(pages)
+        self._charge(node.owner, len(pages))
         node.parent.live_children += 1
         self.queue.discard(node.parent)
-        self.queue.refresh(node.owner)
         self.loose[node] = None
         self.emit(CacheEventKind.LOADED, node)
 
@@ -239,7 +236,7 @@ class NodeStore:
         assert leaf.lock_ref == 0
         self.queue.discard(leaf)
         if leaf.state is _LIVE:
-            leaf.owner.live_pages -= len(leaf.pages)
+            self._charge(leaf.owner, -len(leaf.pages))
         else:
             self.soft.pop(leaf, None)
         self.use.leave(leaf)
@@ -282,7 +279,7 @@ class NodeStore:
         former = node.owner
         for account, sign in ((former, -1), (owner, 1)):
             account.nodes += sign
-            account.live_pages += sign * len(node.pages)
+            self._charge(account, sign * len(node.pages))
         self.tree.hand_over(node, owner)
         if self.host is not None:
             self.host.pages.hand_over(node)
@@ -312,6 +309,11 @@ class NodeStore:
         node.owner.nodes -= 1
         self.emit(CacheEventKind.MERGED, node)
         self.emit(CacheEventKind.MERGED, child)
+
+    def _charge(self, account: Account, pages: int) -> None:
+        """Count LIVE pages that an owner has got, or lost."""
+        account.live_pages += pages
+        self.queue.charge(account, pages)
 
     def emit(self, kind: CacheEventKind, node: Node) -> None:
         """Tell the listeners of a change of `node`."""

@@ -25,8 +25,6 @@ class CoreConfig:
     vocabulary_size: int
     eos_token_ids: tuple[int, ...]
     max_waiting: int
-    # Sequences of one principal among them, so that one alone cannot keep all others out.
-    max_waiting_per_user: int
     waiting_timeout_s: float
     running_timeout_s: float
     lease_s: float
@@ -73,7 +71,6 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,
         max_waiting=settings.max_waiting_requests,
-        max_waiting_per_user=settings.max_waiting_per_user or max(settings.max_waiting_requests // 2, 1),
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         lease_s=settings.lease_ms / 1000,
@@ -90,11 +87,16 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
 
 
 def _session_rules(settings: SchedulerSettings, capacity: EngineCapacity) -> SessionRules:
+    def tokens(share: float) -> int:
+        return int(capacity.device_pages * share) * capacity.page_size
+
     return SessionRules(
-        per_user=settings.session_limit,
+        per_subject=settings.session_limit,
+        per_tenant=settings.session_limit_tenant,
         total=settings.session_limit_total,
-        user_tokens=int(capacity.device_pages * settings.session_share) * capacity.page_size,
-        total_tokens=int(capacity.device_pages * settings.session_share_total) * capacity.page_size,
+        subject_tokens=tokens(settings.session_share),
+        tenant_tokens=tokens(settings.session_share_tenant),
+        total_tokens=tokens(settings.session_share_total),
         timeout_s=min(settings.session_timeout_s, settings.session_timeout_limit_s),
         max_timeout_s=settings.session_timeout_limit_s,
     )

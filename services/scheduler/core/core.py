@@ -10,9 +10,9 @@ from common.errors import (
     DeviceMemoryError,
     InvalidRequestError,
     PandoError,
-    QueueFullError,
     RequestTimeoutError,
 )
+from common.limits import Limits
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.core.billing import Billing
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from services.scheduler.core.step_limits import StepLimits
     from services.scheduler.core.times import OperationTimes
 
-# A hint for refused clients: about the time in which a full queue makes room.
-RETRY_AFTER_MS = 1000
-
 
 class SchedulerCore:
     """Owns every open request from its submission to its finish.
@@ -66,6 +63,8 @@ class SchedulerCore:
         `counters` are what `policy` reads, `times` measure what the cache's operations cost.
         """
         self.config = config
+        self._limits = Limits()
+        self._counters = counters
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
         self.queue = WaitingQueue(policy, counters, retracted_first=not config.strict_priority)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
@@ -113,6 +112,13 @@ class SchedulerCore:
         """All sequences that have not finished, oldest first."""
         return self._by_handle.values()
 
+    def adopt(self, limits: Limits) -> None:
+        """Apply other limits from now on: to what is cached, to what waits, and to what is charged."""
+        self._limits = limits
+        self.memory.cache.adopt(limits)
+        if self._counters is not None:
+            self._counters.adopt(limits)
+
     def pause(self, *, paused: bool) -> None:
         """Stop or go on admitting rows; those that run go on."""
         self._planner.paused = paused
@@ -148,17 +154,7 @@ class SchedulerCore:
     def _check(self, request: ScheduleRequest) -> None:
         if request.request_id in self._by_request:
             raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
-        if len(self.queue) + request.n > self.config.max_waiting:
-            raise QueueFullError(
-                f"{len(self.queue)} requests are waiting, which is the limit; try again later",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        if self.queue.waiting_of(request.view.subject) + request.n > self.config.max_waiting_per_user:
-            raise QueueFullError(
-                f"{self.queue.waiting_of(request.view.subject)} requests of this user are waiting, of which "
-                f"{self.config.max_waiting_per_user} may; try again later",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
+        self.queue.check_room(request.view.subject, request.n, self.config.max_waiting, self._limits)
         if request.resume is not None and request.n != 1:
             raise InvalidRequestError("a resumed request has exactly one choice", param="n")
         known = len(request.token_ids) + (len(request.resume.token_ids) if request.resume else 0)

@@ -6,14 +6,20 @@ from collections import Counter, OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from common.errors import QueueFullError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from common.limits import Limits
     from common.types import Subject
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
 K = TypeVar("K")
+
+# A hint for refused clients: about the time in which a full queue makes room.
+RETRY_AFTER_MS = 1000
 
 
 class Policy(Protocol):
@@ -41,6 +47,7 @@ class WaitingQueue:
         self._policy = policy
         self._counters = counters
         self._by_subject: Counter[Subject] = Counter()
+        self._by_tenant: Counter[str] = Counter()
         self._by_priority: Counter[int] = Counter()
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
@@ -67,9 +74,32 @@ class WaitingQueue:
                 return most
         return total
 
-    def waiting_of(self, subject: Subject) -> int:
-        """Return how many sequences of a subject wait."""
-        return self._by_subject[subject]
+    def check_room(self, subject: Subject, sequences: int, most: int, limits: Limits) -> None:
+        """Check that a subject may add `sequences` to a queue for `most`.
+
+        Where the limits state no bound, a tenant may have three times as many waiting as there are places left, and a
+        subject as many as its tenant may add then: a dynamic threshold (Choudhury and Hahne, 1998), which one tenant or
+        subject alone can use most of the queue by, and which leaves room for others whoever floods it. One that has
+        nothing waiting is let in while there is room.
+
+        Raises:
+            QueueFullError: the server's, the tenant's or the subject's bound is reached; the message says which.
+        """
+        left = most - len(self) - sequences
+        if left < 0:
+            raise _full(f"{len(self)} requests are waiting at this server, of which {most} may")
+        tenant, own = self._by_tenant[subject.tenant], self._by_subject[subject]
+        tenant_limit, own_limit = limits.of(subject.tenant).waiting, limits.of_subject(subject).waiting
+        tenant_left = (3 * left if tenant_limit is None else tenant_limit) - tenant - sequences
+        if tenant_left < 0 and (tenant or tenant_limit is not None):
+            raise _full(self._whose(tenant, "organization", tenant_limit))
+        own_left = (tenant_left if own_limit is None else own_limit) - own - sequences
+        if own_left < 0 and (own or own_limit is not None):
+            raise _full(self._whose(own, "user", own_limit))
+
+    def _whose(self, waiting: int, whose: str, limit: int | None) -> str:
+        bound = f"of which {limit} may" if limit is not None else f"which is its limit while {len(self)} wait in all"
+        return f"{waiting} requests of this {whose} are waiting, {bound}"
 
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence."""
@@ -89,6 +119,7 @@ class WaitingQueue:
             del self._arrived[sequence.handle]
         subject = sequence.request.view.subject
         _take_one(self._by_subject, subject)
+        _take_one(self._by_tenant, subject.tenant)
         _take_one(self._by_priority, sequence.request.priority)
         if self._counters is not None:
             self._counters.exit(subject)
@@ -106,9 +137,14 @@ class WaitingQueue:
     def _enter(self, sequence: Sequence) -> None:
         subject = sequence.request.view.subject
         self._by_subject[subject] += 1
+        self._by_tenant[subject.tenant] += 1
         self._by_priority[sequence.request.priority] += 1
         if self._counters is not None:
             self._counters.enter(subject)
+
+
+def _full(message: str) -> QueueFullError:
+    return QueueFullError(f"{message}; try again later", retry_after_ms=RETRY_AFTER_MS)
 
 
 def _take_one(counter: Counter[K], key: K) -> None:

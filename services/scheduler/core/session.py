@@ -18,11 +18,16 @@ KEPT_TURNS = 16
 
 @dataclass(frozen=True, slots=True)
 class SessionRules:
-    """What sessions may have, in tokens of KV and in seconds; `per_user` and `total` are numbers of open sessions."""
+    """What sessions of one subject, of one tenant and in all may have, in tokens of KV and in seconds.
 
-    per_user: int = 8
+    `per_subject`, `per_tenant` and `total` are numbers of open sessions.
+    """
+
+    per_subject: int = 8
+    per_tenant: int = 768
     total: int = 1024
-    user_tokens: int = 0
+    subject_tokens: int = 0
+    tenant_tokens: int = 0
     total_tokens: int = 0
     timeout_s: float = 600.0
     max_timeout_s: float = 3600.0
@@ -40,7 +45,7 @@ class FinishedTurn:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation of `view`, which counts against the quota of the view's subject.
+    """A conversation of `view`, which counts against what the view's subject and its tenant may have.
 
     `pin` holds the path of the turn that ended last, as a row's lease would. `expires_at` is None as long as requests
     of the session are open, and set by the first look at the clock after that.

@@ -25,10 +25,10 @@ RETRY_AFTER_MS = 1000
 class Sessions:
     """Owns the open sessions of one scheduler.
 
-    A session belongs to its opener's view: no other view can name it. It counts against the quota of the view's
-    subject. What its latest turn
-    has computed is held like the path of a running row, so the cache needs to know nothing of sessions. A pin yields
-    only where otherwise nothing at all could run; the session stays open then, and its next turn pins again.
+    A session belongs to its opener's view: no other view can name it. It counts against what the view's subject and
+    tenant may have. What its latest turn has computed is held like the path of a running row, so the cache needs to
+    know nothing of sessions. A pin yields only where otherwise nothing at all could run; the session stays open then,
+    and its next turn pins again.
     """
 
     def __init__(self, memory: KvMemory, rules: SessionRules) -> None:
@@ -63,24 +63,26 @@ class Sessions:
         rules, view, name = self._rules, wish.view, wish.session
         if (view, name) in self._open:
             raise InvalidRequestError(f"the session '{name}' is open already", param="session_id")
-        if not rules.user_tokens or not rules.total_tokens:
+        if not rules.subject_tokens or not rules.total_tokens:
             raise InvalidRequestError("this model keeps no sessions", param="session_id")
-        if wish.capacity_tokens is not None and wish.capacity_tokens > rules.user_tokens:
-            message = f"a session may hold {rules.user_tokens} tokens here, not {wish.capacity_tokens}"
+        if wish.capacity_tokens is not None and wish.capacity_tokens > rules.subject_tokens:
+            message = f"a session may hold {rules.subject_tokens} tokens here, not {wish.capacity_tokens}"
             raise InvalidRequestError(message, param="capacity_of_str_len")
         if wish.timeout_ms is not None and wish.timeout_ms > rules.max_timeout_s * 1000:
             limit, asked = rules.max_timeout_s, wish.timeout_ms / 1000
             message = f"a session may wait {limit:g} s for its next turn, not {asked:g}"
             raise InvalidRequestError(message, param="timeout")
-        mine = sum(session.view.subject == view.subject for session in self)
-        if mine >= rules.per_user:
-            message = f"{mine} sessions of this user are open, of which {rules.per_user} may be; close one"
-            raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
+        own = sum(session.view.subject == view.subject for session in self)
+        if own >= rules.per_subject:
+            raise _full(f"{own} sessions of this user are open, of which {rules.per_subject} may be; close one")
+        tenant = sum(session.view.tenant == view.tenant for session in self)
+        if tenant >= rules.per_tenant:
+            message = f"{tenant} sessions of this organization are open, of which {rules.per_tenant} may be"
+            raise _full(f"{message}; close one, or try again later")
         if len(self._open) >= rules.total:
-            message = f"{rules.total} sessions are open at this server, which is the limit; try again later"
-            raise QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)
+            raise _full(f"{rules.total} sessions are open at this server, which is the limit; try again later")
         grant = SessionGrant(
-            wish.capacity_tokens or rules.user_tokens, wish.timeout_ms or round(rules.timeout_s * 1000)
+            wish.capacity_tokens or rules.subject_tokens, wish.timeout_ms or round(rules.timeout_s * 1000)
         )
         self._open[view, name] = Session(name, view, grant)
         return grant
@@ -189,11 +191,12 @@ class Sessions:
 
     def _pin(self, session: Session, token_ids: TokenIds, priority: int) -> None:
         """Hold a path from now on, as far as capacity and quotas allow, in the place of what was held before."""
-        held_by_others = self.pinned_tokens - session.pinned_tokens
+        rules, view = self._rules, session.view
         room = min(
             session.grant.capacity_tokens,
-            self._rules.user_tokens - (self._held_by(session.view.subject) - session.pinned_tokens),
-            self._rules.total_tokens - held_by_others,
+            rules.subject_tokens - (self._held_by(view.subject) - session.pinned_tokens),
+            rules.tenant_tokens - (self._held_by_tenant(view.tenant) - session.pinned_tokens),
+            rules.total_tokens - (self.pinned_tokens - session.pinned_tokens),
         )
         pin = self._memory.pin(session.view, token_ids[: max(room, 0) + 1], priority, session.name)
         self._let_go(session)
@@ -210,6 +213,9 @@ class Sessions:
     def _held_by(self, subject: Subject) -> int:
         return sum(session.pinned_tokens for session in self if session.view.subject == subject)
 
+    def _held_by_tenant(self, tenant: str) -> int:
+        return sum(session.pinned_tokens for session in self if session.view.tenant == tenant)
+
     def _check_room(self, session: Session, tokens: int) -> None:
         if tokens > session.grant.capacity_tokens:
             raise InvalidRequestError(
@@ -218,18 +224,27 @@ class Sessions:
                 param="session_id",
             )
         more = tokens - session.pinned_tokens
-        held = self._held_by(session.view.subject)
-        if more > 0 and held + more > self._rules.user_tokens:
-            raise QueueFullError(
+        if more <= 0:
+            return
+        rules, view = self._rules, session.view
+        held = self._held_by(view.subject)
+        if held + more > rules.subject_tokens:
+            raise _full(
                 f"the sessions of this user hold {held} tokens, and with this turn {held + more}, of which "
-                f"{self._rules.user_tokens} may be; close a session",
-                param="session_id",
-                retry_after_ms=RETRY_AFTER_MS,
+                f"{rules.subject_tokens} may be; close a session"
             )
-        if more > 0 and self.pinned_tokens + more > self._rules.total_tokens:
-            raise QueueFullError(
-                f"all sessions of this server hold {self.pinned_tokens} tokens of {self._rules.total_tokens}; "
-                "try again later, or without a session",
-                param="session_id",
-                retry_after_ms=RETRY_AFTER_MS,
+        held = self._held_by_tenant(view.tenant)
+        if held + more > rules.tenant_tokens:
+            raise _full(
+                f"the sessions of this organization hold {held} tokens, and with this turn {held + more}, of which "
+                f"{rules.tenant_tokens} may be; close a session, or try again later"
             )
+        if self.pinned_tokens + more > rules.total_tokens:
+            raise _full(
+                f"all sessions of this server hold {self.pinned_tokens} tokens of {rules.total_tokens}; "
+                "try again later, or without a session"
+            )
+
+
+def _full(message: str) -> QueueFullError:
+    return QueueFullError(message, param="session_id", retry_after_ms=RETRY_AFTER_MS)

@@ -1,86 +1,70 @@
-"""Who has had how much: virtual token counters of subjects (Sheng et al., Fairness in Serving LLMs, OSDI 2024)."""
+"""Service received by tenants and their subjects: virtual token counters (Sheng et al., OSDI 2024) on two levels."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from common.limits import Limits
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from common.types import Subject
 
 # A heap is rebuilt when it has so many dead entries beside twice the live ones.
 _SPARE_ENTRIES = 32
 
-# Whom a counter is for: (tenant, user), or (tenant,) where a tenant's users share one.
-ShareKey = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class ShareConfig:
-    """How service is counted. A tenant's `weight` says how much of it counts as one token."""
+    """How service is counted."""
 
     # A generated token takes a pass of its own, a prompt's shares one with many: the paper's ratio.
     output_weight: float = 2.0
-    # Tenants that are not named here weigh 1.
-    weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    # Where whoever holds an API key can invent users.
-    tenant_counts_as_one: bool = False
-    # Counters of idle subjects kept at most: 100,000 are about 45 MB.
-    remembered: int = 100_000
+    # Counters of idle tenants kept at most, and for each tenant, of its idle subjects: 10,000 are about 4 MB.
+    remembered: int = 10_000
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Share:
-    """One counter. `entry` numbers its valid place in whichever heap it is in: that of who waits, or of who is idle."""
+    """One counter. `entry` numbers its valid place in the one heap it is in: of those that wait, or that are idle."""
 
-    key: ShareKey
+    name: str
     counter: float
     waiting: int = 0
     entry: int = 0
 
 
-class VirtualCounters:
-    """Counts service by subject, in weighted tokens.
+class _Level:
+    """Counters of those who share one thing: the tenants, or the subjects of one tenant.
 
-    A subject whose first request comes to wait is lifted to the lowest counter among those that wait: whoever was
-    idle has saved up nothing. What an idle subject has had beyond that is remembered until the others have caught up.
-    All calls take O(log n) amortised for n subjects that wait or are remembered.
+    Whoever comes to wait is lifted to the lowest counter among those that wait: idle time saves nothing up. What an
+    idle one has had beyond that is remembered until the others have caught up. All calls take O(log n) amortised for n
+    that wait or are remembered.
     """
 
-    def __init__(self, config: ShareConfig) -> None:
-        """Start with nobody."""
-        self._config = config
-        # Nobody who comes to wait starts below it; it never falls.
+    def __init__(self, remembered: int) -> None:
+        self._remembered = remembered
+        # New counters start at it; it never falls.
         self._floor = 0.0
-        self._shares: dict[ShareKey, _Share] = {}
+        self._shares: dict[str, _Share] = {}
         self._waiting: list[tuple[float, int, _Share]] = []
         self._idle: list[tuple[float, int, _Share]] = []
         self._waiting_shares = 0
         self._numbers = count(1)
 
     def __len__(self) -> int:
-        """Return how many counters are kept."""
         return len(self._shares)
 
-    def key(self, subject: Subject) -> ShareKey:
-        """Return whose counter a subject's service goes to."""
-        if self._config.tenant_counts_as_one:
-            return (subject.tenant,)
-        return (subject.tenant, subject.name)
-
-    def counter(self, key: ShareKey) -> float:
-        """Return what counts as received, in weighted tokens."""
-        share = self._shares.get(key)
+    def counter(self, name: str) -> float:
+        share = self._shares.get(name)
         return self._floor if share is None else share.counter
 
-    def enter(self, subject: Subject) -> None:
-        """A request of the subject begins to wait."""
-        share = self._share(self.key(subject))
+    def enter(self, name: str) -> None:
+        share = self._share(name)
         if not share.waiting:
             self._raise_floor()
             share.counter = max(share.counter, self._floor)
@@ -88,36 +72,36 @@ class VirtualCounters:
             self._push(self._waiting, share)
         share.waiting += 1
 
-    def exit(self, subject: Subject) -> None:
-        """A request of the subject waits no longer, for whatever reason."""
-        share = self._shares[self.key(subject)]
+    def exit(self, name: str) -> list[str]:
+        """Count a request as waiting no longer; return whose counters were forgotten."""
+        share = self._shares[name]
         share.waiting -= 1
         if share.waiting:
-            return
+            return []
         self._waiting_shares -= 1
         if not self._waiting_shares:
-            # Nobody lacked what the last one got: there is nothing to make up for.
+            # No one lacked what the last one got: there is nothing to make up for.
             self._floor = max(self._floor, share.counter)
         self._push(self._idle, share)
         self._raise_floor()
-        self._forget()
+        return self._forget()
 
-    def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
-        weight = self._config.weights.get(subject.tenant, 1.0)
-        share = self._share(self.key(subject))
-        share.counter += (prompt_tokens + self._config.output_weight * output_tokens) / weight
+    def charge(self, name: str, amount: float) -> list[str]:
+        """Add to a counter; return whose counters were forgotten."""
+        share = self._share(name)
+        share.counter += amount
         if not share.waiting:
             self._push(self._idle, share)
-            self._forget()
-        elif prompt_tokens < 0:
+            return self._forget()
+        if amount < 0:
             # The heap is right about counters that have grown since, but not about one that has fallen.
             self._push(self._waiting, share)
+        return []
 
-    def _share(self, key: ShareKey) -> _Share:
-        share = self._shares.get(key)
+    def _share(self, name: str) -> _Share:
+        share = self._shares.get(name)
         if share is None:
-            share = self._shares[key] = _Share(key, self._floor)
+            share = self._shares[name] = _Share(name, self._floor)
         return share
 
     def _push(self, heap: list[tuple[float, int, _Share]], share: _Share) -> None:
@@ -143,14 +127,83 @@ class VirtualCounters:
             else:
                 yield counter
 
-    def _forget(self) -> None:
+    def _forget(self) -> list[str]:
         """Drop idle counters that a return would lift anyway, and the lowest ones when there are too many."""
-        heap = self._idle
+        heap, forgotten = self._idle, []
         while heap:
             counter, entry, share = heap[0]
             if entry == share.entry and not share.waiting:
                 idle = len(self._shares) - self._waiting_shares
-                if counter > self._floor and idle <= self._config.remembered:
-                    return
-                del self._shares[share.key]
+                if counter > self._floor and idle <= self._remembered:
+                    break
+                del self._shares[share.name]
+                forgotten.append(share.name)
             heapq.heappop(heap)
+        return forgotten
+
+
+class VirtualCounters:
+    """Counts service in weighted tokens, for each tenant, and within it for each of its subjects.
+
+    Every token counts on both levels, divided by the weight that the limits give there. So tenants share by their
+    weights whatever number of subjects they have, and subjects share what their tenant gets.
+    """
+
+    def __init__(self, config: ShareConfig) -> None:
+        """Start with all counters equal, and all weights."""
+        self._config = config
+        self._limits = Limits()
+        self._tenants = _Level(config.remembered)
+        self._subjects: dict[str, _Level] = {}
+        # Tenants that are forgotten, with subjects that are not; oldest first.
+        self._left: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        """Return how many counters of subjects are kept."""
+        return sum(len(level) for level in self._subjects.values())
+
+    def adopt(self, limits: Limits) -> None:
+        """Charge by other weights from now on; what has been charged stays."""
+        self._limits = limits
+
+    def of_tenant(self, tenant: str) -> float:
+        """Return what counts as received by a tenant."""
+        return self._tenants.counter(tenant)
+
+    def of_subject(self, subject: Subject) -> float:
+        """Return what counts as received by a subject, to be compared with others of its tenant."""
+        level = self._subjects.get(subject.tenant)
+        return 0.0 if level is None else level.counter(subject.name)
+
+    def enter(self, subject: Subject) -> None:
+        """A request of the subject begins to wait."""
+        self._tenants.enter(subject.tenant)
+        self._level(subject.tenant).enter(subject.name)
+
+    def exit(self, subject: Subject) -> None:
+        """A request of the subject waits no longer, for whatever reason."""
+        self._subjects[subject.tenant].exit(subject.name)
+        self._forget(self._tenants.exit(subject.tenant))
+
+    def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
+        amount = prompt_tokens + self._config.output_weight * output_tokens
+        self._level(subject.tenant).charge(subject.name, amount / self._limits.of_subject(subject).weight)
+        self._forget(self._tenants.charge(subject.tenant, amount / self._limits.of(subject.tenant).weight))
+
+    def _level(self, tenant: str) -> _Level:
+        self._left.pop(tenant, None)
+        level = self._subjects.get(tenant)
+        if level is None:
+            level = self._subjects[tenant] = _Level(self._config.remembered)
+        return level
+
+    def _forget(self, tenants: list[str]) -> None:
+        for tenant in tenants:
+            if len(self._subjects[tenant]):
+                self._left[tenant] = None
+            else:
+                del self._subjects[tenant]
+        while len(self._left) > self._config.remembered:
+            oldest = next(iter(self._left))
+            del self._left[oldest], self._subjects[oldest]

@@ -21,12 +21,7 @@ def make_counters(settings: QueueSettings) -> VirtualCounters | None:
     """Return the counters that the policy needs, if it needs any."""
     if settings.policy != "fair":
         return None
-    config = ShareConfig(
-        output_weight=settings.fair_output_weight,
-        weights=settings.fair_weights,
-        tenant_counts_as_one=settings.fair_tenant_counts_as_one,
-    )
-    return VirtualCounters(config)
+    return VirtualCounters(ShareConfig(output_weight=settings.fair_output_weight))
 
 
 def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:

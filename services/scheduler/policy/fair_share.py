@@ -1,33 +1,43 @@
-"""Whoever has had least goes first, and among those that have had about as little, the longest cached prefix."""
+"""The least served tenant first, in it the least served subject; among those near them, the longest cached prefix."""
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import deque
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from common.types import Subject
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.shares import ShareKey, VirtualCounters
+    from services.scheduler.core.shares import VirtualCounters
 
-# A principal's counter, the handle of its oldest sequence (so that ties are by arrival), and who it is.
-_Entry = tuple[float, int, "ShareKey"]
+K = TypeVar("K")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Sequences of one tenant: those of each subject by arrival, and its subjects by (counter, oldest handle)."""
+
+    queues: dict[Subject, deque[Sequence]] = field(default_factory=dict)
+    heap: list[tuple[float, int, Subject]] = field(default_factory=list)
 
 
 class FairShare:
-    """Orders by virtual token counters, with `slack_tokens` of freedom that longest-prefix order uses.
+    """Orders by virtual token counters on two levels, with `slack_tokens` of freedom that longest-prefix order uses.
 
-    A principal may be preferred for its cached prefix only while its counter is at most `slack_tokens` above the lowest
-    of all that wait. So the counters of two principals that keep waiting never lie further apart than the slack plus
-    the larger of the longest prompt and the output weight × tokens of all running rows, and what they are given over
-    any time differs by at most twice that: the paper's bound with the slack added to it.
+    A tenant may be preferred for a cached prefix only while its counter is at most `slack_tokens` above the lowest of
+    all that wait, and so may a subject among those of its tenant. So on each level, the counters of two that keep
+    waiting never lie further apart than the slack plus the larger of the longest prompt and the output weight × tokens
+    of all running rows (divided by the smaller weight), and what they are given over any time differs by at most twice
+    that: the paper's bound with the slack added to it.
     """
 
     def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
-        """Read `counters`, which somebody else keeps; match at most `window` sequences at a time."""
+        """Read `counters`, which the core keeps; match at most `window` sequences at a time."""
         assert slack_tokens >= 0
         assert window > 0
         self._counters = counters
@@ -36,11 +46,8 @@ class FairShare:
 
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield one sequence after the other; what the caller charges for one counts for the choice of the next."""
-        queues: defaultdict[ShareKey, deque[Sequence]] = defaultdict(deque)
-        key_of = self._counters.key
-        for sequence in waiting:
-            queues[key_of(sequence.request.view.subject)].append(sequence)
-        heap = [self._entry(*item) for item in queues.items()]
+        tenants = self._grouped(waiting)
+        heap = [self._tenant_entry(name, tenant) for name, tenant in tenants.items()]
         heapq.heapify(heap)
         matched: dict[int, int] = {}
 
@@ -50,24 +57,53 @@ class FairShare:
             return matched[sequence.handle]
 
         while heap:
-            nearest = self._nearest(heap)
-            depth = max(1, self._window // len(nearest))
-            candidates = [sequence for _, _, key in nearest for sequence in islice(queues[key], depth)]
+            nearest = self._take_nearest(heap, self._window)
+            candidates: list[Sequence] = []
+            taken: list[tuple[str, list[Subject]]] = []
+            for _, _, name in nearest:
+                subjects, found = self._candidates(tenants[name], max(1, self._window // len(nearest)))
+                candidates += found
+                taken.append((name, subjects))
             # `max` keeps the first of equals, and the nearest come by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
-            queues[self._counters.key(chosen.request.view.subject)].remove(chosen)
+            subject = chosen.request.view.subject
+            tenants[subject.tenant].queues[subject].remove(chosen)
             yield chosen
-            for _, _, key in nearest:
-                if queues[key]:
-                    heapq.heappush(heap, self._entry(key, queues[key]))
+            for name, subjects in taken:
+                tenant = tenants[name]
+                for each in subjects:
+                    if tenant.queues[each]:
+                        heapq.heappush(tenant.heap, self._subject_entry(each, tenant.queues[each]))
+                if tenant.heap:
+                    heapq.heappush(heap, self._tenant_entry(name, tenant))
 
-    def _nearest(self, heap: list[_Entry]) -> list[_Entry]:
-        """Take the principals out of the heap whose counters are near enough to the lowest, lowest first."""
+    def _grouped(self, waiting: Iterable[Sequence]) -> dict[str, _Waiting]:
+        tenants: dict[str, _Waiting] = {}
+        for sequence in waiting:
+            subject = sequence.request.view.subject
+            tenants.setdefault(subject.tenant, _Waiting()).queues.setdefault(subject, deque()).append(sequence)
+        for tenant in tenants.values():
+            tenant.heap = [self._subject_entry(*item) for item in tenant.queues.items()]
+            heapq.heapify(tenant.heap)
+        return tenants
+
+    def _candidates(self, tenant: _Waiting, most: int) -> tuple[list[Subject], list[Sequence]]:
+        """Take a tenant's nearest subjects out of its heap; return them with up to `most` of their sequences."""
+        subjects = [subject for _, _, subject in self._take_nearest(tenant.heap, most)]
+        depth = max(1, most // len(subjects))
+        return subjects, [sequence for each in subjects for sequence in islice(tenant.queues[each], depth)]
+
+    def _take_nearest(self, heap: list[tuple[float, int, K]], most: int) -> list[tuple[float, int, K]]:
+        """Take those out of the heap whose counters are near enough to the lowest, lowest first."""
         nearest = [heapq.heappop(heap)]
         limit = nearest[0][0] + self._slack
-        while heap and heap[0][0] <= limit and len(nearest) < self._window:
+        while heap and heap[0][0] <= limit and len(nearest) < most:
             nearest.append(heapq.heappop(heap))
         return nearest
 
-    def _entry(self, key: ShareKey, queue: deque[Sequence]) -> _Entry:
-        return self._counters.counter(key), queue[0].handle, key
+    def _subject_entry(self, subject: Subject, queue: deque[Sequence]) -> tuple[float, int, Subject]:
+        return self._counters.of_subject(subject), queue[0].handle, subject
+
+    def _tenant_entry(self, name: str, tenant: _Waiting) -> tuple[float, int, str]:
+        # Ties are by arrival, that of the subject that would be first.
+        return self._counters.of_tenant(name), tenant.heap[0][1], name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
 class LongestPrefixMatch:
     """Starts those first that need the least prefill, while what they share is still cached.
 
-    Work per round is bounded: only the `window` oldest are matched, the others follow by arrival. Nobody starves:
-    those who arrived more than `patience_s` before the newest one go first, by arrival.
+    Work per round is bounded: only a window of `window` sequences is matched, the others follow by arrival. Of the
+    window, each tenant that waits has an equal part, and of that each of its subjects; what they leave goes to the
+    oldest. So a flood of one subject does not keep the others out of it. No sequence starves: those that arrived more
+    than `patience_s` before the newest one go first, by arrival.
     """
 
     def __init__(self, window: int = 128, patience_s: float = 30.0) -> None:
@@ -34,6 +37,28 @@ class LongestPrefixMatch:
         deadline = by_arrival[-1].arrived_at - self._patience_s
         impatient = next(index for index, sequence in enumerate(by_arrival) if sequence.arrived_at >= deadline)
         yield from islice(by_arrival, impatient)
-        window_end = impatient + self._window
-        yield from sorted(by_arrival[impatient:window_end], key=match, reverse=True)
-        yield from islice(by_arrival, window_end, None)
+        window, others = self._divide(by_arrival[impatient:])
+        yield from sorted(window, key=match, reverse=True)
+        yield from others
+
+    def _divide(self, waiting: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the window and the others, both by arrival."""
+        if len(waiting) <= self._window:
+            return waiting, []
+        subjects = {sequence.request.view.subject for sequence in waiting}
+        tenants = Counter(subject.tenant for subject in subjects)
+        part = max(1, self._window // len(tenants))
+        taken: Counter[object] = Counter()
+        chosen: set[int] = set()
+        for sequence in waiting:
+            subject = sequence.request.view.subject
+            most = max(1, part // tenants[subject.tenant])
+            if len(chosen) < self._window and taken[subject] < most and taken[subject.tenant] < part:
+                taken.update((subject, subject.tenant))
+                chosen.add(sequence.handle)
+        for sequence in waiting:
+            if len(chosen) >= self._window:
+                break
+            chosen.add(sequence.handle)
+        window = [sequence for sequence in waiting if sequence.handle in chosen]
+        return window, [sequence for sequence in waiting if sequence.handle not in chosen]

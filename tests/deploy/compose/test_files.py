@@ -134,7 +134,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
-        for overlay in ("gateways.yaml", "gpu-2.yaml", "models.yaml")
+        for overlay in ("gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
         for name, service in load(overlay)["services"].items()
         if "extends" in service
     }
@@ -158,6 +158,16 @@ def test_secrets_are_files_and_whoever_reads_one_is_given_it() -> None:
         assert named == set(service["secrets"]) <= overlay["secrets"].keys()
     # The scheduler flushes its cache only for who knows the token.
     assert "admin_token" in overlay["services"]["gateway"]["secrets"]
+
+
+def test_gateway_and_scheduler_read_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("limits.yaml")
+    assert overlay["services"].keys() == {"gateway", "scheduler"}
+    for name, service in overlay["services"].items():
+        [mount] = service["configs"]
+        settings = settings_with(service["environment"], {}, monkeypatch)
+        assert str(getattr(settings, name).limits_file) == mount["target"]
+        assert mount["source"] in overlay["configs"]
 
 
 def test_each_service_has_a_certificate_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +233,14 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
     workers = yaml.safe_load(two["scheduler"]["environment"]["PANDO_SCHEDULER__WORKERS"])
     assert workers == ["worker:50053", "worker-1:50053"]
     assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
-    for overlay in ("gateways.yaml", "gpu.yaml", "gpu-2.yaml", "models.yaml", "secrets.yaml", "tls.yaml"):
+    for overlay in (
+        "gateways.yaml",
+        "gpu.yaml",
+        "gpu-2.yaml",
+        "limits.yaml",
+        "models.yaml",
+        "secrets.yaml",
+        "tls.yaml",
+    ):
         for service in load(overlay)["services"].values():
             check_environment({key: str(value) for key, value in service.get("environment", {}).items()})

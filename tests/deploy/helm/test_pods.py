@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.limits import load_limits
 from common.rpc.roles import Role
 from common.settings import Settings
 from tests.deploy.helm.chart import (
@@ -25,6 +26,7 @@ from tests.deploy.helm.value_sets import VALUE_SETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
 every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
@@ -363,3 +365,27 @@ def _modules(objects: list[Manifest]) -> Iterator[str]:
 def test_every_component_of_the_ring_is_there_once() -> None:
     kinds = [component_of(item) for item in render({}) if item["kind"] in ("Deployment", "StatefulSet")]
     assert sorted(kinds) == sorted(("gateway", *SERVICES))
+
+
+@pytest.mark.parametrize("name", ["limits", "limits-of-groups"])
+def test_gateways_and_schedulers_read_the_limits_from_a_folder_that_follows_the_values(
+    name: str, tmp_path: Path
+) -> None:
+    objects = render(VALUE_SETS[name])
+    [limits] = [each for each in objects if each["kind"] == "ConfigMap" and "limits.toml" in each["data"]]
+    path = tmp_path / "limits.toml"
+    path.write_text(limits["data"]["limits.toml"])
+    assert load_limits(path).of("acme").weight == 2
+    readers = 0
+    for each in running(objects):
+        mounts = {mount["name"]: mount for mount in each.container["volumeMounts"]}
+        assert ("limits" in mounts) == (each.service in ("gateway", "scheduler"))
+        if "limits" in mounts:
+            readers += 1
+            assert "subPath" not in mounts["limits"]
+            file = getattr(each.settings, each.service).limits_file
+            assert str(file) == f"{mounts['limits']['mountPath']}/limits.toml"
+            volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
+            assert volumes["limits"]["configMap"]["name"] == limits["metadata"]["name"]
+    assert readers == 2
+    assert "limits_file" not in settings_of(render({}))["scheduler"]

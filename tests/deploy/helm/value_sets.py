@@ -98,6 +98,8 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "adminToken": {"existingSecret": "admin"},
         "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}]},
     },
+    "limits": {"limits": "[default.each_subject]\nrequests_per_minute = 60\n[tenants.acme]\nweight = 2\n"},
+    "limits-of-groups": {"limits": "[tenants.acme]\nweight = 2\n", "groups": {"layout": "together"}},
     "ingress": {
         "ingress": {
             "enabled": True,

@@ -38,6 +38,14 @@ def test_other_settings_reach_every_service_unchanged() -> None:
     assert layout.find("worker").settings.worker.threads == 3
 
 
+def test_the_gateway_s_limits_file_is_the_scheduler_s_unless_it_has_another() -> None:
+    layout = plan_layout(settings_with(gateway={"limits_file": Path("limits.toml")}), RUN)
+    assert layout.find("scheduler").settings.scheduler.limits_file == Path("limits.toml")
+    own = settings_with(gateway={"limits_file": Path("limits.toml")}, scheduler={"limits_file": Path("other.toml")})
+    assert plan_layout(own, RUN).find("scheduler").settings.scheduler.limits_file == Path("other.toml")
+    assert plan_layout(Settings(), RUN).find("scheduler").settings.scheduler.limits_file is None
+
+
 def test_ranks_have_their_own_sockets_devices_and_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_module, "available_cores", lambda: 8)
     layout = plan_layout(settings_with(worker={"device_index": 2}), RUN, ranks=2)

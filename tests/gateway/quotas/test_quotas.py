@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ConfigurationError
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
 from gateway.quotas.memory_meters import Bucket, MemoryMeters
 from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
 from gateway.quotas.redis_meters import RedisMeters
-from gateway.quotas.rules import Quota, Rules, TenantQuota, load_rules
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from gateway.quotas.meters import Meters
     from tests.fakes.redis_process import RedisProcess
@@ -31,13 +29,13 @@ class Bench:
     """Quotas with rules and a clock to change. With several meters, each request goes to the next gateway."""
 
     def __init__(self) -> None:
-        self.value = Rules()
+        self.value = Limits()
         self.now = 0.0
         self.gateways: list[tuple[Quotas, Meters]] = []
         self._asked = 0
 
-    def limit(self, quota: TenantQuota) -> None:
-        self.value = Rules(default=quota)
+    def limit(self, quota: TenantLimits) -> None:
+        self.value = Limits(default=quota)
 
     def add(self, meters: Meters) -> None:
         self.gateways.append((Quotas(self, meters), meters))
@@ -81,7 +79,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 
 async def test_requests_per_minute_refill_steadily(bench: Bench) -> None:
-    bench.limit(TenantQuota(requests_per_minute=60))
+    bench.limit(TenantLimits(requests_per_minute=60))
     for _ in range(60):
         await bench.use()
     with pytest.raises(LimitedError, match="60 requests per minute") as refused:
@@ -93,7 +91,7 @@ async def test_requests_per_minute_refill_steadily(bench: Bench) -> None:
 
 
 async def test_tokens_are_charged_as_announced_and_corrected_at_the_end(bench: Bench) -> None:
-    bench.limit(TenantQuota(tokens_per_minute=600))
+    bench.limit(TenantLimits(tokens_per_minute=600))
     lease = await bench.take(tokens=500)
     assert await bench.is_refused(tokens=200)
     await bench.settle(lease, 100)
@@ -103,13 +101,13 @@ async def test_tokens_are_charged_as_announced_and_corrected_at_the_end(bench: B
 
 
 async def test_more_than_a_minutes_budget_passes_when_the_bucket_is_full(bench: Bench) -> None:
-    bench.limit(TenantQuota(tokens_per_minute=100))
+    bench.limit(TenantLimits(tokens_per_minute=100))
     await bench.use(tokens=100_000, used=100_000)
     assert await bench.is_refused(tokens=1)
 
 
 async def test_concurrent_requests_count_until_they_end(bench: Bench) -> None:
-    bench.limit(TenantQuota(concurrent=2))
+    bench.limit(TenantLimits(concurrent=2))
     first, _ = await bench.take(), await bench.take()
     assert await bench.is_refused()
     await bench.settle(first)
@@ -117,7 +115,7 @@ async def test_concurrent_requests_count_until_they_end(bench: Bench) -> None:
 
 
 async def test_a_batch_beyond_the_limit_passes_when_nothing_else_is_open(bench: Bench) -> None:
-    bench.limit(TenantQuota(concurrent=2))
+    bench.limit(TenantLimits(concurrent=2))
     batch = await bench.take(requests=5)
     assert await bench.is_refused()
     await bench.settle(batch)
@@ -129,14 +127,14 @@ async def test_a_batch_beyond_the_limit_passes_when_nothing_else_is_open(bench: 
 
 
 async def test_a_user_at_the_limit_does_not_hinder_the_others_but_the_tenant_is_bounded(bench: Bench) -> None:
-    bench.limit(TenantQuota(requests_per_minute=3, each_user=Quota(requests_per_minute=2)))
+    bench.limit(TenantLimits(requests_per_minute=3, each_subject=SubjectLimits(requests_per_minute=2)))
     assert [await bench.is_refused(ANN) for _ in range(3)] == [False, False, True]
     assert [await bench.is_refused(BOB) for _ in range(2)] == [False, True]
     assert not await bench.is_refused(Subject("other", "user/ann"))
 
 
 async def test_no_name_is_taken_for_another(bench: Bench) -> None:
-    bench.limit(TenantQuota(each_user=Quota(requests_per_minute=1)))
+    bench.limit(TenantLimits(each_subject=SubjectLimits(requests_per_minute=1)))
     subjects = [
         Subject(tenant, name)
         for tenant in ("a", "a:b", "a}", "{a}", "*")
@@ -147,7 +145,7 @@ async def test_no_name_is_taken_for_another(bench: Bench) -> None:
 
 
 async def test_what_is_refused_takes_nothing(bench: Bench) -> None:
-    bench.limit(TenantQuota(requests_per_minute=100, concurrent=1, each_user=Quota(requests_per_minute=1)))
+    bench.limit(TenantLimits(requests_per_minute=100, concurrent=1, each_subject=SubjectLimits(requests_per_minute=1)))
     await bench.use(ANN)
     for _ in range(200):
         assert await bench.is_refused(ANN)
@@ -155,15 +153,15 @@ async def test_what_is_refused_takes_nothing(bench: Bench) -> None:
 
 
 async def test_changed_limits_count_at_once_and_for_what_was_used_before(bench: Bench) -> None:
-    bench.limit(TenantQuota(concurrent=5, requests_per_minute=100))
+    bench.limit(TenantLimits(concurrent=5, requests_per_minute=100))
     lease = await bench.take()
-    bench.limit(TenantQuota(concurrent=1, requests_per_minute=100))
+    bench.limit(TenantLimits(concurrent=1, requests_per_minute=100))
     assert await bench.is_refused()
     await bench.settle(lease)
     assert not await bench.is_refused()
-    bench.limit(TenantQuota(requests_per_minute=3))
+    bench.limit(TenantLimits(requests_per_minute=3))
     assert [await bench.is_refused() for _ in range(2)] == [False, True]
-    bench.limit(TenantQuota(requests_per_minute=4))
+    bench.limit(TenantLimits(requests_per_minute=4))
     assert [await bench.is_refused() for _ in range(2)] == [False, True]
 
 
@@ -171,7 +169,7 @@ async def test_users_who_come_and_go_leave_no_trace() -> None:
     now = 0.0
     meters = MemoryMeters(lambda: now)
     bench = Bench()
-    bench.limit(TenantQuota(each_user=Quota(requests_per_minute=60)))
+    bench.limit(TenantLimits(each_subject=SubjectLimits(requests_per_minute=60)))
     bench.add(meters)
     for number in range(25_000):
         now = float(number)
@@ -181,13 +179,15 @@ async def test_users_who_come_and_go_leave_no_trace() -> None:
 
 def test_the_smallest_context_counts() -> None:
     bench = Bench()
-    bench.limit(TenantQuota(max_context=1000, each_user=Quota(max_context=500)))
+    bench.limit(TenantLimits(max_context=1000, each_subject=SubjectLimits(max_context=500)))
     assert Quotas(bench, MemoryMeters()).max_context(ANN) == 500
     assert Quotas(None, MemoryMeters()).max_context(ANN) is None
 
 
 async def test_headers_tell_what_is_left_of_the_nearest_limit(bench: Bench) -> None:
-    bench.limit(TenantQuota(requests_per_minute=100, each_user=Quota(requests_per_minute=6, tokens_per_minute=60)))
+    bench.limit(
+        TenantLimits(requests_per_minute=100, each_subject=SubjectLimits(requests_per_minute=6, tokens_per_minute=60))
+    )
     headers = dict((await bench.take(tokens=30)).headers())
     assert headers == {
         b"x-ratelimit-limit-requests": b"6",
@@ -213,23 +213,3 @@ def test_a_bucket_never_gives_more_than_its_rate_allows(rate: int, steps: list[t
             bucket.take(amount, rate, now)
             taken += amount
         assert taken <= rate + now * rate / 60 + 1e-6
-
-
-def test_limits_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "limits.toml"
-    path.write_text(
-        "[default]\nconcurrent = 4\n[tenants.acme]\nmax_context = 9\n[tenants.acme.each_user]\nconcurrent = 1\n"
-    )
-    rules = load_rules(path)
-    assert rules.of("acme") == TenantQuota(max_context=9, each_user=Quota(concurrent=1))
-    assert rules.of("anyone") == TenantQuota(concurrent=4)
-
-
-@pytest.mark.parametrize(
-    "text", ["x", "[default]\nrequests = 1", "[default]\nconcurrent = 0", "[default]\nconcurrent = '4'"]
-)
-def test_malformed_limits_stop_the_start(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "limits.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"limits\.toml"):
-        load_rules(path)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.limits import SubjectLimits
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.meters import Account
 from gateway.quotas.redis_meters import RedisMeters
-from gateway.quotas.rules import Quota
 from gateway.state.server import StateAwayError
 from tests.fakes.redis_process import temporary_redis
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server, working
@@ -39,7 +39,7 @@ async def gateways(
 
 
 def account(name: str | None = None, **limits: int) -> Account:
-    return Account("acme", name, Quota(**limits))
+    return Account("acme", name, SubjectLimits(**limits))
 
 
 async def open_now(meters: RedisMeters, of: Account) -> int:

@@ -87,6 +87,10 @@
     {{- if and (eq .name "gateway") $values.clientAuthoritySecret }}
     - {name: clients, mountPath: /etc/pando/clients, readOnly: true}
     {{- end }}
+    {{- if and (has .name (list "gateway" "scheduler")) $root.Values.limits }}
+    # As a folder: a file alone would not follow the ConfigMap.
+    - {name: limits, mountPath: /etc/pando/limits, readOnly: true}
+    {{- end }}
     {{- if and (has .name (list "gateway" "scheduler")) $root.Values.adminToken.existingSecret }}
     - {name: admin, mountPath: /etc/pando/admin, readOnly: true}
     {{- end }}

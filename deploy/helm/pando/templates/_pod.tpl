@@ -107,6 +107,10 @@ volumes:
   - name: clients
     secret: {secretName: {{ $values.clientAuthoritySecret | quote }}}
   {{- end }}
+  {{- if and $isAdmin $root.Values.limits }}
+  - name: limits
+    configMap: {name: {{ include "pando.fullname" $root }}-limits}
+  {{- end }}
   {{- if and $isAdmin $root.Values.adminToken.existingSecret }}
   - name: admin
     secret: {secretName: {{ $root.Values.adminToken.existingSecret | quote }}}

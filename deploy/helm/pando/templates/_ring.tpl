@@ -64,6 +64,10 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- range $hosts }}{{ if not (hasPrefix "*" .) }}{{ $names = append $names . }}{{ end }}{{ end -}}
 {{- $_ := set $gateway "allowed_hosts" ($names | uniq) -}}
 {{- if .Values.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" "/etc/pando/keys/keys.toml" }}{{ end -}}
+{{- if .Values.limits -}}
+{{- $_ := set $gateway "limits_file" "/etc/pando/limits/limits.toml" -}}
+{{- $_ := set $own.scheduler "limits_file" "/etc/pando/limits/limits.toml" -}}
+{{- end -}}
 {{- $_ := set $own "gateway" $gateway -}}
 {{- $_ := merge $own.tokenizer (dict "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
 {{- $schedulers := include "pando.schedulers" . | fromJsonArray -}}

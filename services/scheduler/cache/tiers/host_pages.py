@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.eviction import EvictionQueue
@@ -12,7 +13,6 @@ from services.scheduler.cache.pages import PageAllocator
 if TYPE_CHECKING:
     from common.steps import PageIds
     from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.eviction import Coldness
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
 
@@ -20,34 +20,11 @@ _ON_HOST = NodeState.ON_HOST
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class HostShare:
-    """What an account has on the host; `heap` to `standing` are the eviction queue's, as in `Account`."""
-
-    account: Account
-    live_pages: int = 0
-    nodes: int = 0
-    heap: list[tuple[Coldness, int, HostEntry]] = field(default_factory=list)
-    candidates: int = 0
-    rank: int = 0
-    standing: int = 0
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether this is a tenant's or the public's."""
-        return self.account.is_shared
-
-    @property
-    def is_active(self) -> bool:
-        """Whether its floor counts."""
-        return self.account.is_active
-
-
-@dataclass(slots=True, eq=False, repr=False)
 class HostEntry:
     """A node's copy on the host as a candidate for eviction; it is as cold as the node."""
 
     node: Node
-    owner: HostShare
+    owner: Account
     queued: int = 0
 
     @property
@@ -95,9 +72,9 @@ class HostPages:
         self.references = 0
         self.needed = 0
         self._store = store
-        self._queue: EvictionQueue[HostEntry] = EvictionQueue(store.config, capacity)
+        self.queue: EvictionQueue[HostEntry] = EvictionQueue(store.config, capacity, store.accounts)
         self._entries: dict[Node, HostEntry] = {}
-        self._shares: dict[Account, HostShare] = {}
+        self._pages_of: Counter[Account] = Counter()
 
     @property
     def evictable(self) -> int:
@@ -106,8 +83,7 @@ class HostPages:
 
     def pages_of(self, account: Account) -> int:
         """Return how many pages an owner has."""
-        share = self._shares.get(account)
-        return share.live_pages if share else 0
+        return self._pages_of.get(account, 0)
 
     def try_allocate(self, count: int) -> PageIds | None:
         """Take `count` pages, dropping the coldest copies as needed; None, and nothing dropped, if there are fewer."""
@@ -125,10 +101,8 @@ class HostPages:
         assert node.parent is not None
         self.allocator.retain(pages)
         self._store.tree.set_host_pages(node, pages)
-        share = self._share(node.owner)
-        share.live_pages += len(pages)
-        share.nodes += 1
-        self._entries[node] = HostEntry(node, share)
+        self._charge(node.owner, len(pages))
+        self._entries[node] = HostEntry(node, node.owner)
         self.references += len(pages)
         self.needed += len(pages) if node.host_ref else 0
         self._discard(node.parent)
@@ -140,11 +114,7 @@ class HostPages:
         assert pages is not None
         assert parent is not None
         self._discard(node)
-        share = self._entries.pop(node).owner
-        share.live_pages -= len(pages)
-        share.nodes -= 1
-        if not share.nodes:
-            del self._shares[share.account]
+        self._charge(self._entries.pop(node).owner, -len(pages))
         self.references -= len(pages)
         self.needed -= len(pages) if node.host_ref else 0
         self._store.tree.set_host_pages(node, None)
@@ -175,16 +145,13 @@ class HostPages:
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split; the lower half keeps its place in the order of eviction."""
         if node.host_pages is not None:
-            share = self._entries[node].owner
-            share.nodes += 1
-            self._entries[upper] = HostEntry(upper, share)
+            self._entries[upper] = HostEntry(upper, self._entries[node].owner)
 
     def absorb(self, node: Node) -> None:
         """Follow a merge: what was `node` is part of its only child now, with the copies of both."""
         entry = self._entries.pop(node, None)
         if entry is not None:
             assert not entry.queued, "its child has a copy"
-            entry.owner.nodes -= 1
             node.host_pages = None
 
     def hand_over(self, node: Node) -> None:
@@ -192,22 +159,21 @@ class HostPages:
         entry = self._entries.get(node)
         if entry is None:
             return
-        pages = node.size
         self._discard(node)
-        former, share = entry.owner, self._share(node.owner)
-        for holder, sign in ((former, -1), (share, 1)):
-            holder.live_pages += sign * pages
-            holder.nodes += sign
-        if not former.nodes:
-            del self._shares[former.account]
-        entry.owner = share
+        self._charge(entry.owner, -node.size)
+        entry.owner = node.owner
+        self._charge(entry.owner, node.size)
         self.offer(node)
 
     def offer(self, node: Node) -> None:
         """Make a copy a candidate for eviction if it can be one and is none."""
         entry = self._entries.get(node)
         if entry is not None and not (entry.queued or node.host_ref or node.host_children):
-            self._queue.push(entry)
+            self.queue.push(entry)
+
+    def entry(self, node: Node) -> HostEntry:
+        """Return what stands for a node's copy in the order of eviction; for tests."""
+        return self._entries[node]
 
     def candidates(self) -> set[Node]:
         """Return the nodes whose copies can be evicted; for tests."""
@@ -216,21 +182,21 @@ class HostPages:
     def _discard(self, node: Node) -> None:
         entry = self._entries.get(node)
         if entry is not None:
-            self._queue.discard(entry)
+            self.queue.discard(entry)
 
-    def _share(self, account: Account) -> HostShare:
-        share = self._shares.get(account)
-        if share is None:
-            share = self._shares[account] = HostShare(account)
-        return share
+    def _charge(self, account: Account, pages: int) -> None:
+        self._pages_of[account] += pages
+        if not self._pages_of[account]:
+            del self._pages_of[account]
+        self.queue.charge(account, pages)
 
     def _victim(self) -> Node | None:
         """Return whose copy goes next. Nodes are touched without the queue's knowledge, so it is asked again."""
-        while (entry := self._queue.first()) is not None:
-            if self._queue.is_current(entry):
+        while (entry := self.queue.first()) is not None:
+            if self.queue.is_current(entry):
                 return entry.node
-            self._queue.discard(entry)
-            self._queue.push(entry)
+            self.queue.discard(entry)
+            self.queue.push(entry)
         return None
 
     def _evict(self, node: Node, pages: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from services.scheduler.cache.eviction import queue_violations
 from services.scheduler.cache.interface import NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from services.scheduler.cache.accounts import Holder
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_tier import HostTier
@@ -99,6 +101,12 @@ def _queue(host: HostTier, nodes: list[Node]) -> Iterator[str]:
     can_go = {node for node in nodes if node.host_pages is not None and not (node.host_ref or node.host_children)}
     if can_go != host.pages.candidates():
         yield "the host's eviction queue holds other nodes than can go"
+    copied: Counter[Holder] = Counter()
+    for node in nodes:
+        if node.host_pages is not None:
+            copied.update({node.owner.holder: node.size, node.owner.holder.tenant: node.size})
+    for wrong in queue_violations(host.pages.queue, copied, {host.pages.entry(node) for node in can_go}):
+        yield f"host: {wrong}"
 
 
 def _shares(host: HostTier, nodes: list[Node]) -> Iterator[str]:

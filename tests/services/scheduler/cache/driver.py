@@ -31,7 +31,7 @@ DAN = View(Subject("tenant", "dan"))
 EVE = View(Subject("tenant", "eve"))
 
 # One user may fill a small tier, and nothing is freed ahead of need.
-PLAIN = CacheConfig(quota_share=1.0, floor_share=0.0, headroom_share=0.0)
+PLAIN = CacheConfig(quota_share=1.0, floor_share=0.0, tenant_floor_share=0.0, headroom_share=0.0)
 
 
 def int32(values: object) -> np.ndarray:

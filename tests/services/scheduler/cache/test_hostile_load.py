@@ -35,8 +35,8 @@ def remembered(cache: RadixCache) -> int:
     """Return how many things the cache keeps in whichever list."""
     store = cache.store
     accounts = [*store.accounts.all(), store.accounts.public]
-    entries = sum(len(account.heap) + len(account.tops) for account in accounts)
-    lists = (store.soft, store.touched, store.fresh, store.loose, store.queue._ranks, cache._vigilance._tries)
+    entries = store.queue.entries + sum(len(account.tops) for account in accounts)
+    lists = (store.soft, store.touched, store.fresh, store.loose, cache._vigilance._tries)
     return store.tree.node_count + len(store.accounts) + entries + sum(map(len, lists))
 
 

@@ -51,7 +51,7 @@ def cross_owner(cache: RadixCache) -> None:
 
 
 def forget_owner(cache: RadixCache) -> None:
-    nodes(cache)["ann", "5", "6"].owner = Account(("tenant", "ann"))
+    nodes(cache)["ann", "5", "6"].owner = Account(("tenant", "ann", ""))
 
 
 def public_sibling(cache: RadixCache) -> None:
@@ -100,8 +100,22 @@ def run_ahead(cache: RadixCache) -> None:
     nodes(cache)["bob", "1", "2"].epoch = 1
 
 
-def outgrow_rank(cache: RadixCache) -> None:
-    nodes(cache)["bob", "1", "2"].owner.live_pages += 100
+def miscount_a_subject(cache: RadixCache) -> None:
+    cache.store.queue.charge(nodes(cache)["bob", "1", "2"].owner, 100)
+
+
+def miscount_a_tenant(cache: RadixCache) -> None:
+    queue = cache.store.queue
+    queue._tenants[nodes(cache)["bob", "1", "2"].owner.holder.tenant].pages += 1
+
+
+def forget_a_view(cache: RadixCache) -> None:
+    nodes(cache)["bob", "1", "2"].owner.holder.members -= 1
+
+
+def reorder_candidates(cache: RadixCache) -> None:
+    queue = cache.store.queue
+    queue._subjects[nodes(cache)["ann", "5", "6"].owner.holder].heap.reverse()
 
 
 def test_sound_tree_has_no_violations() -> None:
@@ -121,13 +135,16 @@ def test_sound_tree_has_no_violations() -> None:
         (share_page, "not joint"),
         (grow_unnoticed, "soft-free, counted"),
         (detach_unnoticed, "other nodes than the tree"),
-        (forget_candidate, "0 entries in the eviction queue"),
+        (forget_candidate, "can be evicted, and the eviction queue has"),
         (use_before_parent, "used after its parent"),
         (soften_unnoticed, "other nodes than the tree"),
         (soften_unnoticed, "miscounts its LIVE children"),
         (count_hits_of_nobody, "counts others"),
         (run_ahead, "later epoch"),
-        (outgrow_rank, "not the most urgent"),
+        (miscount_a_subject, "subjects and tenants have"),
+        (miscount_a_tenant, "subjects and tenants have"),
+        (forget_a_view, "has 1 accounts, counted 0"),
+        (reorder_candidates, "not the most urgent"),
     ],
 )
 def test_damage_is_found(damage: Callable[[RadixCache], None], found: str) -> None:

@@ -37,6 +37,7 @@ from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from common.limits import Limits
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferId
     from services.scheduler.cache.config import CacheConfig
@@ -60,6 +61,7 @@ def make_request(
     prompt: list[int],
     *,
     user: str = "alice",
+    tenant: str = "tenant",
     max_tokens: int | None = 8,
     n: int = 1,
     priority: int = 0,
@@ -72,7 +74,7 @@ def make_request(
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
-        view=View(Subject("tenant", user)),
+        view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(prompt, np.int32),
         sampling=SamplingParams(temperature=0.0, grammar=grammar),
@@ -104,7 +106,7 @@ class Harness:
         lease_s: float = 0.0,
         cache: CacheName = "isolated",
         policy: PolicyName | None = None,
-        max_waiting_per_user: int | None = None,
+        limits: Limits | None = None,
         slack_tokens: float = 0.0,
         host: HostConfig | None = None,
         ranks: int = 1,
@@ -128,7 +130,6 @@ class Harness:
             vocabulary_size=VOCABULARY,
             eos_token_ids=(STOP_ID,),
             max_waiting=max_waiting,
-            max_waiting_per_user=max_waiting_per_user or max_waiting,
             waiting_timeout_s=10.0,
             running_timeout_s=100.0,
             lease_s=lease_s,
@@ -151,6 +152,8 @@ class Harness:
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
         self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
+        if limits is not None:
+            self.core.adopt(limits)
         self.worker = SimulatedWorker(
             pages,
             page_size,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.types import CacheMode
+from common.types import CacheMode, Subject
 from tests.services.scheduler.core.harness import Harness, make_request
 
 PROMPT = [(7 * position) % 800 + 10 for position in range(24)]
@@ -10,7 +10,7 @@ PROMPT = [(7 * position) % 800 + 10 for position in range(24)]
 
 def charged(harness: Harness, user: str) -> float:
     assert harness.counters is not None
-    return harness.counters.counter(("tenant", user))
+    return harness.counters.of_subject(Subject("tenant", user))
 
 
 def make(**options: Any) -> Harness:

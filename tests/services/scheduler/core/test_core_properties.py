@@ -55,7 +55,9 @@ class CoreMachine(RuleBasedStateMachine):
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
             policy=None if preemptions is None else "priority",
             max_preemptions=preemptions or 0,
-            sessions=SessionRules(per_user=2, total=3, user_tokens=32, total_tokens=40, timeout_s=10.0),
+            sessions=SessionRules(
+                per_subject=2, total=3, subject_tokens=32, tenant_tokens=40, total_tokens=40, timeout_s=10.0
+            ),
             jump_tokens=jump,
         )
 

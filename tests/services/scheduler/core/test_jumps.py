@@ -160,7 +160,9 @@ def test_only_rows_whose_grammar_alone_decides_may_jump() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(2, 12))
 def test_a_session_goes_on_behind_what_was_forced_at_the_end(max_tokens: int) -> None:
-    harness = harness_of(16, sessions=SessionRules(per_user=1, total=1, user_tokens=96, total_tokens=96))
+    harness = harness_of(
+        16, sessions=SessionRules(per_subject=1, total=1, subject_tokens=96, tenant_tokens=96, total_tokens=96)
+    )
     alice = View(Subject("tenant", "alice"))
     harness.core.sessions.open(SessionWish(alice, "chat"))
     ended: list[list[int]] = []

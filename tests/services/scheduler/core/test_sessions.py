@@ -22,7 +22,9 @@ from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
 ALICE = View(Subject("tenant", "alice"))
 BOB = View(Subject("tenant", "bob"))
-RULES = SessionRules(per_user=2, total=3, user_tokens=96, total_tokens=128, timeout_s=10.0, max_timeout_s=60.0)
+RULES = SessionRules(
+    per_subject=2, total=3, subject_tokens=96, tenant_tokens=128, total_tokens=128, timeout_s=10.0, max_timeout_s=60.0
+)
 FIRST = list(range(100, 122))
 
 
@@ -179,7 +181,7 @@ def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
     open_session(harness, "c", BOB)
     failure = ask(harness, "too much", [3] * 40, user="bob", session="c")
     assert failure is not None
-    assert "96 tokens of 128" in failure.message
+    assert "this organization hold 96 tokens, and with this turn 136, of which 128 may be" in failure.message
     assert ask(harness, "fits", [3] * 30, user="bob", session="c") is None
     harness.run()
     # Output beyond the bound is not held.
@@ -187,6 +189,29 @@ def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
     # Outside of sessions nobody is concerned.
     assert ask(harness, "alone", [1] * 60, session=None) is None
     harness.run()
+
+
+def test_sessions_of_one_tenant_leave_some_to_others_whatever_names_it_invents() -> None:
+    rules = SessionRules(per_subject=2, per_tenant=4, total=6, subject_tokens=48, tenant_tokens=96, total_tokens=160)
+    harness = harness_with(rules)
+    for number in range(4):
+        view = View(Subject("tenant", f"invented {number}"))
+        open_session(harness, "chat", view)
+        assert ask(harness, f"turn {number}", [50 + number] * 22, user=view.subject.name) is None
+        harness.run()
+    assert sum(pinned(harness)) == 96
+    late = View(Subject("tenant", "invented 5"))
+    with pytest.raises(QueueFullError, match="4 sessions of this organization are open, of which 4 may be"):
+        open_session(harness, "chat", late)
+    failure = ask(harness, "more", [1] * 46, user="invented 3")
+    assert failure is not None
+    assert "the sessions of this organization hold 96 tokens" in failure.message
+    other = View(Subject("other", "ann"))
+    open_session(harness, "chat", other)
+    request = make_request("other", [7] * 30, user="ann", tenant="other", max_tokens=2)
+    assert harness.core.submit(replace(request, session="chat"), 0.0).rejected is None
+    harness.run()
+    assert sum(pinned(harness)) > 96
 
 
 def test_a_turn_beyond_the_capacity_is_refused_and_output_beyond_it_is_not_held() -> None:

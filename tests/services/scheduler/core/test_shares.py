@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject, View
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 
@@ -13,23 +14,49 @@ def user(name: str, tenant: str = "tenant") -> View:
 
 
 def counter(counters: VirtualCounters, view: View) -> float:
-    return counters.counter(counters.key(view.subject))
+    """Return what the view's subject has had, beside others of its tenant."""
+    return counters.of_subject(view.subject)
 
 
 def make(**config: object) -> VirtualCounters:
     return VirtualCounters(ShareConfig(**config))  # type: ignore[arg-type]  # named by the test
 
 
-def test_output_weighs_more_than_prompt_and_a_tenant_s_weight_divides_both() -> None:
-    counters = make(output_weight=2.0, weights={"gold": 4.0})
-    principals = (user("ann"), user("ann", "gold"))
-    for view in principals:
+def limits_of(**tenants: TenantLimits) -> Limits:
+    return Limits(tenants=tenants)
+
+
+def test_output_weighs_more_than_prompt_and_weights_divide_both_on_each_level() -> None:
+    counters = make(output_weight=2.0)
+    counters.adopt(limits_of(gold=TenantLimits(weight=4.0, subjects={"ann": SubjectLimits(weight=2.0)})))
+    views = (user("ann"), user("ann", "gold"), user("bob", "gold"))
+    for view in views:
         counters.enter(view.subject)
-    for view in principals:
+    for view in views:
         counters.charge(view.subject, prompt_tokens=100)
         counters.charge(view.subject, output_tokens=50)
-    assert counter(counters, user("ann")) == 200
-    assert counter(counters, user("ann", "gold")) == 50
+    assert [counter(counters, view) for view in views] == [200, 100, 200]
+    assert [counters.of_tenant(tenant) for tenant in ("tenant", "gold")] == [200, 100]
+
+
+def test_other_weights_count_from_the_next_charge_on() -> None:
+    counters = make()
+    counters.enter(user("ann").subject)
+    counters.charge(user("ann").subject, prompt_tokens=100)
+    counters.adopt(Limits(default=TenantLimits(weight=10.0, each_subject=SubjectLimits(weight=5.0))))
+    counters.charge(user("ann").subject, prompt_tokens=100)
+    assert (counters.of_tenant("tenant"), counter(counters, user("ann"))) == (110, 120)
+
+
+def test_a_tenant_pays_for_all_of_its_subjects_and_no_other_does() -> None:
+    counters = make()
+    for view in (user("ann"), user("bob"), user("ann", "other")):
+        counters.enter(view.subject)
+    counters.charge(user("ann").subject, prompt_tokens=10)
+    counters.charge(user("an invented one").subject, prompt_tokens=5)
+    assert (counters.of_tenant("tenant"), counters.of_tenant("other")) == (15, 0)
+    assert (counter(counters, user("ann")), counter(counters, user("bob"))) == (10, 0)
+    assert counter(counters, user("ann", "other")) == 0
 
 
 def test_who_returns_is_lifted_to_the_lowest_of_those_that_wait() -> None:
@@ -67,15 +94,7 @@ def test_where_nobody_waits_nobody_owes() -> None:
     counters.charge(user("ann").subject, prompt_tokens=1000)
     counters.exit(user("ann").subject)
     counters.enter(user("bob").subject)
-    assert counter(counters, user("bob")) == counter(counters, user("ann")) == 1000
-
-
-def test_a_tenant_s_users_can_share_one_counter() -> None:
-    counters = make(tenant_counts_as_one=True)
-    counters.enter(user("ann").subject)
-    counters.charge(user("ann").subject, prompt_tokens=10)
-    assert counter(counters, user("an invented one")) == 10
-    assert counter(counters, user("ann", "other")) == 0
+    assert counter(counters, user("bob")) == counter(counters, user("ann"))
 
 
 def test_counters_of_idle_principals_go_when_the_others_have_caught_up() -> None:
@@ -101,7 +120,22 @@ def test_a_hundred_thousand_principals_are_counted_and_memory_is_bounded() -> No
         counters.charge(guest.subject, prompt_tokens=number % 977 + 1)
         counters.exit(guest.subject)
     assert len(counters) <= 1001
-    assert max(len(counters._idle), len(counters._waiting)) <= 2 * 1002 + 32
+    level = counters._subjects["tenant"]
+    assert max(len(level._idle), len(level._waiting)) <= 2 * 1002 + 32
+
+
+def test_tenants_that_come_and_go_leave_a_bounded_trace() -> None:
+    counters = make(remembered=100)
+    counters.enter(user("steady", "steady").subject)
+    for number in range(5_000):
+        guest = user("guest", f"tenant {number}")
+        counters.enter(guest.subject)
+        counters.charge(guest.subject, prompt_tokens=number % 977 + 1)
+        counters.exit(guest.subject)
+        # What it still generates is charged when its tenant may be forgotten already.
+        counters.charge(guest.subject, output_tokens=number % 3)
+    assert len(counters._tenants) <= 101
+    assert len(counters._subjects) <= 202
 
 
 def test_what_was_not_computed_is_given_back() -> None:
@@ -159,6 +193,9 @@ operations = st.lists(
 @given(operations)
 def test_heaps_and_forgetting_change_nothing_against_plain_scans(steps: list[tuple[str, int, int]]) -> None:
     counters, naive = make(), Naive()
+    level = counters._level("tenant")
+    # Another one keeps the tenant from being forgotten.
+    counters._tenants.enter("tenant")
     for what, number, tokens in steps:
         view = user(str(number))
         if what == "enter":
@@ -173,4 +210,4 @@ def test_heaps_and_forgetting_change_nothing_against_plain_scans(steps: list[tup
         for waiting in naive.waiting:
             assert counter(counters, waiting) == pytest.approx(naive.counters[waiting])
         for known in naive.counters.keys() - naive.waiting.keys():
-            assert max(counter(counters, known), counters._floor) == pytest.approx(naive.value(known))
+            assert max(counter(counters, known), level._floor) == pytest.approx(naive.value(known))

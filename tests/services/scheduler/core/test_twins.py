@@ -134,24 +134,3 @@ def test_in_a_shared_cache_the_order_tells_all() -> None:
     harness.run()
     opened = [opened.request_id for plan in harness.plans[plans:] for opened in plan.opens]
     assert opened[0] == "probe 2"
-
-
-def test_one_user_s_flood_leaves_room_in_the_queue_for_others() -> None:
-    harness = Harness(max_waiting=20, max_waiting_per_user=10)
-    harness.core.pause(paused=True)
-    flood = [harness.core.submit(make_request(f"flood {number}", PROMPT, user="eve"), 0.0) for number in range(50)]
-    refused = [admission.rejected for admission in flood if admission.rejected]
-    assert len(refused) == 40
-    assert {failure.code.value for failure in refused} == {"queue_full"}
-    assert all(failure.retryable and failure.retry_after_ms for failure in refused)
-    assert "10 requests of this user are waiting" in refused[0].message
-    for number in range(10):
-        admission = harness.core.submit(make_request(f"modest {number}", PROMPT, user=f"user {number}"), 0.0)
-        assert admission.rejected is None
-    assert harness.core.submit(make_request("late", PROMPT, user="late"), 0.0).rejected is not None
-    harness.core.pause(paused=False)
-    harness.run()
-    assert len(harness.finishes) == 20
-    harness.audit()
-    # As many again are welcome now.
-    assert harness.core.submit(make_request("again", PROMPT, user="eve"), 0.0).rejected is None

@@ -135,7 +135,9 @@ class WindowMachine(CoreMachine):
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
             window=window,
             window_pool=(window + 4) // 4 + 2 + spare,
-            sessions=SessionRules(per_user=2, total=3, user_tokens=32, total_tokens=40, timeout_s=10.0),
+            sessions=SessionRules(
+                per_subject=2, total=3, subject_tokens=32, tenant_tokens=40, total_tokens=40, timeout_s=10.0
+            ),
         )
 
     def teardown(self) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.fair_share import FairShare
@@ -13,6 +17,9 @@ from tests.services.scheduler.policy.waiting import handles, waiting_sequence
 
 if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
+
+
+WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 4.0])
 
 
 def counters_of(**tokens: int) -> VirtualCounters:
@@ -99,7 +106,122 @@ def test_counters_of_those_that_wait_never_lie_further_apart_than_the_bound(slac
         # One of the rows that run generates; what all of them can add before they end is within the bound.
         if chance.random() < 0.3:
             counters.charge(view.subject, output_tokens=chance.randint(1, running_tokens))
-        values = [counters.counter(("tenant", user)) for user in users]
+        values = [counters.of_subject(Subject("tenant", user)) for user in users]
         spread = max(spread, max(values) - min(values))
     assert spread <= slack + longest + weight * running_tokens
     assert spread > slack / 2
+
+
+def test_tenants_come_first_and_then_their_subjects() -> None:
+    counters = VirtualCounters(ShareConfig())
+    subjects = [Subject("large", f"user{number}") for number in range(3)] + [Subject("small", "ann")]
+    for subject in subjects:
+        counters.enter(subject)
+    for subject, tokens in zip(subjects, (10, 20, 30, 50), strict=True):
+        counters.charge(subject, prompt_tokens=tokens)
+    waiting = [waiting_sequence(number, user=each.name, tenant=each.tenant) for number, each in enumerate(subjects)]
+    # Its tenant has had 50, the other one 60 by its three subjects, each of which has had less.
+    assert handles(FairShare(counters, slack_tokens=0).order(waiting, lambda _: 0)) == [3, 0, 1, 2]
+
+
+def test_the_slack_counts_on_each_level() -> None:
+    counters = VirtualCounters(ShareConfig())
+    subjects = [Subject("a", "x"), Subject("a", "y"), Subject("b", "z")]
+    for subject in subjects:
+        counters.enter(subject)
+    for subject, tokens in zip(subjects, (0, 150, 90), strict=True):
+        counters.charge(subject, prompt_tokens=tokens)
+    waiting = [waiting_sequence(number, user=each.name, tenant=each.tenant) for number, each in enumerate(subjects)]
+    match = {0: 16, 1: 64, 2: 32}
+
+    def first() -> int:
+        order = FairShare(counters, slack_tokens=100).order(waiting, lambda sequence: match[sequence.handle])
+        return next(iter(order)).handle
+
+    # Of tenant a, which is near enough to b, the subject y is further above x than the slack.
+    assert first() == 2
+    counters.charge(subjects[0], prompt_tokens=60)
+    # Now y is near enough to x, but their tenant not to b,
+    assert first() == 2
+    counters.charge(subjects[2], prompt_tokens=30)
+    # and now both are.
+    assert first() == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tenants=st.lists(
+        st.tuples(
+            st.sampled_from([0.5, 1.0, 2.0, 3.0]), st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=1, max_size=4)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    slack=st.sampled_from([0, 50]),
+    seed=st.integers(0, 1000),
+)
+def test_random_tenants_and_subjects_get_their_weights_within_the_bound(
+    tenants: list[tuple[float, list[float]]], slack: int, seed: int
+) -> None:
+    """All keep waiting; service by weight then differs by at most the bound, among tenants and within each."""
+    longest, chance = 40, random.Random(seed)
+    limits = Limits(
+        tenants={
+            f"t{number}": TenantLimits(
+                weight=weight, subjects={f"s{index}": SubjectLimits(weight=each) for index, each in enumerate(weights)}
+            )
+            for number, (weight, weights) in enumerate(tenants)
+        }
+    )
+    counters = VirtualCounters(ShareConfig())
+    counters.adopt(limits)
+    subjects = [
+        Subject(f"t{n}", f"s{index}") for n, (_, weights) in enumerate(tenants) for index in range(len(weights))
+    ]
+    numbers = count()
+    waiting: list[Sequence] = []
+    for subject in subjects:
+        counters.enter(subject)
+        waiting.append(waiting_sequence(next(numbers), user=subject.name, tenant=subject.tenant))
+    policy, served = FairShare(counters, slack), dict.fromkeys(subjects, 0)
+    for _ in range(400):
+        chosen = next(iter(policy.order(waiting, lambda sequence: sequence.handle * 31 % 17)))
+        subject, tokens = chosen.request.view.subject, chance.randint(1, longest)
+        counters.charge(subject, prompt_tokens=tokens)
+        served[subject] += tokens
+        waiting.remove(chosen)
+        waiting.append(waiting_sequence(next(numbers), user=subject.name, tenant=subject.tenant))
+    for number, (_, weights) in enumerate(tenants):
+        within = [served[Subject(f"t{number}", f"s{index}")] / each for index, each in enumerate(weights)]
+        assert max(within) - min(within) <= 2 * (slack + longest / min(weights))
+    shares = [
+        sum(served[Subject(f"t{number}", f"s{index}")] for index in range(len(weights))) / weight
+        for number, (weight, weights) in enumerate(tenants)
+    ]
+    assert max(shares) - min(shares) <= 2 * (slack + longest / min(weight for weight, _ in tenants))
+
+
+def test_a_flood_that_names_no_one_gets_its_share_of_turns_and_no_more() -> None:
+    """Issue 12, 1.4: unnamed requests are one subject, whatever salt they have, and it got 1,999 of 2,000 turns."""
+    counters = VirtualCounters(ShareConfig())
+    policy, numbers = FairShare(counters, 512), count()
+    waiting: list[Sequence] = []
+
+    def arrive(user: str) -> None:
+        sequence = waiting_sequence(next(numbers), user=user)
+        waiting.append(sequence)
+        counters.enter(sequence.request.view.subject)
+
+    for _ in range(500):
+        arrive("anonymous")
+    arrive("user/ann")
+    turns: Counter[str] = Counter()
+    for _ in range(2_000):
+        chosen = next(iter(policy.order(waiting, lambda sequence: sequence.handle % 7)))
+        subject = chosen.request.view.subject
+        turns[subject.name] += 1
+        arrive(subject.name)
+        waiting.remove(chosen)
+        counters.exit(subject)
+        counters.charge(subject, prompt_tokens=100)
+    assert turns["user/ann"] == pytest.approx(1_000, abs=12)

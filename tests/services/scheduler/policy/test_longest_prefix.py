@@ -66,3 +66,37 @@ def test_everybody_is_offered_a_row_exactly_once(
     if times:
         impatient = [handle for handle, time in enumerate(times) if time < times[-1] - patience_s]
         assert order[: len(impatient)] == impatient
+
+
+def test_one_subject_s_flood_does_not_fill_the_window() -> None:
+    """The flood came first, and its prompts are long cached; others are matched all the same."""
+    flood = [waiting_sequence(handle, user="anonymous") for handle in range(300)]
+    others = [waiting_sequence(300 + number, user=f"user {number}") for number in range(3)]
+    lengths = {300 + number: 128 for number in range(3)}
+    order = handles(LongestPrefixMatch(window=16).order([*flood, *others], matches(lengths)))
+    assert order[:3] == [300, 301, 302]
+    assert order[3:] == list(range(300))
+
+
+def test_names_invented_in_one_tenant_do_not_fill_the_window() -> None:
+    flood = [waiting_sequence(handle, user=f"invented {handle}") for handle in range(300)]
+    victim = [waiting_sequence(300 + number, tenant="other") for number in range(20)]
+    matched: list[int] = []
+
+    def match(sequence: Sequence) -> int:
+        matched.append(sequence.handle)
+        return 0
+
+    assert len(handles(LongestPrefixMatch(window=16).order([*flood, *victim], match))) == 320
+    assert matched == [*range(8), *range(300, 308)]
+
+
+def test_one_subject_alone_has_the_whole_window() -> None:
+    matched: list[int] = []
+
+    def match(sequence: Sequence) -> int:
+        matched.append(sequence.handle)
+        return 0
+
+    handles(LongestPrefixMatch(window=16).order([waiting_sequence(handle) for handle in range(300)], match))
+    assert matched == list(range(16))

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def waiting_sequence(handle: int, *, arrived_at: float = 0.0, priority: int = 0, user: str = "ann") -> Sequence:
+def waiting_sequence(
+    handle: int, *, arrived_at: float = 0.0, priority: int = 0, user: str = "ann", tenant: str = "tenant"
+) -> Sequence:
     ids = np.array([1, 2, 3], np.int32)
     request = ScheduleRequest(
         request_id=RequestId(f"request-{handle}"),
-        view=View(Subject("tenant", user)),
+        view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=ids,
         sampling=SamplingParams(),

@@ -1,0 +1,134 @@
+"""Limits of tenants and subjects, as one TOML file states them for the gateway and the schedulers.
+
+Tables `[default]` and `[tenants.NAME]` hold a tenant's limits; inside either, `each_subject` holds those of each of its
+subjects and `subjects."KIND/NAME"` those of one. What a table leaves out is inherited: a tenant from `[default]`, its
+`each_subject` from `[default.each_subject]`, a named subject from its tenant's `each_subject`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from common.errors import ConfigurationError
+from common.types import Sharing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Self
+
+    from common.types import Subject
+
+
+class SubjectLimits(BaseModel):
+    """What one subject may use; an absent number sets no limit, or leaves it to what is said here.
+
+    `weight`: its share under policy `fair` beside subjects of the same tenant. `cache_share`: its quota of each cache
+    tier's pages; absent: `scheduler.cache_quota_share`. `cache_floor`: pages, as a share of each tier, that its tenant
+    takes from it last while it is active; absent: `scheduler.cache_floor_share`. `waiting`: requests in a scheduler's
+    queue; absent: as many as its tenant still has room for. `max_context`: tokens of prompt and output together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    cache_share: float | None = Field(None, gt=0, le=1)
+    cache_floor: float | None = Field(None, ge=0, le=1)
+    waiting: int | None = Field(None, ge=1)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    concurrent: int | None = Field(None, ge=1)
+    max_context: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _floor_is_within_the_quota(self) -> Self:
+        if self.cache_share is not None and self.cache_floor is not None and self.cache_floor > self.cache_share:
+            raise ValueError(f"cache_floor ({self.cache_floor}) must be at most cache_share ({self.cache_share})")
+        return self
+
+
+L = TypeVar("L", bound=SubjectLimits)
+
+
+class TenantLimits(SubjectLimits):
+    """What all of a tenant's subjects may use together, and what each of them may.
+
+    `cache_share`, absent: an equal part of what active tenants with a share of their own leave. `cache_floor`, absent:
+    `scheduler.cache_tenant_floor_share`. `waiting`, absent: three times as many as there are free places.
+    `sharing`: who finds what its subjects have computed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    sharing: Annotated[Sharing, Field(strict=False)] = Sharing.TENANT
+    # The old name is `each_user`.
+    each_subject: SubjectLimits = Field(SubjectLimits(), validation_alias=AliasChoices("each_subject", "each_user"))
+    subjects: dict[str, SubjectLimits] = {}
+
+
+class Limits(BaseModel):
+    """All limits. `default` is for tenants that are not named."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    default: TenantLimits = TenantLimits()
+    tenants: dict[str, TenantLimits] = {}
+    _resolved: dict[str, TenantLimits] = PrivateAttr(default_factory=dict)
+    _default: TenantLimits = PrivateAttr(default=TenantLimits())
+
+    def model_post_init(self, context: Any) -> None:  # pydantic's type
+        """Resolve what is inherited, once."""
+        self._default = _with_subjects(self.default, self.default.each_subject)
+        for name, own in self.tenants.items():
+            each = _inherit(own.each_subject, self.default.each_subject)
+            self._resolved[name] = _with_subjects(_inherit(own, self.default), each)
+
+    def of(self, tenant: str) -> TenantLimits:
+        """Return the limits of `tenant`."""
+        return self._resolved.get(tenant, self._default)
+
+    def of_subject(self, subject: Subject) -> SubjectLimits:
+        """Return the limits of `subject` itself; its tenant's hold beside them."""
+        tenant = self.of(subject.tenant)
+        return tenant.subjects.get(subject.name, tenant.each_subject)
+
+    def sharing_of(self, tenant: str) -> Sharing:
+        """Return who finds what the tenant's subjects have computed."""
+        return self.of(tenant).sharing
+
+    def described(self) -> dict[str, Any]:  # JSON
+        """Return what was stated, as JSON that `model_validate` reads."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _inherit(own: L, base: SubjectLimits) -> L:
+    """Return `own` with what it leaves out taken from `base`."""
+    left_out = {
+        name: getattr(base, name)
+        for name in base.model_fields_set - own.model_fields_set
+        if name not in ("each_subject", "subjects")
+    }
+    return own.model_copy(update=left_out)
+
+
+def _with_subjects(tenant: TenantLimits, each: SubjectLimits) -> TenantLimits:
+    subjects = {name: _inherit(own, each) for name, own in tenant.subjects.items()}
+    return tenant.model_copy(update={"each_subject": each, "subjects": subjects})
+
+
+def load_limits(path: Path) -> Limits:
+    """Read a limits file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a name or number is wrong.
+    """
+    try:
+        return Limits.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise ConfigurationError(f"limits file {path}: {where}: {wrong['msg']}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"limits file {path}: {error}") from error
