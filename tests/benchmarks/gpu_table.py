@@ -95,9 +95,15 @@ PARTS = (
     ),
     Part(
         "tenants",
-        (
-            "pando bench tenants --mix s1 --scale 1 --users 512 --apps 16 --concurrency 64 --rounds 1 --json {json} "
-            + " ".join(f"--set {setting}" for setting in (f"model.reference={SHAPES}/llama-3.1-8b", *ONLINE)),
+        # One mode at a time has the GPU's memory: 40,000 pages are 640,000 tokens.
+        tuple(
+            f"pando bench tenants --modes {mode} --mix s1 --scale 1 --users 512 --apps 16 --concurrency 64 --rounds 2"
+            " --json {json} "
+            + " ".join(
+                f"--set {setting}"
+                for setting in (f"model.reference={SHAPES}/llama-3.1-8b", *ONLINE, "scheduler.device_pages=40000")
+            )
+            for mode in ("shared", "user_aware", "isolated")
         ),
     ),
 )
