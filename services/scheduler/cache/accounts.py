@@ -150,7 +150,7 @@ class Accounts:
         self._choices = choices or SharingChoices()
         self._views: dict[Scope, Account] = {}
         self._tenants: dict[str, Account] = {}
-        # By last activity, oldest first.
+        # By the epoch of their last activity, oldest first.
         self._active: OrderedDict[Account | Holder, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -306,6 +306,8 @@ class Accounts:
             holder.floor = min(holder.floor, holder.share)
 
     def _touch(self, each: Account | Holder, epoch: int) -> None:
+        if each.is_active and each.last_epoch == epoch:
+            return
         each.last_epoch = epoch
         if each.is_active:
             self._active.move_to_end(each)
