@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from structlog.contextvars import bind_contextvars
 
-from common.errors import QueueFullError, RequestFailedError
+from common.errors import RequestFailedError
+from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
 from gateway.generation import Generation
 from gateway.journal import JournalEntry
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from common.requests import GenerateRequest
-    from common.types import View
+    from common.types import Subject, View
     from gateway.journal import Journal
     from gateway.metrics import GatewayMetrics
     from gateway.resume import ResumePolicy
@@ -44,8 +45,9 @@ class Generations:
         self._journal = journal
         self._policy = policy
         self._metrics = metrics
-        self._max_open_requests = max_open_requests
+        self._room = SharedRoom(max_open_requests, "open", RETRY_AFTER_MS)
         self._open: set[Generation] = set()
+        self._taken: dict[Generation, tuple[Subject, int]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -58,8 +60,7 @@ class Generations:
         """
         if self.draining:
             raise RequestFailedError(SHUTDOWN)
-        if len(self._journal) + len(requests) > self._max_open_requests:
-            raise QueueFullError("too many requests are open at this server", retry_after_ms=RETRY_AFTER_MS)
+        self._room.take(requests[0].view.subject, len(requests))
         entries = list(_numbered(requests))
         window = EMBEDDING_WINDOW if requests[0].pooling is not None else None
         generation = Generation(
@@ -68,6 +69,7 @@ class Generations:
         for entry in entries:
             self._journal.open(entry)
         self._open.add(generation)
+        self._taken[generation] = (requests[0].view.subject, len(requests))
         self._idle.clear()
         self._metrics.open_requests.set(len(self._journal))
         # For the log line at the request's end.
@@ -84,6 +86,7 @@ class Generations:
         generation.close(cause)
         for entry in generation.entries:
             self._journal.close(entry.request.request_id)
+        self._room.give_back(*self._taken.pop(generation))
         self._metrics.open_requests.set(len(self._journal))
         if not self._open:
             self._idle.set()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Subjects that are no person and no key. The kind of all others stands before a slash: see `person` and `key`.
 LOCAL = "local"
 ANONYMOUS = "anonymous"
+# The tenant of anonymous requests: no credential may name it, so that they find no tenant's text.
+ANONYMOUS_TENANT = "anonymous"
 PROXY = "proxy"
 
 
@@ -48,11 +50,6 @@ class Caller:
     # The highest priority that its requests may ask for; None: the gateway's setting.
     max_priority: int | None = None
 
-    @property
-    def is_anonymous(self) -> bool:
-        """Whether the caller cannot be told from others: it shares nothing with its own other requests."""
-        return self.subject == ANONYMOUS
-
 
 @dataclass(frozen=True, slots=True)
 class Requester:
@@ -69,7 +66,7 @@ class Requester:
     def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
         """Return the strictest of the request's wish, the credential's, and what anonymous requests may do."""
         allowed = self.caller.cache
-        if self.caller.is_anonymous:
+        if self.subject.name == ANONYMOUS:
             allowed = allowed.at_least(CacheMode.PRIVATE)
         return allowed.at_least(wanted or CacheMode.DEFAULT)
 
@@ -106,15 +103,19 @@ def identify(caller: Caller, users: Sequence[tuple[str, str | None]] = (), salt:
         subject = person(named)
     elif named:
         narrowing["user"] = named
-    if caller.is_anonymous:
-        narrowing = {"request": secrets.token_hex(16)}
+    tenant = caller.tenant
+    if subject == ANONYMOUS:
+        # It can be told from no other anonymous request, so it finds neither theirs nor a tenant's text.
+        tenant, narrowing = ANONYMOUS_TENANT, {"request": secrets.token_hex(16)}
     text = urlencode(sorted(narrowing.items()))
-    return Requester(caller, View(Subject(caller.tenant, subject), _bounded(text, "sha256=")))
+    return Requester(caller, View(Subject(tenant, subject), _bounded(text, "sha256=")))
 
 
 def owns(caller: Caller, view: View) -> bool:
-    """Whether `view` is one that the caller's requests may have."""
-    return caller.tenant == view.tenant and (caller.vouches or caller.subject == view.subject.name)
+    """Whether `view` is one that the caller's requests may have; anonymous requests are nobody's own."""
+    if caller.tenant != view.tenant or view.subject.name == ANONYMOUS:
+        return False
+    return caller.subject == view.subject.name or (caller.vouches and view.subject.name.startswith("user"))
 
 
 def _bounded(text: str, prefix: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, assert_never
 
 from common.errors import UnauthenticatedError
-from gateway.identity.caller import ANONYMOUS, LOCAL, PROXY, Caller, key, person
+from gateway.identity.caller import ANONYMOUS, ANONYMOUS_TENANT, LOCAL, PROXY, Caller, key, person
 from gateway.identity.locality import Locality
 
 if TYPE_CHECKING:
@@ -91,6 +91,12 @@ class Identity:
             PermissionDeniedError: no credential is needed, and the request is for a name that is not this server's.
             InvalidRequestError: the proxy's headers are malformed.
         """
+        caller = await self._caller(headers, peer, http_version)
+        if caller.tenant == ANONYMOUS_TENANT:
+            raise UnauthenticatedError(f"The tenant {ANONYMOUS_TENANT!r} is reserved; the operator has to rename it.")
+        return caller
+
+    async def _caller(self, headers: Headers, peer: str | None, http_version: str) -> Caller:
         tenant, user = self._proxy.names(headers, peer)
         if tenant is not None:
             # What a request's body says was written by the proxy's client, so the proxy does not vouch for it.

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import InvalidRequestError, PandoError, QueueFullError
+from common.errors import InvalidRequestError, PandoError
 from common.grammars import GrammarScope
+from common.room import SharedRoom
 from common.types import Admission, ErrorCode, RequestFailure, RequestId
 from common.wire import schedule_request_from_wire
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.grammars import Grammar
-    from common.types import ScheduleRequest
+    from common.types import ScheduleRequest, Subject
     from protos.gen.pando.v1 import scheduler_pb2
 
 # Requests of one stream that wait for their grammars.
@@ -44,6 +45,8 @@ class Submissions:
         """Hand requests to `loop`."""
         self._loop = loop
         self._waiting: dict[RequestId, asyncio.Task[None]] = {}
+        self._subjects: dict[RequestId, Subject] = {}
+        self._room = SharedRoom(MAX_WAITING, "waiting for grammars", RETRY_AFTER_MS)
         self._has_all = False
         # None: there are no more.
         self._answers: asyncio.Queue[list[Admission] | Exception | None] = asyncio.Queue()
@@ -92,11 +95,11 @@ class Submissions:
                 return self._loop.submit(request)
             if request.request_id in self._waiting:
                 raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
-            if len(self._waiting) >= MAX_WAITING:
-                raise QueueFullError(f"{MAX_WAITING} requests wait for grammars", retry_after_ms=RETRY_AFTER_MS)
+            self._room.take(request.view.subject)
         except PandoError as error:
             return Admission(RequestId(message.request_id), len(message.token_ids), error.to_failure())
         self._waiting[request.request_id] = asyncio.create_task(self._submit_later(request, grammar))
+        self._subjects[request.request_id] = request.view.subject
         return None
 
     async def _submit_later(self, request: ScheduleRequest, grammar: Grammar) -> None:
@@ -109,6 +112,7 @@ class Submissions:
 
     def _answer_later(self, admission: Admission) -> None:
         del self._waiting[admission.request_id]
+        self._room.give_back(self._subjects.pop(admission.request_id))
         self._answers.put_nowait([admission])
         self._end_if_done()
 

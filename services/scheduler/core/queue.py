@@ -87,7 +87,7 @@ class WaitingQueue:
         """
         left = most - len(self) - sequences
         if left < 0:
-            raise _full(f"{len(self)} requests are waiting at this server, of which {most} may")
+            raise _full("as many requests are waiting at this server as may")
         tenant, own = self._by_tenant[subject.tenant], self._by_subject[subject]
         tenant_limit, own_limit = limits.of(subject.tenant).waiting, limits.of_subject(subject).waiting
         tenant_left = (3 * left if tenant_limit is None else tenant_limit) - tenant - sequences

@@ -236,13 +236,11 @@ class Sessions:
         held = self._held_by_tenant(view.tenant)
         if held + more > rules.tenant_tokens:
             raise _full(
-                f"the sessions of this organization hold {held} tokens, and with this turn {held + more}, of which "
-                f"{rules.tenant_tokens} may be; close a session, or try again later"
+                "the sessions of this organization hold as many tokens as they may; close a session, or try again later"
             )
         if self.pinned_tokens + more > rules.total_tokens:
             raise _full(
-                f"all sessions of this server hold {self.pinned_tokens} tokens of {rules.total_tokens}; "
-                "try again later, or without a session"
+                "the sessions of this server hold as many tokens as they may; try again later, or without a session"
             )
 
 

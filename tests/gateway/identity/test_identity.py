@@ -155,7 +155,8 @@ def test_unnamed_requests_are_their_credential_s(caller: Caller) -> None:
 def test_anonymous_requests_are_one_subject_that_shares_and_proves_nothing() -> None:
     caller = Caller("home", "anonymous")
     requests = [identify(caller, [("user", "ann")], salt="same") for _ in range(100)]
-    assert {request.subject for request in requests} == {Subject("home", "anonymous")}
+    # In a tenant of their own, so that they find no text that the default tenant shares.
+    assert {request.subject for request in requests} == {Subject("anonymous", "anonymous")}
     assert len({request.view for request in requests}) == 100
     assert requests[0].cache_mode(CacheMode.DEFAULT) is CacheMode.PRIVATE
     assert requests[0].cache_mode(CacheMode.NONE) is CacheMode.NONE
@@ -230,6 +231,27 @@ def test_requests_are_owned_by_their_subject_and_by_who_vouches_for_it() -> None
     assert owns(BACK_END, identify(BACK_END, [("user", "ann")]).view)
     assert not owns(APPLICATION, identify(ANN).view)
     assert not owns(dataclasses.replace(BACK_END, tenant="rival"), identify(ANN).view)
+    assert not owns(BACK_END, identify(APPLICATION).view)
+
+
+def test_anonymous_requests_are_owned_by_no_caller() -> None:
+    caller = Caller("home", "anonymous")
+    assert not owns(caller, identify(caller).view)
+    assert not owns(dataclasses.replace(caller, vouches=True), identify(caller).view)
+
+
+def test_elsewhere_vouched_names_are_people_and_unnamed_requests_stay_anonymous() -> None:
+    caller = Caller("home", "anonymous", vouches=True)
+    named = [identify(caller, [("user", "ann")]) for _ in range(2)]
+    assert {request.view for request in named} == {View(Subject("home", "user/ann"))}
+    assert named[0].cache_mode(None) is CacheMode.DEFAULT
+    assert identify(caller).view.tenant == "anonymous"
+
+
+async def test_no_credential_names_the_tenant_of_anonymous_requests() -> None:
+    key = dataclasses.replace(KEY, tenant="anonymous")
+    with pytest.raises(UnauthenticatedError, match="reserved"):
+        await identity_of(key).caller(Headers(bearer()), STRANGER)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +305,7 @@ async def test_proxy_headers_count_by_the_direct_peer_over_http() -> None:
     gateway.peer = "10.0.0.1"
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers)
     stranger, trusted = (request.view for request in gateway.ring.submitted)
-    assert stranger.tenant == "default"
+    assert stranger.tenant == "anonymous"
     assert trusted == View(Subject("acme", "user/ada"))
 
 
