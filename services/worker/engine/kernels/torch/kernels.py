@@ -78,8 +78,7 @@ class TorchKernels:
         """Compute in `dtype` on `device`."""
         self.activation_dtype = dtype
         self._device = device
-        has_packing = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        packs = has_packing and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        packs = device.type == "cpu" and _can_pack(dtype)
         self._linear_type: type[PrepackedLinear | TorchLinear] = PrepackedLinear if packs else TorchLinear
 
     def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
@@ -130,3 +129,11 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     wide = inputs.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return (weight * (wide * scale).to(weight.dtype)).to(inputs.dtype)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies packed weights of `dtype` on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return False
+    # bfloat16 needs AVX-512 or AVX-NE-CONVERT.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
