@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SubjectLimits(BaseModel):
-    """What one subject may use; an absent number sets no limit, or leaves it to what is said here.
+    """Limits of one subject; an absent number sets no limit, or leaves the default that is documented here.
 
     `weight`: its share under policy `fair` beside subjects of the same tenant. `cache_share`: its quota of each cache
     tier's pages; absent: `scheduler.cache_quota_share`. `cache_floor`: pages, as a share of each tier, that its tenant
@@ -53,7 +53,7 @@ L = TypeVar("L", bound=SubjectLimits)
 
 
 class TenantLimits(SubjectLimits):
-    """What all of a tenant's subjects may use together, and what each of them may.
+    """Limits of all subjects of a tenant together, and of each of them.
 
     `cache_share`, absent: an equal part of what active tenants with a share of their own leave. `cache_floor`, absent:
     `scheduler.cache_tenant_floor_share`. `waiting`, absent: three times as many as there are free places.
@@ -95,11 +95,11 @@ class Limits(BaseModel):
         return tenant.subjects.get(subject.name, tenant.each_subject)
 
     def sharing_of(self, tenant: str) -> Sharing:
-        """Return who finds what the tenant's subjects have computed."""
+        """Return how far the tenant shares what its subjects compute."""
         return self.of(tenant).sharing
 
     def described(self) -> dict[str, Any]:  # JSON
-        """Return what was stated, as JSON that `model_validate` reads."""
+        """Return the stated limits, as JSON that `model_validate` reads."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 

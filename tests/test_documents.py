@@ -34,7 +34,7 @@ SUFFIXES = {"json", "proto", "py", "sock"}
 # What a name may begin with that is not said from its README's folder or the top.
 BELOW_THE_TOP = ("tests", "services", "services/scheduler", "services/worker")
 # Where the files of whoever wrote a document would be; examples have /etc, /path/to, /tmp and /var.
-ELSEWHERE = re.compile(r"(?<![\w.:/-])/(?:home|mnt|opt/(?!pando)|root|srv|Users|work|workspace)/[\w./-]*")
+ELSEWHERE = re.compile(r"(?<![\w.:/-])/(?:home|mnt|opt/(?!pando)|root|srv|Users|work(?:space)?)/[\w./-]*")
 PAGE = re.compile(r"[\w./-]+\.md\b")
 OURS = re.compile(r"[\w.{},/-]+(?:\.(?:py|sh|proto|md|cpp|txt|Dockerfile)|/)")
 
@@ -130,8 +130,8 @@ def test_nothing_outside_of_the_repository_is_named(document: Path) -> None:
 
 
 def test_paths_elsewhere_would_be_found() -> None:
-    assert ELSEWHERE.findall("see /home/ann/notes.md and `/work/plan`") == ["/home/ann/notes.md", "/work/plan"]
-    assert ELSEWHERE.findall("https://example.com/work/x, /etc/pando/tls, path/to/work/x, /opt/pando/bin") == []
+    assert ELSEWHERE.findall("see /home/ann/notes.md and `/mnt/plan`") == ["/home/ann/notes.md", "/mnt/plan"]
+    assert ELSEWHERE.findall("https://example.com/mnt/x, /etc/pando/tls, path/to/mnt/x, /opt/pando/bin") == []
     assert not is_within(ROOT / "docs" / ".." / ".." / "shared")
 
 

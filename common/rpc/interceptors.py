@@ -1,4 +1,4 @@
-"""What happens around every call that a server handles: caller check, request id, logging, metrics, rich status."""
+"""Interceptor of every call that a server handles: caller check, request id, logging, metrics, rich status."""
 
 from __future__ import annotations
 

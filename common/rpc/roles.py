@@ -12,7 +12,7 @@ Callers = Mapping[str, frozenset["Role"]]
 
 
 class Role(StrEnum):
-    """What a certificate's owner is in a deployment."""
+    """Role of a certificate's owner in a deployment."""
 
     GATEWAY = "gateway"
     TOKENIZER = "tokenizer"

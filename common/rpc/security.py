@@ -1,4 +1,4 @@
-"""What peers over TCP must show: a certificate that our authority has signed, and the token if there is one.
+"""Credentials of peers over TCP: a certificate that our authority has signed, and the token if there is one.
 
 The names in a client's certificate say which methods it may call (`callers.py`).
 

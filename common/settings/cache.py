@@ -29,7 +29,7 @@ class CacheSettings(Section):
     cache_share_across_tenants: bool = False
     """Make public what at least two tenants share, each by its own users, if both have chosen to share globally."""
     cache_repromotion_factor: int = Field(default=2, ge=1)
-    """What was shared by mistake needs so many times the users to be shared again."""
+    """A prompt that was shared by mistake needs this many times the users to be shared again."""
     cache_content_check: bool = False
     """Share only what a content check has let pass. It runs in a process of its own; while that fails, nothing is
     shared."""

@@ -53,11 +53,11 @@ class ServedModelSettings(ModelSettings):
     """Tensor-parallel worker processes."""
     # Any: each section checks its own values once they are put on top of the shared ones.
     tokenizer: dict[str, Any] = Field(default_factory=dict)
-    """What this model's tokenizer sets differently from the section `tokenizer`."""
+    """Settings of this model's tokenizer that differ from the section `tokenizer`."""
     scheduler: dict[str, Any] = Field(default_factory=dict)
-    """What its scheduler sets differently from the section `scheduler`."""
+    """Settings of its scheduler that differ from the section `scheduler`."""
     worker: dict[str, Any] = Field(default_factory=dict)
-    """What its workers set differently from the section `worker`."""
+    """Settings of its workers that differ from the section `worker`."""
     detokenizer: dict[str, Any] = Field(default_factory=dict)
     """What its detokenizer sets differently from the section `detokenizer`."""
 
