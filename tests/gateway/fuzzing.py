@@ -158,7 +158,7 @@ def request(generator: random.Random, model: str = "tiny") -> bytes:
     body = body.replace(b'"tiny"', dump(model))
     # Who is refused for the method alone may find the connection closed before a large body is sent.
     method = generator.choice([b"POST"] * 9 + [b"DELETE" if len(body) < 10_000 else b"POST"])
-    lines = [method + b" " + path.encode() + b" HTTP/1.1", b"host: x", b"connection: close", *headers]
+    lines = [method + b" " + path.encode() + b" HTTP/1.1", b"host: localhost", b"connection: close", *headers]
     lines.append(b"content-length: %d" % (len(body) + surplus))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
@@ -213,7 +213,7 @@ async def loiter(port: int, seed: int, until: asyncio.Event, *, lanes: int = 8) 
 
 async def _loiter_once(port: int, generator: random.Random, until: asyncio.Event) -> None:
     body = dump({**GOOD["/v1/completions"], "stream": True, "max_tokens": 500, "ignore_eos": True})
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -14,7 +14,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from starlette.types import Message
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG = [f" word{number}" for number in range(10_000)]
 
 
@@ -119,7 +119,7 @@ async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> No
 
     scope = {
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
-        "headers": [], "client": ("127.0.0.1", 1), "server": ("x", 80), "scheme": "http", "http_version": "1.1",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("x", 80), "scheme": "http", "http_version": "1.1",
         "root_path": "",
     }  # fmt: skip
     task = asyncio.create_task(gateway.app(scope, receive, send))

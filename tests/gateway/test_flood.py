@@ -26,7 +26,7 @@ WORDS = tuple(f"w{number} " for number in range(300))
 
 
 def script(asked: GenerateRequest) -> Iterable[Event]:
-    is_bystander = asked.view.subject.name == "bystander"
+    is_bystander = asked.view.subject.name == "user/bystander"
     return says(*(WORDS if is_bystander else ("x", "y")))(asked)
 
 
@@ -39,7 +39,7 @@ async def bystander(port: int) -> str:
 
 
 async def flood(count: int, seed: int) -> FakedGateway:
-    gateway = faked(script)
+    gateway = faked(script, anonymous="vouched")
     gateway.ring.pause_s = 0.001
     async with listening(gateway) as port:
         undisturbed = asyncio.create_task(bystander(port))
@@ -50,7 +50,7 @@ async def flood(count: int, seed: int) -> FakedGateway:
         assert tally.statuses[200] > count / 20
         assert tally.statuses[400] > count / 20
         assert await undisturbed
-        assert (await send(port, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).startswith(
+        assert (await send(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")).startswith(
             b"HTTP/1.1 200"
         )
     assert len(gateway.journal) == 0
