@@ -20,10 +20,8 @@ BODY = b'{"model": "tiny", "prompt": "x"}'
 
 
 def request_head(length: int) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        % length
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % length
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:

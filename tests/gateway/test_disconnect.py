@@ -119,8 +119,8 @@ async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> No
 
     scope = {
         "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
-        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("x", 80), "scheme": "http", "http_version": "1.1",
-        "root_path": "",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("x", 80), "scheme": "http",
+        "http_version": "1.1", "root_path": "",
     }  # fmt: skip
     task = asyncio.create_task(gateway.app(scope, receive, send))
     await gateway.ring.submissions(1)
