@@ -145,11 +145,11 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     assert "users in epoch" in tree
     assert "private of view:" in tree
     assert "diarist" not in tree
-    assert "default/diarist" in pando(aware, "tree", "--max-nodes", "0").stdout
+    assert "default/user/diarist" in pando(aware, "tree", "--max-nodes", "0").stdout
     stats = pando(aware, "stats", "--owners", "100").stdout
-    for text in ("device/tenant", "promoted", "content check", "commit", "default/diarist"):
+    for text in ("device/tenant", "promoted", "content check", "commit", "default/user/diarist"):
         assert text in stats
-    named = pando(aware, "tree", "--view", "default/diarist", admin=False)
+    named = pando(aware, "tree", "--view", "default/user/diarist", admin=False)
     assert named.returncode == 1
     assert "admin token" in named.stderr
     # Pinned, a prompt is public after the first who asks.

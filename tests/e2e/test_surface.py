@@ -64,9 +64,9 @@ def test_a_biased_token_is_always_chosen(served: Served) -> None:
 def test_responses_are_created_streamed_continued_and_deleted(served: Served) -> None:
     client = served.client()
     first = client.responses.create(
-        model=served.model, input="Name three primary colors.", max_output_tokens=16, temperature=0
+        model=served.model, input="Name three primary colors.", max_output_tokens=4, temperature=0
     )
-    chat = client.chat.completions.create(model=served.model, messages=CHAT, max_tokens=16, temperature=0)
+    chat = client.chat.completions.create(model=served.model, messages=CHAT, max_tokens=4, temperature=0)
     assert first.output_text == chat.choices[0].message.content
     assert first.status == "incomplete"
     events = list(

@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from common.errors import UnavailableError
 from common.logs import get_logger
 
@@ -67,6 +69,14 @@ class CompileProcess:
             get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
             return Verdict("it takes too much memory to compile")
         return Verdict(answer.get("refusal"), int(answer["elapsed_us"]), data)
+
+    def cpu_seconds(self) -> float | None:
+        """Return the processor time that it has used; None if it has ended."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return None
+        return float(times.user + times.system)
 
     async def kill(self) -> None:
         """End the process. It has closed its end of the connection, as the last of its doings, when this returns."""

@@ -63,6 +63,8 @@ class Work:
     # A grammar that is not here takes no time.
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
+    # What each process says it has used; None: it has ended.
+    cpu_seconds: float | None = None
 
     def texts(self) -> list[str]:
         return [grammar.text for grammar in self.started]
@@ -98,6 +100,9 @@ class FakeProcess:
         if grammar.text == "bad":
             return Verdict("it is bad", 1000)
         return Verdict(None, 1000, b"%d" % SIZE)
+
+    def cpu_seconds(self) -> float | None:
+        return self._work.cpu_seconds
 
     async def kill(self) -> None:
         self._work.alive.discard(self._number)

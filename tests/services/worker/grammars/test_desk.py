@@ -179,6 +179,18 @@ async def test_compile_seconds_are_bounded_per_subject_and_come_back_with_time()
         assert await it.desk.prepare(grammar("more", RIVAL)) == 1000
 
 
+async def test_time_that_other_work_took_from_a_compilation_is_not_charged() -> None:
+    async with setup(GrammarLimits(slice_s=SLICE_S, seconds_per_minute=10.0)) as it:
+        it.work.cpu_seconds = 2.0
+        it.work.hold("slow")
+        [slow] = it.ask(grammar("slow", RIVAL))
+        await eventually(lambda: it.work.started)
+        it.clock.now += 25.0
+        it.work.gates["slow"].set()
+        await slow
+        assert await it.desk.prepare(grammar("more", RIVAL)) == 1000
+
+
 async def test_what_waits_when_its_subject_has_used_up_its_seconds_is_refused() -> None:
     async with setup(GrammarLimits(slice_s=SLICE_S, seconds_per_minute=10.0)) as it:
         it.work.hold("slow")
