@@ -15,7 +15,9 @@ class QueueSettings(SessionSettings):
 
     policy: Literal["fcfs", "lpm", "priority", "fair"] = "fair"
     """Order of the waiting queue: arrival, longest cached prefix, the request's priority, or fair shares of tenants and
-    of the subjects of each, by the weights in the limits file."""
+    of the subjects of each, by the weights in the limits file. With fair, running requests make way for a tenant or
+    subject that has less than its share, and go on later with the same tokens; the requests of one subject start in
+    order of arrival."""
     limits_file: Path | None = None
     """TOML file with limits of tenants and subjects, the same that gateway.limits_file names; read again when it
     changes. Absent: all have equal weights, quotas and floors."""

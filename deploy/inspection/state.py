@@ -50,7 +50,7 @@ def summary(state: scheduler_pb2.GetStateResponse) -> Table:
     table.add_row("waiting requests", f"{state.waiting_requests:,}")
     table.add_row("running rows", f"{state.running_rows:,} of {state.max_rows:,}")
     table.add_row("steps", f"{state.finished_steps:,} finished, {state.planned_steps:,} planned")
-    table.add_row("retractions", f"{state.retractions:,}, of which {state.preemptions:,} for a higher priority")
+    table.add_row("retractions", f"{state.retractions:,}, of which {state.preemptions:,} for waiting requests")
     table.add_row("jumped tokens", f"{state.jumped_tokens:,} that grammars forced on rows")
     table.add_row("leaked pages", f"{state.leaked_pages:,}")
     if state.HasField("storage"):

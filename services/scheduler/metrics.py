@@ -29,7 +29,8 @@ GENERATED_TOKENS_TOTAL = Counter("pando_scheduler_generated_tokens_total", "Samp
 QUEUE_SECONDS = Histogram("pando_scheduler_queue_seconds", "Time from arrival to the first prefill.")
 RETRACTIONS = Gauge("pando_scheduler_retractions", "Rows that had to give their pages back, since start.")
 PREEMPTIONS = Gauge(
-    "pando_scheduler_preemptions", "Of the retractions, those for a request of higher priority, since start."
+    "pando_scheduler_preemptions",
+    "Of the retractions, those for waiting requests of higher priority or below their fair share, since start.",
 )
 JUMPED_TOKENS = Gauge(
     "pando_scheduler_jumped_tokens",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deploy.attack.campaign import Plan, attack
+from deploy.attack.findings import Verdict
+from deploy.attack.launching import FAIR, Launch, launched
+from deploy.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
+from deploy.attack.scene import QUICK
 from deploy.cli import main
 
 if TYPE_CHECKING:
@@ -102,3 +109,15 @@ def test_all_oracles_find_what_is_claimed_of_every_mode(tmp_path: Path) -> None:
     assert {oracle: found["shared", oracle] for oracle in private} == dict.fromkeys(private, "leaks")
     for mode in ("isolated", "isolated_pinned", "user_aware"):
         assert {oracle: found[mode, oracle] for oracle in private} == dict.fromkeys(private, "closed")
+
+
+@pytest.mark.timeout(300)
+def test_long_outputs_are_seen_to_hold_a_victim_back_where_rows_are_not_shared() -> None:
+    """The oracle's own control: what it finds closed under fair shares is open when requests are served by arrival."""
+    settings = (*NO_MODEL_SETTINGS, *(each.replace("policy=fair", "policy=fcfs") for each in FAIR))
+    with launched(Launch(mode="user_aware", settings=settings)) as up:
+        assert up.server.policy == "fcfs"
+        claimed = replace(up.server, policy="fair")
+        plan = Plan(("long-outputs",), QUICK, text_tokens=64, seed=7)
+        report = asyncio.run(attack(up.url, up.api_key, claimed, plan, lambda _: None))
+    assert [finding.verdict for finding in report.findings] == [Verdict.UNBOUNDED] * 2

@@ -29,8 +29,9 @@ Line = dict[int, "Sequence"]
 class Waiting(Protocol):
     """Sequences that wait; iterating yields those that may start, by arrival."""
 
-    lines: dict[str, dict[str, Line]]
-    """By name of tenant and of subject: all that wait, also those that may not start yet."""
+    @property
+    def lines(self) -> dict[str, dict[str, Line]]:
+        """By name of tenant and of subject: all that wait, also those that may not start yet."""
 
     def __iter__(self) -> Iterator[Sequence]: ...
 

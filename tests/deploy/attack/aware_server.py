@@ -137,7 +137,7 @@ class AwareServer(FakeOpenAIServer):
             return JSONResponse({"content": [], "usage": {"cache_read_input_tokens": found}})
         if not body.get("stream"):
             return JSONResponse({"choices": [{"index": 0, "text": answer}], "usage": usage})
-        further = self._generate(who, number, body["max_tokens"] - 1)
+        further = self._take_turns(who, number, body["max_tokens"] - 1)
         return StreamingResponse(_stream(usage, further), media_type="text/event-stream")
 
     def _who(self, request: Request, body: dict[str, Any]) -> Who | None:
@@ -224,7 +224,7 @@ class AwareServer(FakeOpenAIServer):
             del order[oldest]
             self.chains.views[oldest[2]].discard(oldest[:2])
 
-    async def _generate(self, who: Who, number: int, tokens: int) -> None:
+    async def _take_turns(self, who: Who, number: int, tokens: int) -> None:
         for _ in range(tokens):
             await self._wait(who, number)
 

@@ -353,7 +353,7 @@ class GetStateResponse(_message.Message):
     policy: _builtins.str
     cache: _builtins.str
     preemptions: _builtins.int
-    """Of the retractions, those of running rows for requests of higher priority."""
+    """Of the retractions, those of running rows for waiting requests of higher priority or below their fair share."""
     jumped_tokens: _builtins.int
     """Output tokens since start that grammars left no choice about, so that they took no pass of their own."""
     @_builtins.property

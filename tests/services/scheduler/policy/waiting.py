@@ -18,7 +18,6 @@ from common.types import (
 )
 from services.scheduler.core.queue import WaitingQueue
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.policy.first_come import FirstComeFirstServed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,7 +49,7 @@ def waiting_sequence(
     )
 
 
-class _Recorder(FirstComeFirstServed):
+class _Recorder:
     waiting: Waiting
 
     def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterable[Sequence]:
