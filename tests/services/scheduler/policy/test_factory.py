@@ -10,7 +10,7 @@ from services.scheduler.policy.fair_share import FairShare
 from services.scheduler.policy.first_come import FirstComeFirstServed
 from services.scheduler.policy.longest_prefix import LongestPrefixMatch
 from services.scheduler.policy.priority import PriorityFirst
-from tests.services.scheduler.policy.waiting import handles, waiting_sequence
+from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_the_settings_offer_exactly_these_names() -> None:
 
 def test_first_come_is_first_served() -> None:
     waiting = [waiting_sequence(handle, priority=handle) for handle in range(3)]
-    assert handles(make_policy("fcfs").order(waiting, lambda _: 0)) == [0, 1, 2]
+    assert handles(make_policy("fcfs").order(line_up(waiting), lambda _: 0)) == [0, 1, 2]
