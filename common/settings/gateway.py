@@ -19,8 +19,10 @@ class GatewaySettings(IdentitySettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0 picks a free one."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint on the same interface, in plaintext and without credentials: keep users away from
-    it by the network. Absent: none; administrators find /metrics at the API's port."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials. Absent: none; administrators find /metrics
+    at the API's port."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""
     certificate: Path | None = None
     """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
     key: Path | None = None

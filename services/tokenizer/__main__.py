@@ -51,7 +51,7 @@ def main() -> None:
     # The tokenizers library sizes its own thread pool by this, when it first encodes.
     os.environ.setdefault("RAYON_NUM_THREADS", str(settings.tokenizer.threads))
     MODEL_INFO.labels(settings.model.name).set(1)
-    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer.metrics_port)
+    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

@@ -131,6 +131,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     environment = SERVICES["worker"]["environment"]
     expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING}
     assert targets == expected
+    assert {environment[f"PANDO_{name.upper()}__METRICS_HOST"] for name in RING} == {"0.0.0.0"}
     ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]

@@ -44,15 +44,16 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- define "pando.settings" -}}
 {{- $ring := include "pando.ring" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
+{{- $interface := .Values.listenHost | trimPrefix "[" | trimSuffix "]" -}}
 {{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
 {{- range $service, $facts := omit $ring "gateway" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
-{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
+{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics) "metrics_host" $interface) -}}
 {{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
-{{- $gateway := dict "host" (.Values.listenHost | trimPrefix "[" | trimSuffix "]") "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) -}}
+{{- $gateway := dict "host" $interface "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) "metrics_host" $interface -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- /* Names that a sidecar of a service mesh may pass on over loopback. */}}
 {{- $service := printf "%s-gateway" $name -}}
