@@ -69,8 +69,8 @@ class GatewaySettings(IdentitySettings):
     responses_lifetime_days: float = Field(default=30.0, gt=0)
     """How long responses are stored."""
     responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
-    """Room for stored responses, of all gateways together; one credential's may take a quarter of it. Beyond that the
-    oldest go."""
+    """Room for stored responses, of all gateways together. Beyond that, the tenant that uses most, and in it the
+    subject that uses most, loses its oldest."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

@@ -59,7 +59,7 @@ def create_router(context: Context) -> APIRouter:
 
         async def keep() -> None:
             for response in finished if body.store is not False else ():
-                await context.stored.put(holder, _to_store(body, messages, response))
+                await context.stored.put(holder, requester.subject, _to_store(body, messages, response))
 
         draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append)
         if body.stream:
