@@ -57,6 +57,13 @@ class GatewaySettings(IdentitySettings):
     must keep others out: it has what clients have said. It should not evict keys (maxmemory-policy noeviction)."""
     state_file: Path | None = None
     """File that holds the URL instead."""
+    state_secret: SecretStr | None = None
+    """At least 32 characters that cannot be guessed, the same for all gateways and unknown to others who can write to
+    the server. Gateways sign with it what they ask of each other. Without it, administrators end others' requests only
+    at the gateway that they ask, and anyone who can write to the server can end a request whose id and subject they
+    know."""
+    state_secret_file: Path | None = None
+    """File that holds it instead."""
     state_prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """How keys and channels at the server begin; deployments that share a server need different ones."""
     state_failure: Literal["open", "closed"] = "open"

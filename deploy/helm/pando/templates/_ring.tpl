@@ -27,12 +27,16 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $state := $gateway.state -}}
 {{- $most := int $gateway.replicas -}}
 {{- if ne $gateway.autoscaling.mode "off" }}{{ $most = int $gateway.autoscaling.maxReplicas }}{{ end -}}
+{{- $settings := dict "state_failure" $state.failure -}}
+{{- if $state.signingSecret }}{{ $_ := set $settings "state_secret_file" "/etc/pando/state-signing/secret" }}{{ end -}}
 {{- if and $state.url $state.existingSecret -}}
 {{- fail "name gateway.state.url or gateway.state.existingSecret, not both" -}}
 {{- else if $state.existingSecret -}}
-{{- dict "state_file" "/etc/pando/state/url" "state_failure" $state.failure | toJson -}}
+{{- merge (dict "state_file" "/etc/pando/state/url") $settings | toJson -}}
 {{- else if $state.url -}}
-{{- dict "state" $state.url "state_failure" $state.failure | toJson -}}
+{{- merge (dict "state" $state.url) $settings | toJson -}}
+{{- else if $state.signingSecret -}}
+{{- fail "gateway.state.signingSecret is for gateways that share a state: set gateway.state.url or gateway.state.existingSecret" -}}
 {{- else if gt $most 1 -}}
 {{- fail (printf "%d gateways need a state that they share, or limits count once for each and responses are not found: set gateway.state.url or gateway.state.existingSecret to a Redis or Valkey server, or gateway.%s to 1" $most (ternary "replicas" "autoscaling.maxReplicas" (eq $gateway.autoscaling.mode "off"))) -}}
 {{- else -}}
