@@ -13,7 +13,7 @@ from common.requests import GenerateRequest
 from common.types import RequestId
 from gateway.body import read_object
 from gateway.estimates import announced_tokens, prompt_tokens
-from gateway.middleware import EXTRA_HEADERS, TENANT
+from gateway.middleware import TENANT, add_headers
 from gateway.piecewise import PiecewiseDelivery
 from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
@@ -141,7 +141,7 @@ class Context:
 
     async def _take(self, request: Request, charge: Charge) -> Lease:
         lease = await self.quotas.take(charge)
-        request.scope[EXTRA_HEADERS].extend(lease.headers())
+        add_headers(request.scope, lease.headers())
         return lease
 
     def head(self, response_id: str, model: str) -> ResponseHead:

@@ -92,10 +92,13 @@ class RedisResponses:
         """
         key = f"{self._prefix}:item:{_digest(holder.tenant, holder.credential)}:{_digest(response_id)}"
         found = await self._state.call(lambda redis: redis.hmget(key, ["user", "response", "messages", "input"]))
-        user, *texts = found
-        if user is None or (holder.user is not None and user != _user(holder).encode()):
+        parts = [part for part in found if isinstance(part, bytes)]
+        if len(parts) < len(found):
             return None
-        return decode(*texts)
+        user, response, messages, given = parts
+        if holder.user is not None and user != _user(holder).encode():
+            return None
+        return decode(response, messages, given)
 
     async def delete(self, holder: Holder, response_id: str) -> bool:
         """Forget a response of `holder`; return whether there was one.

@@ -147,6 +147,18 @@ async def test_a_text_that_cannot_be_encoded_costs_what_it_announced(tmp_path: P
     assert (await gateway.post("/tokenize", {"prompt": "x" * 3_600}, headers)).status_code == 429
 
 
+async def test_the_echo_of_ids_costs_what_decoding_them_does(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path, "[default]\nrequests_per_minute = 3\n")
+    body = {"model": "tiny", "max_tokens": 1, "echo": True}
+    headers = {"authorization": "Bearer one"}
+    for prompt, left in (("hi", "2"), ([104, 105], "0")):
+        answer = await gateway.post("/v1/completions", {**body, "prompt": prompt}, headers)
+        assert answer.headers.get_list("x-ratelimit-remaining-requests")[-1] == left
+    refused = await gateway.post("/v1/completions", {**body, "prompt": [104, 105]}, headers)
+    assert refused.status_code == 429
+    assert gateway.model.subjects == [Subject("acme", "key/k1")]
+
+
 async def test_people_that_a_key_vouches_for_count_tokens_for_themselves(tmp_path: Path) -> None:
     key = ApiKey("k1", hash_of("one"), "acme", vouches_for_users=True)
     gateway = gateway_with(tmp_path, "[default.each_subject]\nrequests_per_minute = 1\n", key)

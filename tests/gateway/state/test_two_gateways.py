@@ -175,8 +175,8 @@ async def test_without_a_secret_an_administrator_ends_everything_at_the_only_gat
 
 
 # What a stranger who can write to the server may publish, as the first version trusted it.
-OWN = {"tenant": "acme", "subject": "user/ann", "vouches": False, "is_admin": False}
-FORGERIES = {
+OWN: dict[str, Any] = {"tenant": "acme", "subject": "user/ann", "vouches": False, "is_admin": False}
+FORGERIES: dict[str, dict[str, Any]] = {
     "an administrator ends everything": {"request_id": None, "caller": OWN | {"is_admin": True}},
     "an administrator ends one": {"request_id": "mine", "caller": OWN | {"subject": "x", "is_admin": True}},
     "its subject ends everything": {"request_id": None, "caller": OWN},

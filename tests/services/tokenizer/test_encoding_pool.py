@@ -141,7 +141,9 @@ async def test_prompts_that_arrive_together_keep_their_order_and_are_cut_into_pa
     await settle()
     assert len(bench.threads.running) == 2
     await bench.finish_all()
-    assert [list(ids) for ids in await task] == [[length, bool(add)] for length, add in zip(lengths, adds, strict=True)]
+    assert [list(np.asarray(ids)) for ids in await task] == [
+        [length, bool(add)] for length, add in zip(lengths, adds, strict=True)
+    ]
 
 
 async def test_an_error_reaches_its_caller_and_frees_the_thread() -> None:

@@ -23,8 +23,8 @@ def take(queue: FairQueue[tuple[Subject, int]]) -> tuple[Subject, int]:
 def test_everything_is_taken_once_and_each_subject_s_items_in_order(items: list[tuple[Subject, int]]) -> None:
     queue: FairQueue[tuple[Subject, int, int]] = FairQueue()
     numbered = [(subject, cost, number) for number, (subject, cost) in enumerate(items)]
-    for item in numbered:
-        queue.add(item[0], item, item[1])
+    for entry in numbered:
+        queue.add(entry[0], entry, entry[1])
     taken = [item for _ in items if (item := queue.take(lambda _: True)) is not None]
     assert queue.take(lambda _: True) is None
     assert sorted(taken, key=lambda item: item[2]) == numbered
@@ -75,7 +75,7 @@ def test_to_leave_and_come_back_gains_nothing() -> None:
     queue: FairQueue[tuple[Subject, int]] = FairQueue()
     for _ in range(40):
         queue.add(ANN, (ANN, 100), 100)
-    taken = []
+    taken: list[Subject] = []
     for _ in range(40):
         # It has at most one item, so it leaves with each that is taken.
         if not taken or taken[-1] == RIVAL:
@@ -88,7 +88,7 @@ def test_names_that_are_invented_all_the_time_do_not_hold_up_others_of_their_ten
     queue: FairQueue[tuple[Subject, int]] = FairQueue()
     for _ in range(2):
         queue.add(ANN, (ANN, 100), 100)
-    taken = []
+    taken: list[Subject] = []
     for number in range(300):
         invented = Subject("acme", f"user/{number}")
         queue.add(invented, (invented, 10), 10)
