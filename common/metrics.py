@@ -22,7 +22,7 @@ MODEL_INFO = Gauge(
 )
 
 
-def start_metrics_server(port: int, host: str = "0.0.0.0") -> int:
+def start_metrics_server(port: int, host: str) -> int:
     """Serve /metrics at `port` of the interface `host`, from a thread of its own; 0 takes a free port. Return the port.
 
     Raises:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
@@ -22,12 +22,23 @@ if TYPE_CHECKING:
 DRAIN_INTERVAL_S = 0.05
 
 
+class MetricsEndpoint(Protocol):
+    """The part of a service's settings that says where Prometheus reads its metrics."""
+
+    @property
+    def metrics_port(self) -> int | None:
+        """TCP port; None for no endpoint."""
+
+    @property
+    def metrics_host(self) -> str:
+        """Interface."""
+
+
 def run_service(
     name: str,
     log: LogSettings,
     main: Callable[[asyncio.Event], Awaitable[None]],
-    metrics_port: int | None = None,
-    metrics_host: str = "0.0.0.0",
+    metrics: MetricsEndpoint,
 ) -> None:
     """Run `main` until it returns; SIGTERM and SIGINT set the event it is given, so that it can drain.
 
@@ -36,8 +47,9 @@ def run_service(
     configure_logging(name, log)
     logger = get_logger("runtime")
     try:
-        if metrics_port is not None:
-            logger.info("metrics.listening", port=start_metrics_server(metrics_port, metrics_host))
+        if metrics.metrics_port is not None:
+            port = start_metrics_server(metrics.metrics_port, metrics.metrics_host)
+            logger.info("metrics.listening", host=metrics.metrics_host, port=port)
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(_run(name, main))
     except ConfigurationError as error:

@@ -27,7 +27,7 @@ from gateway.api import (
 from gateway.api.schema import describe
 from gateway.body import ClientGoneError
 from gateway.errors import HttpError, error_response, http_error_response
-from gateway.middleware import CLIENT_GONE_STATUS, EXTRA_HEADERS, REFUSAL, RequestContext
+from gateway.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
 from gateway.quotas.quotas import LimitedError
 from gateway.schemas.anthropic import MessagesBody
 from gateway.schemas.chat import ChatCompletionBody
@@ -111,7 +111,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
 async def _on_pando_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PandoError)
     if isinstance(error, LimitedError):
-        request.scope[EXTRA_HEADERS].extend(error.headers)
+        add_headers(request.scope, error.headers)
     cause = "limit" if isinstance(error, LimitedError) else REFUSALS.get(error.code)
     if cause is not None:
         request.scope[REFUSAL] = cause

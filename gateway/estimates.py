@@ -14,10 +14,11 @@ CHARACTERS_PER_TOKEN = 4
 
 def announced_tokens(request: GenerateRequest) -> int:
     """Return about how many tokens `request` will use; an output without a limit counts when it is there."""
-    return _prompt_tokens(request.prompt) + (request.stop.max_tokens or 0) * request.n
+    return prompt_tokens(request.prompt) + (request.stop.max_tokens or 0) * request.n
 
 
-def _prompt_tokens(prompt: Prompt) -> int:
+def prompt_tokens(prompt: Prompt) -> int:
+    """Return about how many tokens `prompt` is."""
     match prompt:
         case TokenPrompt(ids):
             return len(ids)

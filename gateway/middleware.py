@@ -13,7 +13,7 @@ from common.logs import get_logger
 from gateway.errors import internal_error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +30,13 @@ EXTRA_HEADERS = "pando.headers"
 # Where stands whose request it is, once that is known; and why it was refused, if it was.
 TENANT = "pando.tenant"
 REFUSAL = "pando.refusal"
+
+
+def add_headers(scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Have the answer to a request show `headers`, in the place of earlier ones of the same names."""
+    extra: list[tuple[bytes, bytes]] = scope[EXTRA_HEADERS]
+    names = {name for name, _ in headers}
+    extra[:] = [*(header for header in extra if header[0] not in names), *headers]
 
 
 class RequestContext:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from common.errors import RequestFailedError
 from common.types import ErrorCode, RequestFailure
-from gateway.middleware import EXTRA_HEADERS
+from gateway.middleware import add_headers
 from gateway.render.prompt_logprobs import PromptScores
 from gateway.render.shapes import WholeChoice, collect, told_values
 from gateway.watch import ClientWatch
@@ -86,7 +86,7 @@ class GenerationResponse(Response):
             PandoError: the requests could not be taken, or failed before anything was sent.
         """
         lease = await self._take()
-        scope[EXTRA_HEADERS].extend(lease.headers())
+        add_headers(scope, lease.headers())
         used_tokens = 0
         try:
             generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)

@@ -15,4 +15,6 @@ class DetokenizerSettings(Section):
     drain_s: float = Field(default=15.0, ge=0)
     """How long open choices may still finish after the signal to stop."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; absent: none."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""

@@ -19,8 +19,10 @@ class GatewaySettings(IdentitySettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port; 0 picks a free one."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint on the same interface, in plaintext and without credentials: keep users away from
-    it by the network. Absent: none; administrators find /metrics at the API's port."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials. Absent: none; administrators find /metrics
+    at the API's port."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""
     certificate: Path | None = None
     """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
     key: Path | None = None
@@ -55,6 +57,13 @@ class GatewaySettings(IdentitySettings):
     must keep others out: it has what clients have said. It should not evict keys (maxmemory-policy noeviction)."""
     state_file: Path | None = None
     """File that holds the URL instead."""
+    state_secret: SecretStr | None = None
+    """At least 32 characters that cannot be guessed, the same for all gateways and unknown to others who can write to
+    the server. Gateways sign with it what they ask of each other. Without it, administrators end others' requests only
+    at the gateway that they ask, and anyone who can write to the server can end a request whose id and subject they
+    know."""
+    state_secret_file: Path | None = None
+    """File that holds it instead."""
     state_prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """How keys and channels at the server begin; deployments that share a server need different ones."""
     state_failure: Literal["open", "closed"] = "open"
@@ -67,8 +76,8 @@ class GatewaySettings(IdentitySettings):
     responses_lifetime_days: float = Field(default=30.0, gt=0)
     """How long responses are stored."""
     responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
-    """Room for stored responses, of all gateways together; one credential's may take a quarter of it. Beyond that the
-    oldest go."""
+    """Room for stored responses, of all gateways together. Beyond that, the tenant that uses most, and in it the
+    subject that uses most, loses its oldest."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; more is answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

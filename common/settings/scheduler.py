@@ -21,7 +21,9 @@ class SchedulerSettings(QueueSettings):
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; absent: none."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""
     page_size: int = Field(default=16, ge=1, le=256)
     """Tokens per KV page: the unit of matching, sharing and transfer."""
     max_rows: int = Field(default=64, ge=1, le=4096)

@@ -66,4 +66,6 @@ class WorkerSettings(Section):
     fake_eos_probability: float = Field(default=0.0, ge=0, le=1)
     """How likely a fake model ends its answer with each token; 0: it never does."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; absent: none."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
+    metrics_host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""

@@ -12,6 +12,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.version import version
 from gateway.api.operations import readiness
 from gateway.api.schema import documented
+from gateway.identity.caller import identify
 from gateway.schemas.native import AbortBody
 from gateway.schemas.parse import parse
 
@@ -58,6 +59,7 @@ def create_router(context: Context) -> APIRouter:
             await context.admin(request)
         elif not body.rid:
             raise InvalidRequestError("'rid' should name a request.", param="rid")
+        await context.charge_for_ending(request, identify(caller).subject)
         rid = None if body.abort_all else body.rid
         count = await context.aborts.abort(rid, caller)
         return Response(orjson.dumps({"aborted": count}), media_type="application/json")

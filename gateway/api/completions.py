@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
+from common.requests import TokenPrompt
 from common.types import RequestId
 from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
@@ -22,7 +24,8 @@ from gateway.schemas.parse import parse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.requests import GenerateRequest, TokenPrompt
+    from common.requests import GenerateRequest
+    from common.types import Subject
     from gateway.api.context import Context
 
 
@@ -43,7 +46,7 @@ def create_router(context: Context) -> APIRouter:
         first = context.generate_request(request, head, requester, body, body.prompt[0])
         first = replace(first, add_special_tokens=body.add_special_tokens)
         requests = one_per_prompt(first, body.prompt)
-        echo = await _echo(context, body) if body.echo else None
+        echo = await _echo(context, request, requester.subject, body) if body.echo else None
         logprobs = body.logprobs is not None
         if body.stream:
             usage, choices = body.wants_usage_in_stream, body.choices
@@ -69,15 +72,17 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
     ]
 
 
-async def _echo(context: Context, body: CompletionBody) -> Echo:
-    """Return how each choice shows its prompt."""
+async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> Echo:
+    """Return how each choice shows its prompt. To decode ids costs what /detokenize does, once for all prompts."""
     skip = body.skip_special_tokens is not False
     model = (await context.models.find(body.model)).model
+    ids = sum(len(prompt.ids) for prompt in body.prompt if isinstance(prompt, TokenPrompt))
 
     async def text_of(prompt: str | TokenPrompt) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await model.detokenize(prompt.ids, skip_special_tokens=skip)
+        return await model.detokenize(subject, prompt.ids, skip_special_tokens=skip)
 
-    texts = await asyncio.gather(*map(text_of, body.prompt))
+    async with context.charged(request, subject, ids) if ids else nullcontext():
+        texts = await asyncio.gather(*map(text_of, body.prompt))
     return Echo([text for text in texts for _ in range(body.returned)], body.logprobs)

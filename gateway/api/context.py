@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,8 +12,8 @@ from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId
 from gateway.body import read_object
-from gateway.estimates import announced_tokens
-from gateway.middleware import TENANT
+from gateway.estimates import announced_tokens, prompt_tokens
+from gateway.middleware import TENANT, add_headers
 from gateway.piecewise import PiecewiseDelivery
 from gateway.quotas.quotas import Charge
 from gateway.render.shapes import ResponseHead
@@ -20,19 +21,21 @@ from gateway.responses import GenerationResponse, StreamDelivery, WholeDelivery,
 from gateway.trace import trace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from starlette.requests import Request
 
-    from common.requests import Prompt
-    from gateway.backends import Backends
+    from common.requests import ChatPrompt, Prompt
+    from common.types import Subject
+    from gateway.backends import Backend, Backends
     from gateway.generations import Generations
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
-    from gateway.quotas.quotas import Quotas
+    from gateway.quotas.quotas import Lease, Quotas
     from gateway.render.shapes import PiecewiseRenderer, StreamRenderer, WholeRenderer
     from gateway.responses import Delivery
+    from gateway.ring.messages import Tokenization
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
     from gateway.state.aborts import Aborts
@@ -54,6 +57,13 @@ class Limits:
     request_timeout_ms: int | None
     keep_alive_s: float
     max_priority: int = 0
+
+
+@dataclass(slots=True)
+class Spending:
+    """Tokens that a request has used; until it knows better, those that it announced."""
+
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,43 @@ class Context:
     async def body(self, request: Request) -> dict[str, object]:
         """Return the JSON object in the body (see `read_object` for what it raises)."""
         return await read_object(request, self.limits.body_bytes)
+
+    @asynccontextmanager
+    async def charged(self, request: Request, subject: Subject, tokens: int = 0) -> AsyncIterator[Spending]:
+        """Charge for one request that is open inside of the block and uses about so many tokens.
+
+        Raises:
+            LimitedError: it is more than is left.
+            UnavailableError: nobody can say now how much is left.
+        """
+        lease = await self._take(request, Charge(subject, 1, tokens))
+        spending = Spending(tokens)
+        try:
+            yield spending
+        finally:
+            lease.settle(spending.tokens)
+
+    async def charge_for_ending(self, request: Request, subject: Subject) -> None:
+        """Charge for one request that ends or removes something, so open requests are no reason to refuse it.
+
+        Raises:
+            LimitedError: it is more than is left.
+            UnavailableError: nobody can say now how much is left.
+        """
+        lease = await self._take(request, Charge(subject, 1, 0, may_exceed_concurrent=True))
+        lease.settle(0)
+
+    async def render_chat(self, request: Request, subject: Subject, backend: Backend, chat: ChatPrompt) -> Tokenization:
+        """Return a conversation as the model's chat template writes it, and charge for its tokens."""
+        async with self.charged(request, subject, prompt_tokens(chat)) as spending:
+            encoded = await backend.model.render_chat(subject, chat)
+            spending.tokens = len(encoded.ids)
+        return encoded
+
+    async def _take(self, request: Request, charge: Charge) -> Lease:
+        lease = await self.quotas.take(charge)
+        add_headers(request.scope, lease.headers())
+        return lease
 
     def head(self, response_id: str, model: str) -> ResponseHead:
         """Return what all parts of a response made now repeat."""

@@ -45,13 +45,15 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=documented(MessagesBody))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens that a conversation is for the model; `max_tokens` is not needed here."""
-        await context.caller(request)
+        caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.MESSAGES)
-        chat = parse(MessagesBody, {**raw, "max_tokens": 1}).to_chat()
+        body = parse(MessagesBody, {**raw, "max_tokens": 1})
+        chat = body.to_chat()
+        subject = identify(caller, body.user_names if caller.vouches else ()).subject
         card = await require_chat(context, chat.model)
         backend = await context.models.find(card.name)
-        encoded = await backend.model.render_chat(chat.to_prompt(chat.reading(card).prefix))
+        encoded = await context.render_chat(request, subject, backend, chat.to_prompt(chat.reading(card).prefix))
         return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
 
     return router

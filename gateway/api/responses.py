@@ -59,7 +59,7 @@ def create_router(context: Context) -> APIRouter:
 
         async def keep() -> None:
             for response in finished if body.store is not False else ():
-                await context.stored.put(holder, _to_store(body, messages, response))
+                await context.stored.put(holder, requester.subject, _to_store(body, messages, response))
 
         draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append)
         if body.stream:
@@ -69,13 +69,13 @@ def create_router(context: Context) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
         """Return a stored response."""
-        stored = await _stored(context, await context.caller(request), response_id)
+        stored = await _stored(context, request, response_id)
         return _json(stored.response)
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(request: Request, response_id: str) -> Response:
         """Return what a stored response answered."""
-        stored = await _stored(context, await context.caller(request), response_id)
+        stored = await _stored(context, request, response_id)
         ids = [item.get("id") for item in stored.input]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return _json({"object": "list", "data": stored.input, "has_more": False, **ends})
@@ -83,7 +83,9 @@ def create_router(context: Context) -> APIRouter:
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a stored response."""
-        holder = _holder(await context.caller(request))
+        caller = await context.caller(request)
+        await context.charge_for_ending(request, identify(caller).subject)
+        holder = _holder(caller)
         if not await context.stored.delete(holder, response_id):
             raise _unknown(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
@@ -115,9 +117,11 @@ async def _earlier(context: Context, holder: Holder, previous_id: str | None) ->
     return list(stored.messages)
 
 
-async def _stored(context: Context, caller: Caller, response_id: str) -> StoredResponse:
+async def _stored(context: Context, request: Request, response_id: str) -> StoredResponse:
+    caller = await context.caller(request)
     is_sane = len(response_id) <= MAX_ID_CHARACTERS
-    stored = await context.stored.find(_holder(caller), response_id) if is_sane else None
+    async with context.charged(request, identify(caller).subject):
+        stored = await context.stored.find(_holder(caller), response_id) if is_sane else None
     if stored is None:
         raise _unknown(response_id)
     return stored

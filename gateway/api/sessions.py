@@ -39,7 +39,8 @@ def create_router(context: Context) -> APIRouter:
             capacity_tokens=body.capacity_of_str_len,
             timeout_ms=None if body.timeout is None else max(round(body.timeout * 1000), 1),
         )
-        grant = await backend.model.open_session(wish)
+        async with context.charged(request, requester.subject):
+            grant = await backend.model.open_session(wish)
         headers = {
             "x-session-capacity-tokens": str(grant.capacity_tokens),
             "x-session-timeout-s": f"{grant.timeout_ms / 1000:g}",
@@ -54,6 +55,7 @@ def create_router(context: Context) -> APIRouter:
         session = check_name("session_id", body.session_id)
         requester = identify(caller, body.user_names, body.cache_salt)
         backend = await context.models.find(body.model)
+        await context.charge_for_ending(request, requester.subject)
         if not await backend.model.close_session(requester.view, session):
             message = f"You have no open session '{session}' with this model; it may have timed out."
             raise InvalidRequestError(message, param="session_id")

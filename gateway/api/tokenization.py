@@ -9,10 +9,13 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.api.plain_route import PlainRoute
 from gateway.api.schema import documented
+from gateway.estimates import prompt_tokens
+from gateway.identity.caller import identify
 from gateway.schemas.parse import parse
 from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 if TYPE_CHECKING:
+    from common.types import Subject
     from gateway.api.context import Context
     from gateway.backends import Backend
     from gateway.ring.messages import Tokenization
@@ -25,9 +28,10 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/tokenize", openapi_extra=documented(TokenizeTextBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
         """Encode a text, or a conversation by the model's chat template."""
-        await context.caller(request)
+        subject = identify(await context.caller(request)).subject
         raw = await context.body(request)
-        backend, encoded = await _encode_chat(raw) if "messages" in raw else await _encode_text(raw)
+        encode = _encode_chat if "messages" in raw else _encode_text
+        backend, encoded = await encode(request, subject, raw)
         limit = (await backend.served.card()).max_context_tokens
         answer: dict[str, object] = {"count": len(encoded.ids), "max_model_len": limit, "tokens": encoded.ids}
         if encoded.tokens:
@@ -37,23 +41,26 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """Decode token ids."""
-        await context.caller(request)
+        subject = identify(await context.caller(request)).subject
         body = parse(DetokenizeBody, await context.body(request))
         backend = await context.models.find(body.model)
         skip = bool(body.skip_special_tokens)
-        text = await backend.model.detokenize(tuple(body.tokens), skip_special_tokens=skip)
+        async with context.charged(request, subject, len(body.tokens)):
+            text = await backend.model.detokenize(subject, tuple(body.tokens), skip_special_tokens=skip)
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
-    async def _encode_text(raw: dict[str, object]) -> tuple[Backend, Tokenization]:
+    async def _encode_text(request: Request, subject: Subject, raw: dict[str, object]) -> tuple[Backend, Tokenization]:
         body = parse(TokenizeTextBody, raw)
         backend = await context.models.find(body.model)
         special = body.add_special_tokens is not False
-        encoded = await backend.model.tokenize(body.prompt, add_special_tokens=special)
+        async with context.charged(request, subject, prompt_tokens(body.prompt)) as spending:
+            encoded = await backend.model.tokenize(subject, body.prompt, add_special_tokens=special)
+            spending.tokens = len(encoded.ids)
         return backend, encoded if body.return_token_strs else encoded.without_strings()
 
-    async def _encode_chat(raw: dict[str, object]) -> tuple[Backend, Tokenization]:
+    async def _encode_chat(request: Request, subject: Subject, raw: dict[str, object]) -> tuple[Backend, Tokenization]:
         body = parse(TokenizeChatBody, raw)
         backend = await context.models.find(body.model)
-        return backend, await backend.model.render_chat(body.to_prompt())
+        return backend, await context.render_chat(request, subject, backend, body.to_prompt())
 
     return router

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
@@ -40,11 +40,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What an HTTP request is about to take."""
+    """What an HTTP request is about to take.
+
+    `may_exceed_concurrent`: it passes however many requests are open, as it ends some of them.
+    """
 
     subject: Subject
     requests: int
     tokens: int
+    may_exceed_concurrent: bool = False
 
 
 class Quotas:
@@ -68,7 +72,10 @@ class Quotas:
             LimitedError: it is more than is left.
             UnavailableError: nobody can say now how much is left.
         """
-        accounts = [account for account in self._accounts(charge.subject) if account.is_limited]
+        accounts = self._accounts(charge.subject)
+        if charge.may_exceed_concurrent:
+            accounts = list(map(_without_concurrent, accounts))
+        accounts = [account for account in accounts if account.is_limited]
         taking = await self._meters.take(accounts, charge.requests, charge.tokens)
         if taking.obstacle is not None:
             headers = rate_headers(taking.readings)
@@ -80,6 +87,10 @@ class Quotas:
             return []
         limits, tenant = self._rules.value, subject.tenant
         return [Account(tenant, None, limits.of(tenant)), Account(tenant, subject.name, limits.of_subject(subject))]
+
+
+def _without_concurrent(account: Account) -> Account:
+    return replace(account, quota=account.quota.model_copy(update={"concurrent": None}))
 
 
 class LimitedError(QueueFullError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.rpc.status import answered
+from common.wire import subject_to_wire
 from gateway.ring.messages import Tokenization
 from gateway.ring.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
@@ -12,7 +13,7 @@ from protos.gen.pando.v1 import tokenizer_pb2
 if TYPE_CHECKING:
     from common.requests import ChatPrompt
     from common.rpc.sessions import SessionHost
-    from common.types import SessionGrant, SessionWish, View
+    from common.types import SessionGrant, SessionWish, Subject, View
     from gateway.ring.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
@@ -33,20 +34,24 @@ class GrpcModel:
         call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
         return model_from_wire(await answered(call))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
+    async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
         """Encode a text."""
-        request = tokenizer_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        request = tokenizer_pb2.TokenizeRequest(
+            text=text, add_special_tokens=add_special_tokens, subject=subject_to_wire(subject)
+        )
         answer = await answered(self._stub.Tokenize(request, timeout=TIMEOUT_S))
         return Tokenization(tuple(answer.ids), tuple(answer.tokens))
 
-    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+    async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
         """Decode ids."""
-        request = tokenizer_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
+        request = tokenizer_pb2.DetokenizeRequest(
+            ids=ids, skip_special_tokens=skip_special_tokens, subject=subject_to_wire(subject)
+        )
         return (await answered(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
 
-    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+    async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
         """Apply the chat template and encode the result."""
-        request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat))
+        request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat), subject=subject_to_wire(subject))
         return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:

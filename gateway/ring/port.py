@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
-    from common.types import Admission, RequestFailure, RequestId, SessionGrant, SessionWish, View
+    from common.types import Admission, RequestFailure, RequestId, SessionGrant, SessionWish, Subject, View
     from gateway.ring.messages import ModelInfo, Tokenization
 
 
@@ -46,13 +46,13 @@ class Model(Protocol):
     async def get_model(self) -> ModelInfo:
         """Return what is served."""
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
-        """Encode a text."""
+    async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
+        """Encode a text in the subject's turn, as in the following two."""
 
-    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+    async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
         """Decode ids."""
 
-    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+    async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
         """Apply the chat template and encode the result."""
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:

@@ -15,12 +15,13 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import orjson
 from redis.exceptions import RedisError
 
+from common.errors import UnavailableError
 from common.logs import get_logger
 from gateway.identity.caller import Caller, owns
 from gateway.state.server import StateAwayError
+from gateway.state.signatures import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,11 +31,15 @@ if TYPE_CHECKING:
     from common.types import View
     from gateway.generations import Generations
     from gateway.state.server import StateServer
+    from gateway.state.signatures import Signatures
 
 # How long an abort waits for the reports of other gateways.
 REPORTS_WITHIN_S = 1.0
 RECONNECT_S = 0.2
-MAX_MESSAGE_BYTES = 16_384
+NEEDS_SECRET = (
+    "requests were ended at this gateway; the others end what is not the caller's own only if all of them have "
+    "gateway.state_secret."
+)
 
 
 class Aborts(Protocol):
@@ -61,27 +66,42 @@ class LocalAborts:
 
 
 class SharedAborts:
-    """Implements `Aborts` for several gateways."""
+    """Implements `Aborts` for several gateways.
 
-    def __init__(self, state: StateServer, generations: Generations) -> None:
+    Messages say who asks. Those that are signed are believed, also that it is an administrator. Without a secret to
+    sign with, they end what is the named subject's, by an exact id, and administrators end what is open here.
+    """
+
+    def __init__(self, state: StateServer, generations: Generations, signatures: Signatures) -> None:
         """End what is open in `generations`, and ask the others through `state`."""
         self._state = state
         self._local = LocalAborts(generations)
+        self._signatures = signatures
         self._channel = f"{state.prefix}:aborts"
         self._log = get_logger("aborts")
 
     async def abort(self, request_id: str | None, caller: Caller) -> int:
-        """End requests that are open here or at another gateway."""
+        """End requests that are open here or at another gateway.
+
+        Raises:
+            UnavailableError: it was not found here, and the other gateways cannot be asked, or an administrator asks
+                and they would not believe it.
+        """
         found = await self._local.abort(request_id, caller)
-        reports = f"{self._state.prefix}:abort:{secrets.token_hex(16)}"
-        message = {
+        if caller.is_admin and not self._signatures.are_made:
+            if (found and request_id is not None) or await self._gateways() <= 1:
+                return found
+            raise UnavailableError(f"{found} {NEEDS_SECRET}")
+        reports = f"{self._reports}{secrets.token_hex(16)}"
+        content = {
             "from": self._state.gateway_id,
             "reports": reports,
             "request_id": request_id,
             "caller": _caller_to_json(caller),
         }
+        message = self._signatures.seal(content)
         try:
-            receivers = await self._state.call(lambda redis: redis.publish(self._channel, orjson.dumps(message)))
+            receivers = await self._state.call(lambda redis: redis.publish(self._channel, message))
             return found + await self._collect(reports, receivers)
         except StateAwayError:
             if found and request_id is not None:
@@ -107,16 +127,35 @@ class SharedAborts:
 
     async def _on_message(self, data: bytes) -> None:
         try:
-            message = orjson.loads(data[:MAX_MESSAGE_BYTES])
-            caller, reports = _caller_from_json(message["caller"]), message["reports"]
-            is_own = message["from"] == self._state.gateway_id
-            request_id = message["request_id"]
-        except (ValueError, KeyError, TypeError) as error:
-            self._log.error("abort.malformed", reason=str(error))
+            content = self._signatures.open(data)
+            caller, request_id, reports = (
+                _caller_from_json(content["caller"]),
+                content["request_id"],
+                content["reports"],
+            )
+            if not self._signatures.are_made and (caller.is_admin or request_id is None):
+                raise RefusedError("administrators' messages need gateway.state_secret")
+            if not reports.startswith(self._reports):
+                raise RefusedError("it asks for reports elsewhere")
+            is_own = content["from"] == self._state.gateway_id
+        except RefusedError as error:
+            self._log.error("abort.refused", reason=str(error))
+            return
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._log.error("abort.refused", reason=f"it is malformed: {error}")
             return
         # The one that asks has looked for itself; its report counts as that of a receiver.
         count = 0 if is_own else await self._local.abort(request_id, caller)
         await self._state.call(lambda redis: _report(redis, reports, count))
+
+    @property
+    def _reports(self) -> str:
+        return f"{self._state.prefix}:abort:"
+
+    async def _gateways(self) -> int:
+        """Return how many gateways listen."""
+        [(_, count)] = await self._state.call(lambda redis: redis.pubsub_numsub(self._channel))
+        return int(count)
 
     async def _collect(self, reports: str, receivers: int) -> int:
         """Add up the reports of `receivers` gateways, as far as they come in time."""

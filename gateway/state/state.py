@@ -14,6 +14,7 @@ from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts
 from gateway.state.server import StateAwayError, StateServer
+from gateway.state.signatures import Signatures
 from gateway.stored_responses.redis_responses import RedisResponses
 from gateway.stored_responses.sqlite_responses import SqliteResponses
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MEMORY = "memory"
 DAY_S = 86_400
+LEAST_SECRET = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def open_state(
     """Return the state that `settings` ask for; tests give limits a clock of their own.
 
     Raises:
-        ConfigurationError: the address or the responses file is wrong.
+        ConfigurationError: the address, the secret or the responses file is wrong.
     """
     url = read_secret("gateway.state", settings.state, settings.state_file)
     if url is None or url == MEMORY:
@@ -65,7 +67,10 @@ def open_state(
     own = MemoryMeters(limits_clock or time.monotonic) if settings.state_failure == "open" else None
     meters = RedisMeters(server, own, metrics, clock=limits_clock)
     responses = RedisResponses(server, settings.responses_lifetime_days * DAY_S, settings.responses_max_bytes)
-    aborts = SharedAborts(server, generations)
+    secret = read_secret("gateway.state_secret", settings.state_secret, settings.state_secret_file)
+    if secret is not None and len(secret) < LEAST_SECRET:
+        raise ConfigurationError(f"gateway.state_secret should have at least {LEAST_SECRET} characters")
+    aborts = SharedAborts(server, generations, Signatures(secret))
 
     async def close() -> None:
         with contextlib.suppress(StateAwayError, TimeoutError):

@@ -1,77 +1,103 @@
--- Stored responses of all gateways together; sqlite_responses.py keeps the same bounds for one.
+-- Stored responses of all gateways together; sqlite_responses.py keeps them by the same rule (store.py) for one.
 --
 -- ARGV[1]: put or delete. ARGV[2]: prefix of all keys, with a hash tag, so that all are in one slot of a cluster.
---   ARGV[3]: the holder, hashed. ARGV[4]: the response's id, hashed.
--- <prefix>:item:<holder>:<id>  hash: user, response, messages, input; expires by itself
--- <prefix>:all, <prefix>:of:<holder>  sorted sets of "<holder>:<id>" by the time of storing, in milliseconds
--- <prefix>:sizes  hash: "<holder>:<id>" -> bytes
--- <prefix>:used   hash: "<holder>", "all" -> bytes
+--   ARGV[3]: the holder, hashed. ARGV[4]: the response's id, hashed. Both together, "<holder>:<id>", name an entry.
+-- <prefix>:item:<entry>  hash: user, response, messages, input; expires by itself
+-- <prefix>:entries    hash: entry -> "<bytes>:<tenant>:<subject>", the latter two hashed
+-- <prefix>:expiring   sorted set of entries by the time of storing, in milliseconds
+-- <prefix>:sequence   number of the entry that was stored last
+-- <prefix>:used       hash: "all", "<tenant>", "<tenant>:<subject>" -> bytes
+-- <prefix>:of:<tenant>, <prefix>:of:<tenant>:<subject>  sorted sets of their entries by sequence number
+-- <prefix>:tenants, <prefix>:subjects:<tenant>  sorted sets of "<number of the oldest entry>:<hash>" by negative bytes:
+--   the first is the one that uses most, of several that with the oldest entry
 
-local prefix, holder = ARGV[2], ARGV[3]
-local member = holder .. ':' .. ARGV[4]
-local all, sizes, totals = prefix .. ':all', prefix .. ':sizes', prefix .. ':used'
+local prefix, entry = ARGV[2], ARGV[3] .. ':' .. ARGV[4]
+local entries, expiring, used = prefix .. ':entries', prefix .. ':expiring', prefix .. ':used'
 
-local function add(whose, bytes)
-  if redis.call('HINCRBY', totals, whose, bytes) <= 0 then
-    redis.call('HDEL', totals, whose)
+-- The name in its index of a party whose entries are in the sorted set `of`; nil if there are none.
+local function label(of, name)
+  local oldest = redis.call('ZRANGE', of, 0, 0, 'WITHSCORES')[2]
+  return oldest and string.format('%016.0f', tonumber(oldest)) .. ':' .. name
+end
+
+-- Changes the entries of one party by `change`, and its place in the index by what that makes of it.
+local function update(index, of, field, name, bytes, change)
+  local before = label(of, name)
+  if before then
+    redis.call('ZREM', index, before)
+  end
+  change(of)
+  local total = redis.call('HINCRBY', used, field, bytes)
+  local after = label(of, name)
+  if after then
+    redis.call('ZADD', index, -total, after)
+  else
+    redis.call('HDEL', used, field)
+  end
+end
+
+local function update_both(tenant, subject, bytes, change)
+  local both = tenant .. ':' .. subject
+  update(prefix .. ':tenants', prefix .. ':of:' .. tenant, tenant, tenant, bytes, change)
+  update(prefix .. ':subjects:' .. tenant, prefix .. ':of:' .. both, both, subject, bytes, change)
+  if redis.call('HINCRBY', used, 'all', bytes) == 0 then
+    redis.call('HDEL', used, 'all')
   end
 end
 
 local function drop(found)
-  local whose = string.match(found, '^[^:]+')
-  local bytes = tonumber(redis.call('HGET', sizes, found)) or 0
+  local bytes, tenant, subject = string.match(redis.call('HGET', entries, found) or '', '^(%d+):(.*):(.*)$')
+  if not bytes then
+    error('the server has lost keys of stored responses: it should not evict any')
+  end
   redis.call('UNLINK', prefix .. ':item:' .. found)
-  redis.call('HDEL', sizes, found)
-  redis.call('ZREM', all, found)
-  redis.call('ZREM', prefix .. ':of:' .. whose, found)
-  add(whose, -bytes)
-  add('all', -bytes)
+  redis.call('HDEL', entries, found)
+  redis.call('ZREM', expiring, found)
+  update_both(tenant, subject, -tonumber(bytes), function(of) redis.call('ZREM', of, found) end)
 end
 
-local function make_room(set, whose, bytes, limit)
-  while (tonumber(redis.call('HGET', totals, whose)) or 0) + bytes > limit do
-    local oldest = redis.call('ZRANGE', set, 0, 0)[1]
-    if not oldest then
-      return
-    end
-    drop(oldest)
+local function first(index)
+  return string.match(redis.call('ZRANGE', index, 0, 0)[1] or '', ':(.*)$')
+end
+
+local function make_room(limit)
+  while tonumber(redis.call('HGET', used, 'all')) > limit do
+    local tenant = first(prefix .. ':tenants')
+    local subject = first(prefix .. ':subjects:' .. tenant)
+    drop(redis.call('ZRANGE', prefix .. ':of:' .. tenant .. ':' .. subject, 0, 0)[1])
   end
 end
 
--- ARGV: lifetime in milliseconds, bytes for all, bytes for one holder, user ("=NAME", or empty: none), response,
---   messages, input. Done again, it does nothing.
+-- ARGV: lifetime in milliseconds, room in bytes, tenant and subject in whose room it is (hashed), bytes, user ("=NAME",
+--   or empty: none), response, messages, input. Done again, it does nothing.
 local function put()
-  if redis.call('HEXISTS', sizes, member) == 1 then
-    return 0
+  if redis.call('HEXISTS', entries, entry) == 1 then
+    return
   end
-  local lifetime_ms, room, share, user = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
+  local lifetime_ms, room, tenant, subject, bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8], ARGV[9]
   local time = redis.call('TIME')
   local now_ms = math.floor(time[1] * 1000 + time[2] / 1000)
-  local bytes = #ARGV[9] + #ARGV[10] + #ARGV[11]
   -- Items have expired by themselves; the rest of what is known of them follows here.
-  for _, old in ipairs(redis.call('ZRANGEBYSCORE', all, '-inf', now_ms - lifetime_ms, 'LIMIT', 0, 1000)) do
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', expiring, '-inf', now_ms - lifetime_ms, 'LIMIT', 0, 1000)) do
     drop(old)
   end
-  make_room(prefix .. ':of:' .. holder, holder, bytes, share)
-  make_room(all, 'all', bytes, room)
-  local item = prefix .. ':item:' .. member
-  redis.call('HSET', item, 'user', user, 'response', ARGV[9], 'messages', ARGV[10], 'input', ARGV[11])
+  local item = prefix .. ':item:' .. entry
+  redis.call('HSET', item, 'user', ARGV[10], 'response', ARGV[11], 'messages', ARGV[12], 'input', ARGV[13])
   redis.call('PEXPIRE', item, lifetime_ms)
-  redis.call('ZADD', all, now_ms, member)
-  redis.call('ZADD', prefix .. ':of:' .. holder, now_ms, member)
-  redis.call('HSET', sizes, member, bytes)
-  add(holder, bytes)
-  add('all', bytes)
-  return 1
+  redis.call('HSET', entries, entry, bytes .. ':' .. tenant .. ':' .. subject)
+  redis.call('ZADD', expiring, now_ms, entry)
+  local sequence = redis.call('INCR', prefix .. ':sequence')
+  update_both(tenant, subject, tonumber(bytes), function(of) redis.call('ZADD', of, sequence, entry) end)
+  make_room(room)
 end
 
 -- ARGV: user ("=NAME", or empty: any). Returns whether there was such a response.
 local function delete()
-  local user = redis.call('HGET', prefix .. ':item:' .. member, 'user')
+  local user = redis.call('HGET', prefix .. ':item:' .. entry, 'user')
   if not user or (ARGV[5] ~= '' and ARGV[5] ~= user) then
     return 0
   end
-  drop(member)
+  drop(entry)
   return 1
 end
 

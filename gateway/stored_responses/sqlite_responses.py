@@ -8,33 +8,39 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-import orjson
-
-from common.errors import ConfigurationError
+from common.errors import ConfigurationError, QueueFullError
 from common.logs import get_logger
-from gateway.stored_responses.store import HOLDERS_SHARE, StoredResponse
+from common.room import SharedRoom
+from gateway.stored_responses.store import decode, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
-    from gateway.stored_responses.store import Holder
+    from common.types import Subject
+    from gateway.stored_responses.store import Holder, StoredResponse
 
 T = TypeVar("T")
 
-# `responses` was the table of earlier versions, whose holders had no kind: a user's name could equal that of a key.
+# The tables that are dropped are those of earlier versions: in `responses` a user's name could equal that of a key, and
+# `held_responses` did not know who is accountable. `sequence` orders responses, also of one instant.
 SCHEMA = """
 DROP TABLE IF EXISTS responses;
-CREATE TABLE IF NOT EXISTS held_responses (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, holder TEXT NOT NULL, user TEXT, created REAL NOT NULL,
-    response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL, size INTEGER NOT NULL
+DROP TABLE IF EXISTS held_responses;
+CREATE TABLE IF NOT EXISTS stored_responses (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL, holder TEXT NOT NULL, user TEXT, created REAL NOT NULL,
+    response BLOB NOT NULL, messages BLOB NOT NULL, input BLOB NOT NULL,
+    room_tenant TEXT NOT NULL, room_subject TEXT NOT NULL, size INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX IF NOT EXISTS held_responses_by_holder ON held_responses (tenant, holder, created, size);
-CREATE INDEX IF NOT EXISTS held_responses_by_age ON held_responses (created, size);
+CREATE INDEX IF NOT EXISTS stored_responses_by_subject
+    ON stored_responses (room_tenant, room_subject, sequence, size);
+CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (created);
 """
 # Writes that may wait for the disk; beyond that responses are not kept, which is logged.
 MAX_PENDING_WRITES = 1_000
+RETRY_AFTER_MS = 1000
 
 
 class SqliteResponses:
@@ -46,7 +52,7 @@ class SqliteResponses:
     def __init__(self, path: Path | None, lifetime_s: float, max_bytes: int) -> None:
         """Open the database; None keeps it in memory, as long as this process lives.
 
-        Responses stay for `lifetime_s`; beyond `max_bytes` the oldest go.
+        Responses stay for `lifetime_s`, and take `max_bytes` together.
 
         Raises:
             ConfigurationError: it cannot be opened.
@@ -54,7 +60,7 @@ class SqliteResponses:
         self._lifetime_s = lifetime_s
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "responses")
-        self._pending = 0
+        self._room = SharedRoom(MAX_PENDING_WRITES, "being stored", RETRY_AFTER_MS)
         self._log = get_logger("responses")
         try:
             self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
@@ -67,15 +73,16 @@ class SqliteResponses:
     def check(self) -> None:
         """Return: a file is always there."""
 
-    async def put(self, holder: Holder, stored: StoredResponse) -> None:
+    async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
         """Keep a response; returns at once, and later reads see it."""
-        if self._pending >= MAX_PENDING_WRITES:
-            self._log.error("response.not_stored", reason="too many writes are pending")
+        try:
+            self._room.take(subject)
+        except QueueFullError as error:
+            self._log.error("response.not_stored", reason=str(error))
             return
-        self._pending += 1
         loop = asyncio.get_running_loop()
-        writing = self._thread.submit(self._insert, holder, stored)
-        writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, done))
+        writing = self._thread.submit(self._insert, holder, subject, stored)
+        writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, subject, done))
 
     async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none."""
@@ -93,48 +100,70 @@ class SqliteResponses:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _note_written(self, writing: Future[None]) -> None:
-        self._pending -= 1
+    def _note_written(self, subject: Subject, writing: Future[None]) -> None:
+        self._room.give_back(subject)
         if (error := writing.exception()) is not None:
             self._log.error("response.not_stored", reason=str(error))
 
-    def _insert(self, holder: Holder, stored: StoredResponse) -> None:
+    def _insert(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
         now = time.time()
-        texts = [orjson.dumps(part) for part in (stored.response, stored.messages, stored.input)]
-        size = sum(map(len, texts))
-        self._database.execute("DELETE FROM held_responses WHERE created < ?", (now - self._lifetime_s,))
-        self._make_room(size, self._max_bytes // HOLDERS_SHARE, " WHERE tenant = ? AND holder = ?", holder)
-        self._make_room(size, self._max_bytes, "", None)
-        self._database.execute(
-            "INSERT INTO held_responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (stored.response["id"], holder.tenant, holder.credential, holder.user, now, *texts, size),
-        )
-
-    def _make_room(self, size: int, limit: int, where: str, holder: Holder | None) -> None:
-        """Delete the oldest responses until `size` more bytes fit into `limit`."""
-        of = (holder.tenant, holder.credential) if holder else ()
-        [used] = self._database.execute(f"SELECT COALESCE(SUM(size), 0) FROM held_responses{where}", of).fetchone()
-        excess = used + size - limit
-        if excess <= 0:
+        texts = stored.encode()
+        size = size_of(texts)
+        if size > self._max_bytes:
+            self._log.error("response.not_stored", reason=f"it has {size} bytes, and there is room for fewer")
             return
-        oldest = self._database.execute(f"SELECT id, size FROM held_responses{where} ORDER BY created", of).fetchall()
-        for response_id, freed in oldest:
-            if excess <= 0:
-                return
-            self._database.execute("DELETE FROM held_responses WHERE id = ?", (response_id,))
+        self._database.execute("BEGIN IMMEDIATE")
+        with self._database:  # commits or rolls back
+            self._database.execute("DELETE FROM stored_responses WHERE created < ?", (now - self._lifetime_s,))
+            self._database.execute(
+                "INSERT INTO stored_responses (id, tenant, holder, user, created, response, messages, input, "
+                "room_tenant, room_subject, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    stored.response["id"],
+                    holder.tenant,
+                    holder.credential,
+                    holder.user,
+                    now,
+                    *texts,
+                    subject.tenant,
+                    subject.name,
+                    size,
+                ),
+            )
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Delete responses by the rule in `store.py` until the others fit."""
+        [used] = self._database.execute("SELECT SUM(size) FROM stored_responses").fetchone()
+        excess = used - self._max_bytes
+        while excess > 0:
+            [tenant] = self._database.execute(
+                "SELECT room_tenant FROM stored_responses GROUP BY 1 ORDER BY SUM(size) DESC, MIN(sequence) LIMIT 1"
+            ).fetchone()
+            [subject] = self._database.execute(
+                "SELECT room_subject FROM stored_responses WHERE room_tenant = ? GROUP BY 1 "
+                "ORDER BY SUM(size) DESC, MIN(sequence) LIMIT 1",
+                (tenant,),
+            ).fetchone()
+            sequence, freed = self._database.execute(
+                "SELECT sequence, size FROM stored_responses WHERE room_tenant = ? AND room_subject = ? "
+                "ORDER BY sequence LIMIT 1",
+                (tenant, subject),
+            ).fetchone()
+            self._database.execute("DELETE FROM stored_responses WHERE sequence = ?", (sequence,))
             excess -= freed
 
     def _select(self, holder: Holder, response_id: str) -> StoredResponse | None:
         row = self._database.execute(
-            "SELECT response, messages, input FROM held_responses WHERE id = ? AND tenant = ? AND holder = ? "
+            "SELECT response, messages, input FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? "
             "AND (user IS ? OR ? IS NULL) AND created >= ?",
             (response_id, *_key(holder), time.time() - self._lifetime_s),
         ).fetchone()
-        return StoredResponse(*map(orjson.loads, row)) if row else None
+        return decode(*row) if row else None
 
     def _delete(self, holder: Holder, response_id: str) -> bool:
         found = self._database.execute(
-            "DELETE FROM held_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
+            "DELETE FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
             (response_id, *_key(holder)),
         )
         return found.rowcount > 0

@@ -24,7 +24,7 @@ NAME = "pando.v1.Detokenizer"
 def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.detokenizer", "Token ids to text, incremental, with stop strings.")
-    run_service("detokenizer", settings.log, lambda stop: serve(settings, stop), settings.detokenizer.metrics_port)
+    run_service("detokenizer", settings.log, lambda stop: serve(settings, stop), settings.detokenizer)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

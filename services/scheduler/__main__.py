@@ -37,7 +37,7 @@ def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
     MODEL_INFO.labels(settings.model.name).set(1)
-    run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler.metrics_port)
+    run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from common.metrics import MODEL_INFO
+from common.room import SharedRoom
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.security import read_security
@@ -22,12 +23,13 @@ from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import Encoder
+from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.limits import Limits
-from services.tokenizer.relay import Relay
+from services.tokenizer.relay import RETRY_AFTER_MS, Relay
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import make_policy
 from services.tokenizer.scheduler_link import SchedulerLink
-from services.tokenizer.service import EncodingPool, TokenizerService
+from services.tokenizer.service import TokenizerService
 from services.tokenizer.template_style import style_of
 
 if TYPE_CHECKING:
@@ -48,10 +50,10 @@ HEALTH_INTERVAL_S = 0.25
 def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.tokenizer", "Chat templates, text to token ids, request validation.")
-    # The tokenizers library sizes its own thread pool by this, when it first encodes.
-    os.environ.setdefault("RAYON_NUM_THREADS", str(settings.tokenizer.threads))
+    # The tokenizers library would encode the texts of all calls in one pool of its own, which knows no tenants.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     MODEL_INFO.labels(settings.model.name).set(1)
-    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer.metrics_port)
+    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -88,9 +90,10 @@ def build(
     limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
-    pool = EncodingPool(Encoder(model, templates, style), executor)
-    relay = Relay(limits, scheduler, pool.encode, settings.tokenizer.max_pending_requests, pool.ban)
-    return relay, TokenizerService(relay, pool, limits, int(time.time()))
+    pool = EncodingPool(Encoder(model, templates, style), executor, settings.tokenizer.threads)
+    room = SharedRoom(settings.tokenizer.max_pending_requests, "being submitted", RETRY_AFTER_MS)
+    relay = Relay(limits, scheduler, pool.encode, room, pool.ban)
+    return relay, TokenizerService(relay, pool, room, limits, int(time.time()))
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import numpy as np
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 NO_STYLE = TemplateStyle()
 # What is no longer is encoded in a tenth of a millisecond or two, which is what a thread needs to begin and to answer.
 QUICK_CHARACTERS = 1024
+# What a message of a conversation costs beside its text, in characters.
+MESSAGE_CHARACTERS = 64
 Encoded: TypeAlias = "TokenIds | PandoError"
 
 
@@ -46,7 +47,7 @@ class Encoder:
 
     def is_quick(self, prompts: Sequence[Prompt]) -> bool:
         """Whether encoding takes no longer than the way to another thread and back."""
-        return sum(map(self._characters, prompts)) <= QUICK_CHARACTERS
+        return all(map(self._is_predictable, prompts)) and sum(map(size, prompts)) <= QUICK_CHARACTERS
 
     def encode(
         self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None] | None = None
@@ -102,21 +103,15 @@ class Encoder:
         text, ids = self._read_chat(chat)
         return text, self._tokenizer.encode(text, add_special_tokens=False).ids if ids is None else ids.tolist()
 
-    def _characters(self, prompt: Prompt) -> float:
-        """Return how much there is to encode; infinity where that does not tell how long it takes."""
-        match prompt:
-            case TokenPrompt():
-                return len(prompt.ids)
-            case str():
-                return len(prompt)
-            case ChatPrompt():
-                texts = [message.content or "" for message in prompt.messages]
-                is_more_than_text = prompt.tools_json or prompt.template_variables_json
-                if is_more_than_text or any(message.tool_calls_json for message in prompt.messages):
-                    return math.inf
-                return math.inf if any(map(self._special.may_be_in, texts)) else sum(map(len, texts))
-            case _ as never:
-                assert_never(never)
+    def _is_predictable(self, prompt: Prompt) -> bool:
+        """Whether the prompt's size says how long encoding takes."""
+        if not isinstance(prompt, ChatPrompt):
+            return True
+        if prompt.tools_json or prompt.template_variables_json:
+            return False
+        return not any(
+            message.tool_calls_json or self._special.may_be_in(message.content or "") for message in prompt.messages
+        )
 
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
         """Return the prompt that a conversation becomes; and its ids, where special tokens are text in it."""
@@ -137,3 +132,19 @@ class Encoder:
                 param=what,
             )
         return text
+
+
+def size(prompt: Prompt) -> int:
+    """Return about how many characters or ids there are to encode."""
+    match prompt:
+        case TokenPrompt():
+            return len(prompt.ids)
+        case str():
+            return len(prompt)
+        case ChatPrompt():
+            texts = [*prompt.tools_json, prompt.template_variables_json or "", prompt.assistant_prefix or ""]
+            for message in prompt.messages:
+                texts += [message.content or "", message.tool_calls_json or "", message.reasoning_content or ""]
+            return sum(map(len, texts)) + MESSAGE_CHARACTERS * len(prompt.messages)
+        case _ as never:
+            assert_never(never)

@@ -191,6 +191,19 @@ def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
             raise InvalidRequestError(message, param=param)
 
 
+def check_count(count: int, limits: Limits, param: str) -> None:
+    """Check how many ids the field `param` has.
+
+    Raises:
+        InvalidRequestError: they are more than the model's context holds.
+    """
+    if count > limits.max_context_tokens:
+        message = (
+            f"{param} has {count} token ids; at most {limits.max_context_tokens}, the model's context, are decoded"
+        )
+        raise InvalidRequestError(message, param=param)
+
+
 def _check_range(value: float, low: float, high: float | None, param: str, what: str | None = None) -> None:
     """Raise unless low <= value <= high; NaN never is."""
     if low <= value and (high is None or value <= high):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import InvalidRequestError, PandoError, QueueFullError, UnavailableError
+from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.types import Admission, RequestFailure, ScheduleRequest
 from services.tokenizer.limits import allowed_context, check_prompt, check_request
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from common.requests import GenerateRequest, Prompt
-    from common.types import RequestId, TokenIds
+    from common.room import SharedRoom
+    from common.types import RequestId, Subject, TokenIds
     from services.tokenizer.encoding import Encoded
     from services.tokenizer.limits import Limits
     from services.tokenizer.requests import Submission
@@ -43,6 +44,7 @@ class Phase(Enum):
     """How far a request has come."""
 
     ENCODING = "encoding"
+    ENCODED = "encoded"
     SENT = "sent"
 
 
@@ -82,6 +84,10 @@ class _Pending:
     def request(self) -> GenerateRequest:
         return self.submission.request
 
+    @property
+    def subject(self) -> Subject:
+        return self.request.view.subject
+
 
 class Relay:
     """Owns the requests that have not been admitted yet. All methods run on the event loop."""
@@ -90,16 +96,19 @@ class Relay:
         self,
         limits: Limits,
         scheduler: Scheduler,
-        encode: Callable[[Sequence[Prompt], Sequence[bool | None]], Awaitable[Sequence[Encoded]]],
-        max_pending: int,
-        ban: Callable[[Sequence[str]], Awaitable[tuple[tuple[int, ...], ...]]],
+        encode: Callable[[Subject, Sequence[Prompt], Sequence[bool | None]], Awaitable[Sequence[Encoded]]],
+        room: SharedRoom,
+        ban: Callable[[Subject, Sequence[str]], Awaitable[tuple[tuple[int, ...], ...]]],
     ) -> None:
-        """Relay to `scheduler` what `encode` makes of prompts, and `ban` of banned texts, away from the event loop."""
+        """Relay to `scheduler` what `encode` makes of prompts, and `ban` of banned texts, away from the event loop.
+
+        Each request has a place in `room`.
+        """
         self._ban = ban
         self._limits = limits
         self._scheduler = scheduler
         self._encode = encode
-        self._max_pending = max_pending
+        self._room = room
         self._pending: dict[RequestId, _Pending] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("relay")
@@ -111,10 +120,13 @@ class Relay:
 
     def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
         """Take in one message's requests; each is answered by one admission, sooner or later."""
-        accepted = (self._try_accept(session, submission) for submission in submissions)
-        batch = [pending for pending in accepted if pending is not None]
-        if batch:
-            task = asyncio.create_task(self._process(batch))
+        batches: dict[Subject, list[_Pending]] = {}
+        for submission in submissions:
+            pending = self._try_accept(session, submission)
+            if pending is not None:
+                batches.setdefault(pending.subject, []).append(pending)
+        for subject, batch in batches.items():
+            task = asyncio.create_task(self._process(subject, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -156,7 +168,7 @@ class Relay:
     def close(self, session: GatewaySession) -> None:
         """Forget a gateway that left, and end what it had not been told was admitted."""
         mine = [request_id for request_id, pending in self._pending.items() if pending.session is session]
-        sent = [request_id for request_id in mine if self._pending.pop(request_id).phase is Phase.SENT]
+        sent = [request_id for request_id in mine if self._remove(request_id) is Phase.SENT]
         if sent:
             self._scheduler.abort(sent)
 
@@ -167,9 +179,8 @@ class Relay:
                 # No admission: it would be taken for that of the request which has the id.
                 self._log.error("request.duplicate", request_id=request.request_id)
                 return None
-            if len(self._pending) >= self._max_pending:
-                raise QueueFullError("too many requests are being submitted", retry_after_ms=RETRY_AFTER_MS)
             check_request(request, self._limits)
+            self._room.take(request.view.subject)
         except PandoError as error:
             self.reject(session, request.request_id, error)
             return None
@@ -177,12 +188,12 @@ class Relay:
         self._pending[request.request_id] = pending
         return pending
 
-    async def _process(self, batch: Sequence[_Pending]) -> None:
-        """Encode a message's requests; send on those that are still wanted by then."""
+    async def _process(self, subject: Subject, batch: Sequence[_Pending]) -> None:
+        """Encode a subject's requests that came in one message; send on those that are still wanted by then."""
         try:
             requests = [pending.request for pending in batch]
             prompts = [request.prompt for request in requests]
-            encoded = await self._encode(prompts, [request.add_special_tokens for request in requests])
+            encoded = await self._encode(subject, prompts, [request.add_special_tokens for request in requests])
             submissions = [await self._with_bans(pending.submission) for pending in batch]
         except Exception as error:  # noqa: BLE001  (the edge of the task: whatever it is, the gateway gets an answer)
             self._log.error("encoding.failed", exc_info=error)
@@ -190,7 +201,9 @@ class Relay:
             submissions = [pending.submission for pending in batch]
         ready = []
         for pending, submission, result in zip(batch, submissions, encoded, strict=True):
+            pending.phase = Phase.ENCODED
             if self._pending.get(pending.request.request_id) is not pending:
+                self._room.give_back(subject)
                 continue  # aborted meanwhile
             scheduled = self._try_schedule(submission, result)
             if isinstance(scheduled, Admission):
@@ -204,7 +217,7 @@ class Relay:
         request = submission.request
         if not request.bad_words:
             return submission
-        sampling = replace(request.sampling, banned_sequences=await self._ban(request.bad_words))
+        sampling = replace(request.sampling, banned_sequences=await self._ban(request.view.subject, request.bad_words))
         return replace(submission, request=replace(request, sampling=sampling))
 
     def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
@@ -232,9 +245,17 @@ class Relay:
             self._pending[request.request_id].phase = Phase.SENT
 
     def _answer(self, admission: Admission) -> None:
-        pending = self._pending.pop(admission.request_id, None)
+        pending = self._pending.get(admission.request_id)
         if pending is not None:
+            self._remove(admission.request_id)
             pending.session.post(_in_terms_of(pending.request, admission))
+
+    def _remove(self, request_id: RequestId) -> Phase:
+        """Forget a request; return how far it has come. While it is being encoded it keeps its place."""
+        pending = self._pending.pop(request_id)
+        if pending.phase is not Phase.ENCODING:
+            self._room.give_back(pending.subject)
+        return pending.phase
 
 
 def _in_terms_of(request: GenerateRequest, admission: Admission) -> Admission:

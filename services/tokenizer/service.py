@@ -8,86 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from common.errors import PandoError, UnavailableError
-from common.types import RequestId
-from common.wire import pooling_to_wire
+from common.types import RequestId, Subject
+from common.wire import pooling_to_wire, subject_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
-from services.tokenizer.limits import check_ids
+from services.tokenizer.limits import check_count, check_ids
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire, tool_style_to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import AsyncIterator, Iterator
 
-    from common.requests import Prompt
+    from common.room import SharedRoom
     from common.types import Admission
-    from services.tokenizer.encoding import Encoded, Encoder
+    from services.tokenizer.encoding_pool import EncodingPool
     from services.tokenizer.limits import Limits
     from services.tokenizer.relay import Relay
 
 # Admissions that may wait for a gateway which does not read.
 MAX_OWED = 65_536
+# Those who call without a gateway. No credential has a tenant without a name.
+OPERATORS = Subject("", "operators")
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class EncodingPool:
-    """Runs an encoder in threads, where it takes long enough for that."""
-
-    def __init__(self, encoder: Encoder, executor: Executor) -> None:
-        """Encode in `executor`, which the caller shuts down."""
-        self.encoder = encoder
-        self._executor = executor
-
-    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None]) -> Sequence[Encoded]:
-        """Encode one message's prompts in one call."""
-        started = time.perf_counter()
-        if self.encoder.is_quick(prompts):
-            encoded = self.encoder.encode(prompts, add_special_tokens)
-        else:
-            loop = asyncio.get_running_loop()
-            encoded = await loop.run_in_executor(self._executor, self.encoder.encode, prompts, add_special_tokens)
-        metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
-        return encoded
-
-    async def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids in which `words` would be written."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.encoder.ban, words)
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Encode a text to ids and vocabulary entries."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: self.encoder.encode_text(text, add_special_tokens=add_special_tokens)
-        )
-
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Decode ids."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: self.encoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        )
-
-    async def render(self, message: tokenizer_pb2.ChatPrompt) -> tuple[str, list[int]]:
-        """Render a conversation."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, self.encoder.render, chat_from_wire(message)
-        )
-
-
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     """Decode, call relay or pool, encode."""
 
-    def __init__(self, relay: Relay, pool: EncodingPool, limits: Limits, created_unix_s: int) -> None:
-        """Serve the model that `limits` names, loaded at `created_unix_s`."""
+    def __init__(self, relay: Relay, pool: EncodingPool, room: SharedRoom, limits: Limits, created_unix_s: int) -> None:
+        """Serve the model that `limits` names, loaded at `created_unix_s`; calls take places in `room`."""
         self._relay = relay
         self._pool = pool
+        self._room = room
         self._limits = limits
         self._created_unix_s = created_unix_s
 
@@ -125,24 +84,43 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encode a text."""
-        ids, tokens = await self._pool.tokenize(request.text, add_special_tokens=request.add_special_tokens)
+        with self._placed(request) as subject:
+            special = request.add_special_tokens
+            ids, tokens = await self._pool.tokenize(subject, request.text, add_special_tokens=special)
         limit = self._limits.max_context_tokens
         return tokenizer_pb2.TokenizeResponse(ids=ids, tokens=tokens, max_context_tokens=limit)
 
     async def Detokenize(  # noqa: N802
         self, request: tokenizer_pb2.DetokenizeRequest, context: Context
     ) -> tokenizer_pb2.DetokenizeResponse:
-        """Decode ids of the vocabulary."""
+        """Decode ids of the vocabulary, at most as many as the model's context has."""
+        check_count(len(request.ids), self._limits, "tokens")
         check_ids((max(request.ids, default=0),), self._limits, "tokens")
-        text = await self._pool.detokenize(list(request.ids), skip_special_tokens=request.skip_special_tokens)
+        with self._placed(request) as subject:
+            skip = request.skip_special_tokens
+            text = await self._pool.detokenize(subject, list(request.ids), skip_special_tokens=skip)
         return tokenizer_pb2.DetokenizeResponse(text=text)
 
     async def RenderChat(  # noqa: N802
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
         """Show the prompt that a conversation becomes."""
-        text, ids = await self._pool.render(request.chat)
+        with self._placed(request) as subject:
+            text, ids = await self._pool.render(subject, chat_from_wire(request.chat))
         return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
+
+    @contextlib.contextmanager
+    def _placed(
+        self,
+        request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.DetokenizeRequest | tokenizer_pb2.RenderChatRequest,
+    ) -> Iterator[Subject]:
+        """Hold a place of the subject that a call is for; operators' calls name none."""
+        subject = subject_from_wire(request.subject) if request.HasField("subject") else OPERATORS
+        self._room.take(subject)
+        try:
+            yield subject
+        finally:
+            self._room.give_back(subject)
 
     async def GetModel(  # noqa: N802
         self, request: tokenizer_pb2.GetModelRequest, context: Context

@@ -41,7 +41,7 @@ def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.worker", "One rank of the model: weights, KV memory, sampling.")
     limit_spinning()
-    run_service("worker", settings.log, lambda stopping: serve(settings, stopping), settings.worker.metrics_port)
+    run_service("worker", settings.log, lambda stopping: serve(settings, stopping), settings.worker)
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:

@@ -7,12 +7,23 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.metrics import start_metrics_server
+from common.settings import Settings
 
 
 def test_a_free_port_is_taken_and_returned() -> None:
     port = start_metrics_server(0, "127.0.0.1")
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
     assert "# HELP pando_rpc_seconds" in text
+
+
+def test_unless_told_otherwise_metrics_are_shown_on_loopback_only() -> None:
+    settings = Settings()
+    sections = (settings.gateway, settings.tokenizer, settings.scheduler, settings.worker, settings.detokenizer)
+    [host] = {section.metrics_host for section in sections}
+    port = start_metrics_server(0, host)
+    assert httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).status_code == httpx.codes.OK
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.2:{port}/metrics", trust_env=False)
 
 
 def test_a_port_in_use_is_a_configuration_error() -> None:

@@ -21,7 +21,7 @@ def main() -> None:
     async def serve(stopping: asyncio.Event) -> None:
         await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc), limits_clock=lambda: 1.0).run(stopping)
 
-    run_service("gateway", settings.log, serve, settings.gateway.metrics_port, settings.gateway.host)
+    run_service("gateway", settings.log, serve, settings.gateway)
 
 
 if __name__ == "__main__":

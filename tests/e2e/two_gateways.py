@@ -7,7 +7,7 @@ import itertools
 import socket
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httpx
 import orjson
@@ -29,37 +29,55 @@ def free_port() -> int:
         return port
 
 
+class _End(asyncio.Protocol):
+    """One end of a forwarded connection: passes on what it receives."""
+
+    def __init__(self) -> None:
+        self.other: asyncio.Transport | None = None
+        self._early = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # of TCP
+
+    def join(self, other: asyncio.Transport) -> None:
+        self.other = other
+        other.write(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is None:
+            self._early += data
+        else:
+            self.other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None:
+            self.other.close()
+
+
 @asynccontextmanager
 async def round_robin(ports: Sequence[int]) -> AsyncIterator[int]:
     """Forward each new TCP connection to the next of `ports`, and yield the port of the proxy."""
     turns = itertools.cycle(ports)
-    pumps: set[asyncio.Task[None]] = set()
+    joining: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+    async def join(front: _End) -> None:
+        _, back = await loop.create_connection(_End, "127.0.0.1", next(turns))
+        back.join(front.transport)
+        front.join(back.transport)
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", next(turns))
-        for pair in ((reader, back_writer), (back_reader, writer)):
-            task = asyncio.create_task(pump(*pair))
-            pumps.add(task)
-            task.add_done_callback(pumps.discard)
+    class Front(_End):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            task = asyncio.create_task(join(self))
+            joining.add(task)
+            task.add_done_callback(joining.discard)
 
-    server = await asyncio.start_server(forward, "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(Front, "127.0.0.1", 0, backlog=1024)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for task in list(pumps):
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 class TwoGateways:

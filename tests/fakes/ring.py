@@ -19,6 +19,7 @@ from common.types import (
     RequestId,
     SessionGrant,
     SessionWish,
+    Subject,
     ToolStyle,
     View,
 )
@@ -141,26 +142,31 @@ class FakeModel:
     error: PandoError | None = None
     questions: int = 0
     sessions: dict[tuple[View, str], SessionWish] = field(default_factory=dict)
+    # For whom texts were encoded and decoded.
+    subjects: list[Subject] = field(default_factory=list)
 
     async def get_model(self) -> ModelInfo:
         self.questions += 1
         self._check()
         return self.card
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> Tokenization:
+    async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
         self._check()
+        self.subjects.append(subject)
         start = "\x02" if add_special_tokens else ""
         return Tokenization(tuple(map(ord, start + text)), tuple(start + text))
 
-    async def detokenize(self, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+    async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
         self._check()
+        self.subjects.append(subject)
         if max(ids, default=0) > sys.maxunicode:
             raise InvalidRequestError("tokens: an id is outside the vocabulary", param="tokens")
         text = "".join(chr(token) for token in ids if not (skip_special_tokens and token == 2))
         return text.encode(errors="replace").decode()
 
-    async def render_chat(self, chat: ChatPrompt) -> Tokenization:
+    async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
         self._check()
+        self.subjects.append(subject)
         text = "".join(f"<{message.role}>{message.content}" for message in chat.messages)
         return Tokenization(tuple(map(ord, text)))
 

@@ -126,19 +126,21 @@ def test_containers_may_call_the_gateway_by_its_name() -> None:
 
 
 def test_prometheus_scrapes_every_service_where_it_reports() -> None:
-    job, overlays = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
-    targets = {config["labels"]["pod"]: config["targets"] for config in job["static_configs"]}
+    static, by_name = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    targets = {config["labels"]["pod"]: config["targets"] for config in static["static_configs"]}
     environment = SERVICES["worker"]["environment"]
-    expected = {name: [f"{name}:{environment[f'PANDO_{name.upper()}__METRICS_PORT']}"] for name in RING}
-    assert targets == expected
-    ports = {name: config["port"] for config in overlays["dns_sd_configs"] for name in config["names"]}
+    ports = {name: int(environment[f"PANDO_{name.upper()}__METRICS_PORT"]) for name in RING}
+    # Of the gateway there may be replicas, which have one name.
+    assert targets == {name: [f"{name}:{port}"] for name, port in ports.items() if name != "gateway"}
+    assert {environment[f"PANDO_{name.upper()}__METRICS_HOST"] for name in RING} == {"0.0.0.0"}
+    found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
         for overlay in ("gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
         for name, service in load(overlay)["services"].items()
         if "extends" in service
     }
-    assert ports == {name: int(targets[like][0].split(":")[1]) for name, like in started.items()}
+    assert found == {"gateway": ports["gateway"]} | {name: ports[like] for name, like in started.items()}
 
 
 def test_rules_and_dashboards_are_those_of_the_chart() -> None:
@@ -206,23 +208,28 @@ def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypat
 
 
 def test_two_gateways_share_a_server_that_only_the_ring_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlay = load("gateways.yaml")["services"]
-    urls = {}
-    for name in ("gateway", "second-gateway"):
-        base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
-        settings = settings_with({**base["environment"], **overlay[name]["environment"]}, {}, monkeypatch).gateway
-        assert settings.state is not None
-        urls[name] = settings.state.get_secret_value()
-        assert overlay[name]["depends_on"] == {"valkey": {"condition": "service_healthy"}}
-    assert set(urls.values()) == {"redis://valkey:6379"}
-    published = {SERVICES["gateway"]["ports"][0], overlay["second-gateway"]["ports"][0]}
-    assert len(published) == 2
-    assert all("127.0.0.1" in port for port in published)
-    server = overlay["valkey"]
+    overlay = load("gateways.yaml")
+    # Nothing but the server beside the gateway: a second service would not have what other overlays give the gateway.
+    assert overlay["services"].keys() == {"valkey", "gateway"}
+    gateway, server = overlay["services"]["gateway"], overlay["services"]["valkey"]
+    environment = {**SERVICES["gateway"]["environment"], **gateway["environment"]}
+    settings = settings_with(environment, {}, monkeypatch).gateway
+    assert settings.state is not None
+    assert settings.state.get_secret_value() == "redis://valkey:6379"
+    assert str(settings.state_secret_file) == "/run/secrets/state_secret"
+    assert gateway["secrets"] == list(overlay["secrets"]) == ["state_secret"]
+    assert gateway["depends_on"] == {"valkey": {"condition": "service_healthy"}}
+    [published] = gateway["ports"]
+    first, last = re.findall(r"8\d{3}", published.removesuffix(":8000"))
+    assert int(last) - int(first) + 1 == gateway["deploy"]["replicas"]
+    assert "127.0.0.1" in published
     assert server["networks"] == ["ring"]
     assert "ports" not in server
     assert server["read_only"] is True
     assert server["cap_drop"] == ["ALL"]
+    # Its entry point as root could not read what it has written as its own user, without rights that are dropped.
+    assert server["user"] == "valkey"
+    assert "cap_add" not in server
     # What is full must refuse: a limit that is evicted begins again.
     assert server["command"][-2:] == ["--maxmemory-policy", "noeviction"]
 

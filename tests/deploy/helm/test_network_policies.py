@@ -57,7 +57,9 @@ def test_metrics_are_read_only_by_prometheus_in_its_own_namespace(name: str) -> 
     }
     ingress = _ingress(objects)
     for each in running(objects):
-        port = getattr(each.settings, each.service).metrics_port
+        section = getattr(each.settings, each.service)
+        port = section.metrics_port
+        assert section.metrics_host in ("0.0.0.0", "::")
         assert [rule["from"] for rule in ingress[component_of(each.workload)] if port in _ports(rule)] == [[prometheus]]
 
 

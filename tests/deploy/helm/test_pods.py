@@ -84,14 +84,21 @@ def test_gateways_are_told_where_their_state_is_and_how_to_fail() -> None:
     assert plain.settings.gateway.state is not None
     assert plain.settings.gateway.state.get_secret_value() == "rediss://state.example:6380/2"
     assert plain.settings.gateway.state_failure == "closed"
+    assert mounted_secret(plain, str(plain.settings.gateway.state_secret_file)) == ("signing", "secret")
     secret = next(each for each in running(render(VALUE_SETS["hpa"])) if each.service == "gateway")
-    directory = str(secret.settings.gateway.state_file).removesuffix("/url")
-    mounts = {mount["mountPath"]: mount["name"] for mount in secret.container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in secret.template["spec"]["volumes"]}
-    assert volumes[mounts[directory]]["secret"] == {"secretName": "state"}
+    assert mounted_secret(secret, str(secret.settings.gateway.state_file)) == ("state", "url")
+    assert secret.settings.gateway.state_secret_file is None
     alone = next(each for each in running(render({})) if each.service == "gateway")
     assert alone.settings.gateway.state is None
     assert alone.settings.gateway.state_file is None
+
+
+def mounted_secret(each: Running, path: str) -> tuple[str, str]:
+    """Return the Secret and the key that a container reads at `path`."""
+    directory, _, key = path.rpartition("/")
+    mounts = {mount["mountPath"]: mount["name"] for mount in each.container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
+    return volumes[mounts[directory]]["secret"]["secretName"], key
 
 
 @every_value_set

@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a state that is no server": ({"gateway": {"state": {"url": "postgres://x"}}}, "url"),
     "a password in a ConfigMap": ({"gateway": {"state": {"url": "redis://:secret@x:6379"}}}, "url"),
     "a state twice": ({"gateway": {"state": {"url": "redis://x", "existingSecret": "x"}}}, "not both"),
+    "a secret for one gateway": ({"gateway": {"state": {"signingSecret": "x"}}}, "signingSecret"),
     "a state that fails in a third way": ({"gateway": {"state": {"failure": "shut"}}}, "failure"),
 }
 

@@ -24,7 +24,12 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     "several-gateways": {
         "gateway": {
             "replicas": 3,
-            "state": {"url": "rediss://state.example:6380/2", "port": 6380, "failure": "closed"},
+            "state": {
+                "url": "rediss://state.example:6380/2",
+                "signingSecret": "signing",
+                "port": 6380,
+                "failure": "closed",
+            },
         },
         "networkPolicy": {"stateTo": [{"ipBlock": {"cidr": "10.1.2.3/32"}}]},
     },

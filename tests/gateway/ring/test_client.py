@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from common.deltas import Delta
 
+ANN = Subject("acme", "user/ann")
+
 
 @dataclass
 class Notes:
@@ -257,12 +259,12 @@ async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
     async with ring_servers(tmp_path) as services, connected(services) as client:
         card = await client.model.get_model()
         assert (card.name, card.max_context_tokens, card.created_unix_s) == ("tiny", 2048, 5)
-        assert (await client.model.tokenize("hi", add_special_tokens=True)).tokens == ("h", "i")
-        assert await client.model.detokenize((104, 105), skip_special_tokens=True) == "hi"
+        assert (await client.model.tokenize(ANN, "hi", add_special_tokens=True)).tokens == ("h", "i")
+        assert await client.model.detokenize(ANN, (104, 105), skip_special_tokens=True) == "hi"
         chat = ChatPrompt((ChatMessage("user", "yo"),))
-        assert (await client.model.render_chat(chat)).ids == (121, 111)
+        assert (await client.model.render_chat(ANN, chat)).ids == (121, 111)
         with pytest.raises(PandoError, match="666") as refused:
-            await client.model.detokenize((666,), skip_special_tokens=True)
+            await client.model.detokenize(ANN, (666,), skip_special_tokens=True)
         assert refused.value.code is ErrorCode.INVALID_REQUEST
         assert refused.value.param == "tokens"
         await services.kill(TOKENIZER)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.errors import UnavailableError
+from common.errors import ConfigurationError, UnavailableError
 from gateway.identity.keys import ApiKey, hash_of, save_keys
+from gateway.state.signatures import Signatures
 from tests.fakes.redis_process import temporary_redis
 from tests.fakes.ring import says
 from tests.gateway.state.servers import new_prefix, working
@@ -35,6 +36,7 @@ KEYS = [
     ApiKey("plain", hash_of("plain"), "acme"),
     ApiKey("root", hash_of("root"), "acme", admin=True),
 ]
+SECRET = "a secret that has more than 32 characters"
 LIMITS = "[tenants.acme]\nrequests_per_minute = 1000\n"
 
 
@@ -49,6 +51,7 @@ async def pair(
         "state_prefix": new_prefix(),
         "keys_file": directory / "keys.toml",
         "limits_file": directory / "limits.toml",
+        "state_secret": SECRET,
         **settings,
     }
     first, second = faked(script, **shared), faked(script, **shared)
@@ -133,6 +136,89 @@ async def test_an_abort_reaches_the_gateway_where_the_request_is_open(
         assert (await abort("root", abort_all=True)).json() == {"aborted": 1}
         assert (await asking[1]).status_code == 400
         assert len(first.ring.aborted) == 2
+
+
+async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_are_told(
+    redis_process: RedisProcess, tmp_path: Path
+) -> None:
+    async with pair(redis_process, tmp_path, None, state_secret=None) as (first, second):
+        body = {"text": "Hello", "rid": "mine"}
+        asking = [asyncio.create_task(first.post("/generate", body, headers(key))) for key in ("ann", "bob")]
+        await first.ring.submissions(2)
+        await subscribed(redis_process, first, 2)
+
+        async def abort(gateway: FakedGateway, key: str, **fields: Any) -> httpx.Response:
+            return await gateway.post("/abort_request", fields, headers(key))
+
+        assert (await abort(second, "eve", rid="mine")).json() == {"aborted": 0}
+        assert (await abort(second, "ann", rid="mine")).json() == {"aborted": 1}
+        for fields in ({"rid": "mine"}, {"abort_all": True}):
+            assert "gateway.state_secret" in error_of(await abort(second, "root", **fields), 503)["message"]
+        assert len(first.ring.aborted) == 1
+        assert (await abort(first, "root", rid="mine")).json() == {"aborted": 1}
+        assert [(await task).status_code for task in asking] == [400, 400]
+
+
+async def test_without_a_secret_an_administrator_ends_everything_at_the_only_gateway(
+    redis_process: RedisProcess, tmp_path: Path
+) -> None:
+    save_keys(tmp_path / "keys.toml", KEYS)
+    only = faked(None, state=redis_process.url, state_prefix=new_prefix(), keys_file=tmp_path / "keys.toml")
+    async with working(*only.state.background):
+        asking = asyncio.create_task(only.post("/generate", {"text": "Hello"}, headers("ann")))
+        await only.ring.submissions(1)
+        await subscribed(redis_process, only, 1)
+        answer = await only.post("/abort_request", {"abort_all": True}, headers("root"))
+        assert answer.json() == {"aborted": 1}
+        assert (await asking).status_code == 400
+    await only.state.close()
+
+
+# What a stranger who can write to the server may publish, as the first version trusted it.
+OWN: dict[str, Any] = {"tenant": "acme", "subject": "user/ann", "vouches": False, "is_admin": False}
+FORGERIES: dict[str, dict[str, Any]] = {
+    "an administrator ends everything": {"request_id": None, "caller": OWN | {"is_admin": True}},
+    "an administrator ends one": {"request_id": "mine", "caller": OWN | {"subject": "x", "is_admin": True}},
+    "its subject ends everything": {"request_id": None, "caller": OWN},
+    "its subject ends one": {"request_id": "mine", "caller": OWN},
+    "reports to another key": {"request_id": "mine", "caller": OWN, "reports": "elsewhere"},
+    "a field that is none": {"request_id": "mine", "caller": OWN | {"root": True}},
+    "no caller": {"request_id": "mine", "caller": None},
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("secret", [SECRET, None])
+async def test_whoever_writes_to_the_server_ends_no_request(
+    redis_process: RedisProcess, tmp_path: Path, forgery: str, secret: str | None
+) -> None:
+    async with pair(redis_process, tmp_path, None, state_secret=secret) as (first, _):
+        asking = asyncio.create_task(first.post("/generate", {"text": "Hello", "rid": "mine"}, headers("ann")))
+        await first.ring.submissions(1)
+        await subscribed(redis_process, first, 2)
+        prefix = first.settings.state_prefix
+        content = {"from": "nowhere", "reports": f"{prefix}:abort:forged", **FORGERIES[forgery]}
+        with redis_process.client() as client:
+            client.publish(f"{prefix}:aborts", Signatures(None).seal(content))
+            client.publish(f"{prefix}:aborts", Signatures("guess").seal(content))
+            if forgery == "its subject ends one" and secret is None:
+                # The one that a secret is needed against: docs/operations.md says so.
+                assert (await asking).status_code == 400
+                return
+            # Both are still listening after it.
+            assert (await first.post("/abort_request", {"rid": "other"}, headers("ann"))).json() == {"aborted": 0}
+            assert not client.exists("elsewhere")
+        assert not first.ring.aborted
+        assert (await first.post("/abort_request", {"rid": "mine"}, headers("ann"))).json() == {"aborted": 1}
+        assert (await asking).status_code == 400
+
+
+def test_a_short_secret_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="at least 32 characters"):
+        faked(None, state="redis://localhost:1", state_secret="short")
+    (tmp_path / "secret").write_text("short")
+    with pytest.raises(ConfigurationError, match="at least 32 characters"):
+        faked(None, state="redis://localhost:1", state_secret_file=tmp_path / "secret")
 
 
 async def test_the_other_gateways_limits_and_headers_count(redis_process: RedisProcess, tmp_path: Path) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
+from common.types import Subject
 from gateway.state.server import StateAwayError
 from gateway.stored_responses.redis_responses import RedisResponses
 from gateway.stored_responses.sqlite_responses import SqliteResponses
-from gateway.stored_responses.store import Holder, StoredResponse
+from gateway.stored_responses.store import Holder, StoredResponse, size_of
 from tests.fakes.redis_process import RedisProcess, temporary_redis
 from tests.gateway.state.servers import new_prefix, state_server, working
 from tests.waiting import until
@@ -30,6 +34,11 @@ if TYPE_CHECKING:
 
 ANN, BOB = Holder("acme", "user/ann"), Holder("acme", "user/bob")
 MEBIBYTE = 1024 * 1024
+
+
+async def put(kept: ResponseStore, holder: Holder, response: StoredResponse) -> None:
+    """Keep a response in the room of the person, if the holder is one."""
+    await kept.put(holder, Subject(holder.tenant, holder.credential), response)
 
 
 def stored(response_id: str, size: int = 10) -> StoredResponse:
@@ -57,7 +66,7 @@ def opening(request: pytest.FixtureRequest) -> Opening:
 async def test_a_response_is_its_holders_alone(opening: Opening) -> None:
     holders = [ANN, BOB, Holder("other", "user/ann"), Holder("acme", "key/ann"), Holder("acme", "/ann")]
     async with opening(60.0, MEBIBYTE) as kept:
-        await kept.put(ANN, stored("a"))
+        await put(kept, ANN, stored("a"))
         assert [await kept.find(holder, "a") is not None for holder in holders] == [True] + [False] * 4
         assert [await kept.delete(holder, "a") for holder in holders[1:]] == [False] * 4
         assert await kept.find(ANN, "a") == stored("a")
@@ -69,8 +78,8 @@ async def test_a_response_is_its_holders_alone(opening: Opening) -> None:
 async def test_users_of_a_credential_are_told_apart_and_the_credential_itself_sees_all(opening: Opening) -> None:
     carl, dora, nobody = (Holder("acme", "key/app", user) for user in ("carl", "dora", None))
     async with opening(60.0, MEBIBYTE) as kept:
-        await kept.put(carl, stored("carls"))
-        await kept.put(nobody, stored("unnamed"))
+        await put(kept, carl, stored("carls"))
+        await put(kept, nobody, stored("unnamed"))
         assert await kept.find(dora, "carls") is None
         assert not await kept.delete(dora, "carls")
         assert await kept.find(carl, "unnamed") is None
@@ -81,36 +90,137 @@ async def test_users_of_a_credential_are_told_apart_and_the_credential_itself_se
 
 async def test_what_is_too_old_is_gone(opening: Opening) -> None:
     async with opening(0.05, MEBIBYTE) as kept:
-        await kept.put(ANN, stored("a"))
+        await put(kept, ANN, stored("a"))
         await asyncio.sleep(0.1)
         assert await kept.find(ANN, "a") is None
 
 
-async def test_room_is_bounded_and_one_holder_cannot_take_that_of_others(opening: Opening) -> None:
+async def test_room_is_bounded_and_one_subject_cannot_take_that_of_others(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
-        await kept.put(BOB, stored("bobs", 1000))
+        await put(kept, BOB, stored("bobs", 1000))
         for number in range(100):
-            await kept.put(ANN, stored(str(number), 20_000))
+            await put(kept, ANN, stored(str(number), 20_000))
         found = [number for number in range(100) if await kept.find(ANN, str(number))]
         assert found == list(range(100 - len(found), 100))
-        assert 10 <= len(found) <= 13
+        assert 45 <= len(found) <= 53
         assert await kept.find(BOB, "bobs")
 
 
-async def test_all_holders_together_are_bounded(opening: Opening) -> None:
+async def test_of_many_that_use_as_much_the_oldest_response_goes(opening: Opening) -> None:
     holders = [Holder("acme", f"user/{number}") for number in range(100)]
     async with opening(60.0, MEBIBYTE) as kept:
         for number, holder in enumerate(holders):
-            await kept.put(holder, stored(str(number), 20_000))
-        found = [number for number, holder in enumerate(holders) if await kept.find(holder, str(number))]
+            await put(kept, holder, stored(f"{number:02}", 20_000))
+        found = [number for number, holder in enumerate(holders) if await kept.find(holder, f"{number:02}")]
         assert found == list(range(100 - len(found), 100))
         assert 45 <= len(found) <= 53
+
+
+async def test_a_tenant_with_many_users_pushes_out_its_own_responses_alone(opening: Opening) -> None:
+    async with opening(60.0, MEBIBYTE) as kept:
+        victims = [Holder("acme", f"user/{number}") for number in range(10)]
+        for number, victim in enumerate(victims):
+            await put(kept, victim, stored(f"victim-{number}", 40_000))
+        app = Holder("rival", "key/app")
+        for number in range(200):
+            response = stored(f"flood-{number:03}", 20_000)
+            await kept.put(app, Subject("rival", f"user/invented-{number}"), response)
+        assert all([await kept.find(victim, f"victim-{number}") for number, victim in enumerate(victims)])
+        left = [number for number in range(200) if await kept.find(app, f"flood-{number:03}")]
+        assert left == list(range(200 - len(left), 200))
+        assert 25 <= len(left) <= 31
+
+
+async def test_a_person_pushes_out_no_other_of_its_tenant_below_an_equal_part(opening: Opening) -> None:
+    async with opening(60.0, MEBIBYTE) as kept:
+        app = Holder("acme", "key/app")
+        carl, dora = Subject("acme", "user/carl"), Subject("acme", "user/dora")
+        for number in range(20):
+            await kept.put(app, carl, stored(f"carl-{number}", 20_000))
+        for number in range(100):
+            await kept.put(app, dora, stored(f"dora-{number}", 20_000))
+        assert all([await kept.find(app, f"carl-{number}") for number in range(20)])
+        # What is above the equal part makes room for who has less.
+        for number in range(20, 100):
+            await kept.put(app, carl, stored(f"carl-{number}", 20_000))
+        left = {name: sum([bool(await kept.find(app, f"{name}-{i}")) for i in range(100)]) for name in ("carl", "dora")}
+        assert abs(left["carl"] - left["dora"]) <= 1
+
+
+async def test_everything_that_is_stored_of_a_request_takes_room(opening: Opening) -> None:
+    extra = "x" * 100_000
+    parts = [
+        StoredResponse({"id": "response", "metadata": {"extra": extra}}, [], []),
+        StoredResponse({"id": "messages"}, [{"role": "user", "content": "", "unknown": extra}], []),
+        StoredResponse({"id": "input"}, [], [{"type": "message", "unknown": extra}]),
+    ]
+    for part in parts:
+        async with opening(60.0, MEBIBYTE) as kept:
+            for number in range(20):
+                await put(kept, ANN, replace(part, response={**part.response, "id": str(number)}))
+            assert [number for number in range(20) if await kept.find(ANN, str(number))] == list(range(10, 20))
+
+
+async def test_small_responses_are_bounded_in_number(opening: Opening) -> None:
+    async with opening(60.0, MEBIBYTE) as kept:
+        for number in range(1100):
+            await put(kept, ANN, StoredResponse({"id": str(number)}, [], []))
+            assert await kept.find(ANN, str(number))
+        assert await kept.find(ANN, "0") is None
+        assert await kept.find(ANN, "1099")
+
+
+async def test_what_is_larger_than_the_room_is_not_kept_and_pushes_out_nothing(opening: Opening) -> None:
+    async with opening(60.0, MEBIBYTE) as kept:
+        await put(kept, BOB, stored("bobs"))
+        await put(kept, ANN, stored("small"))
+        await put(kept, ANN, stored("huge", MEBIBYTE))
+        assert [await kept.find(ANN, name) is not None for name in ("small", "huge")] == [True, False]
+        assert await kept.find(BOB, "bobs")
+
+
+async def test_deleted_responses_give_their_room_back(opening: Opening) -> None:
+    async with opening(60.0, MEBIBYTE) as kept:
+        await put(kept, ANN, stored("first", 500_000))
+        for _ in range(5):
+            await put(kept, ANN, stored("second", 500_000))
+            assert await kept.delete(ANN, "second")
+        assert await kept.find(ANN, "first")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+async def test_both_stores_evict_by_the_rule(opening: Opening, data: st.DataObject) -> None:
+    """Against a model: whoever uses most loses the oldest, first among tenants, then among their subjects."""
+    sizes = st.sampled_from([50_000, 100_000, 150_000, 400_000])
+    puts = data.draw(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), sizes), max_size=40))
+    model: list[tuple[str, str, str, int]] = []
+    async with opening(60.0, MEBIBYTE) as kept:
+        for number, (tenant, subject, size) in enumerate(puts):
+            response = stored(str(number), size)
+            await put(kept, Holder(tenant, subject), response)
+            model.append((tenant, subject, str(number), size_of(response.encode())))
+            while sum(entry[3] for entry in model) > MEBIBYTE:
+                of_tenant = [entry for entry in model if entry[0] == most(model, 0)]
+                victim = most(of_tenant, 1)
+                model.remove(next(entry for entry in of_tenant if entry[1] == victim))
+        ids = {entry[2] for entry in model}
+        for number, (tenant, subject, _) in enumerate(puts):
+            found = await kept.find(Holder(tenant, subject), str(number))
+            assert (found is not None) == (str(number) in ids)
+
+
+def most(entries: list[tuple[str, str, str, int]], field: int) -> str:
+    used: dict[str, int] = {}
+    for entry in entries:
+        used[str(entry[field])] = used.get(str(entry[field]), 0) + entry[3]
+    return max(used, key=used.__getitem__)  # the first of several, which is the one with the oldest entry
 
 
 async def test_a_file_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite"
     first = SqliteResponses(path, 60.0, MEBIBYTE)
-    await first.put(ANN, stored("a"))
+    await put(first, ANN, stored("a"))
     await first.close()
     second = SqliteResponses(path, 60.0, MEBIBYTE)
     assert await second.find(ANN, "a") == stored("a")
@@ -137,16 +247,35 @@ def test_a_file_that_is_no_database_stops_the_start(tmp_path: Path) -> None:
 
 async def test_old_entries_leave_nothing_at_the_server(redis_process: RedisProcess) -> None:
     async with state_server(redis_process.url, new_prefix()) as server:
-        kept = RedisResponses(server, 0.05, MEBIBYTE)
+        kept = RedisResponses(server, 0.5, MEBIBYTE)
         for number in range(20):
-            await kept.put(Holder("acme", f"user/{number}"), stored(str(number)))
-        await asyncio.sleep(0.1)
-        await kept.put(ANN, stored("last"))
+            await put(kept, Holder("acme", f"user/{number}"), stored(str(number)))
+        await asyncio.sleep(0.6)
+        await put(kept, ANN, stored("last"))
         with redis_process.client() as client:
             keys = sorted(key.decode().rpartition("{responses}:")[2] for key in client.scan_iter(f"{server.prefix}:*"))
             keys = [key for key in keys if "probe" not in key]
-            assert [key.partition(":")[0] for key in keys] == ["all", "item", "of", "sizes", "used"]
-            assert client.hlen(f"{server.prefix}:{{responses}}:sizes") == 1
+            kinds = ["entries", "expiring", "item", "of", "of", "sequence", "subjects", "tenants", "used"]
+            assert [key.partition(":")[0] for key in keys] == kinds
+            prefix = f"{server.prefix}:{{responses}}"
+            assert [client.hlen(f"{prefix}:{kind}") for kind in ("entries", "used")] == [1, 3]
+            assert [client.zcard(f"{prefix}:{kind}") for kind in ("expiring", "tenants")] == [1, 1]
+
+
+async def test_while_the_server_is_away_one_tenant_does_not_fill_the_waiting_room() -> None:
+    with temporary_redis() as redis_process:
+        async with state_server(redis_process.url, new_prefix()) as server:
+            kept = RedisResponses(server, 60.0, 512 * MEBIBYTE)
+            redis_process.kill()
+            for number in range(1100):
+                await kept.put(ANN, Subject("acme", f"user/{number}"), stored(f"flood-{number}"))
+            assert len(kept._waiting) == 768
+            await put(kept, Holder("rival", "user/bob"), stored("bobs"))
+            assert len(kept._waiting) == 769
+            redis_process.start()
+            async with working(kept.run):
+                await until(lambda: server.is_up and not kept._waiting)
+            assert await kept.find(Holder("rival", "user/bob"), "bobs")
 
 
 async def test_what_is_finished_while_the_server_is_away_is_stored_when_it_is_back() -> None:
@@ -156,7 +285,7 @@ async def test_what_is_finished_while_the_server_is_away_is_stored_when_it_is_ba
             kept.check()
             async with working(kept.run):
                 redis_process.kill()
-                await kept.put(ANN, stored("a"))
+                await put(kept, ANN, stored("a"))
                 with pytest.raises(StateAwayError):
                     kept.check()
                 with pytest.raises(StateAwayError):

@@ -9,7 +9,8 @@ import pytest
 from common.errors import ContextLengthError, UnavailableError
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import Prompt, TokenPrompt
-from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest
+from common.room import SharedRoom
+from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest, Subject, View
 from services.tokenizer.relay import GatewaySession, Relay
 from tests.services.tokenizer.generate_requests import LIMITS, submission
 
@@ -48,15 +49,19 @@ class Encoding:
         self.may_finish.set()
         self.error: Exception | None = None
         self.calls = 0
+        self.subjects: list[Subject] = []
 
-    async def encode(self, prompts: Sequence[Prompt], _add_special_tokens: Sequence[bool | None]) -> Sequence[Encoded]:
+    async def encode(
+        self, subject: Subject, prompts: Sequence[Prompt], _add_special_tokens: Sequence[bool | None]
+    ) -> Sequence[Encoded]:
         self.calls += 1
+        self.subjects.append(subject)
         await self.may_finish.wait()
         if self.error is not None:
             raise self.error
         return [self._ids(prompt) for prompt in prompts]
 
-    async def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def ban(self, _subject: Subject, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(ord(character) % 50 for character in word) for word in words)
 
     def _ids(self, prompt: Prompt) -> Encoded:
@@ -69,10 +74,11 @@ class Encoding:
 
 
 class Bench:
-    def __init__(self, max_pending: int = 100) -> None:
+    def __init__(self, places: int = 100) -> None:
         self.scheduler = RecordingScheduler()
         self.encoding = Encoding()
-        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, max_pending, self.encoding.ban)
+        self.room = SharedRoom(places, "being submitted", 1000)
+        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, self.room, self.encoding.ban)
         self.session = GatewaySession()
 
     def submit(self, *names: str) -> None:
@@ -260,7 +266,7 @@ async def test_when_a_gateway_goes_its_requests_end_but_not_those_of_others(benc
 
 
 async def test_too_many_pending_requests_are_refused_with_a_hint() -> None:
-    bench = Bench(max_pending=2)
+    bench = Bench(places=4)
     bench.submit("a", "b", "c")
     await settle()
     assert bench.scheduler.names == ["a", "b"]
@@ -269,6 +275,59 @@ async def test_too_many_pending_requests_are_refused_with_a_hint() -> None:
     bench.submit("d")
     await settle()
     assert bench.scheduler.names == ["a", "b", "d"]
+
+
+async def test_a_tenant_that_fills_its_places_leaves_some_to_others() -> None:
+    bench = Bench(places=100)
+    views = [View(Subject("acme", f"user/{number}")) for number in range(200)]
+    flood = [submission(str(number), view=view) for number, view in enumerate(views)]
+    bench.relay.submit(bench.session, flood)
+    await settle()
+    assert len(bench.scheduler.names) == 75
+    assert set((await bench.answers()).values()) == {ErrorCode.QUEUE_FULL}
+    bench.relay.submit(bench.session, [submission("rivals", view=View(Subject("rival", "user/bob")))])
+    await settle()
+    assert bench.scheduler.names[-1] == "rivals"
+
+
+async def test_a_request_that_is_aborted_while_it_is_encoded_keeps_its_place_until_then() -> None:
+    bench = Bench(places=4)
+    bench.encoding.may_finish.clear()
+    bench.submit("a", "b")
+    bench.relay.abort([RequestId("a"), RequestId("b")])
+    assert len(await bench.answers()) == 2
+    # Otherwise requests that are submitted and aborted at once would wait for the encoder without a bound.
+    bench.submit("c")
+    assert await bench.answers() == {"c": ErrorCode.QUEUE_FULL}
+    bench.encoding.may_finish.set()
+    await settle()
+    bench.submit("d", "e")
+    await settle()
+    assert bench.scheduler.names == ["d", "e"]
+
+
+@pytest.mark.parametrize("leave_while", ["encoding", "sent"])
+async def test_a_gateway_that_leaves_gives_its_places_back(leave_while: str) -> None:
+    bench = Bench(places=4)
+    if leave_while == "encoding":
+        bench.encoding.may_finish.clear()
+    bench.submit("a", "b")
+    await settle()
+    bench.relay.close(bench.session)
+    bench.encoding.may_finish.set()
+    await settle()
+    bench.submit("c", "d")
+    await settle()
+    assert bench.scheduler.names[-2:] == ["c", "d"]
+
+
+async def test_requests_of_different_subjects_are_encoded_for_each_of_them(bench: Bench) -> None:
+    ann, bob = Subject("acme", "user/ann"), Subject("rival", "user/bob")
+    subjects = {"a": ann, "b": bob, "c": ann}
+    bench.relay.submit(bench.session, [submission(name, view=View(subject)) for name, subject in subjects.items()])
+    await settle()
+    assert bench.encoding.subjects == [ann, bob]
+    assert sorted(bench.scheduler.names) == ["a", "b", "c"]
 
 
 async def test_a_second_request_under_a_pending_id_is_ignored(bench: Bench) -> None:

@@ -352,6 +352,23 @@ async def test_texts_can_be_encoded_and_decoded_by_people(ring: Ring, oracle: Or
     assert to_error(refused.value).param == "tokens"
 
 
+async def test_at_most_a_context_of_ids_is_decoded(ring: Ring) -> None:
+    assert (await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8192))).text
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8193))
+    error = to_error(raised.value)
+    assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "tokens")
+    assert "8193 token ids; at most 8192" in error.message
+
+
+@pytest.mark.parametrize("subject", [{"tenant": "acme"}, {"name": "user/ann"}])
+async def test_half_a_subject_is_refused(ring: Ring, subject: dict[str, str]) -> None:
+    request = tokenizer_pb2.TokenizeRequest(text="Hello", subject=common_pb2.Subject(**subject))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ring.stub.Tokenize(request)
+    assert to_error(raised.value).param == "subject"
+
+
 async def test_a_conversation_can_be_looked_at(ring: Ring, oracle: OracleTokenizer) -> None:
     variables = json.dumps({"unused": 1})
     request = tokenizer_pb2.RenderChatRequest(chat=chat("Hi", template_variables_json=variables))

@@ -81,6 +81,9 @@
     {{- if and (eq .name "gateway") $root.Values.gateway.state.existingSecret }}
     - {name: state, mountPath: /etc/pando/state, readOnly: true}
     {{- end }}
+    {{- if and (eq .name "gateway") $root.Values.gateway.state.signingSecret }}
+    - {name: state-signing, mountPath: /etc/pando/state-signing, readOnly: true}
+    {{- end }}
     {{- if and (eq .name "gateway") $values.certificateSecret }}
     - {name: https, mountPath: /etc/pando/https, readOnly: true}
     {{- end }}

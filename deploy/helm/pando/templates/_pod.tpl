@@ -99,6 +99,10 @@ volumes:
   - name: state
     secret: {secretName: {{ $root.Values.gateway.state.existingSecret | quote }}}
   {{- end }}
+  {{- if and (eq .name "gateway") $root.Values.gateway.state.signingSecret }}
+  - name: state-signing
+    secret: {secretName: {{ $root.Values.gateway.state.signingSecret | quote }}}
+  {{- end }}
   {{- if and (eq .name "gateway") $values.certificateSecret }}
   - name: https
     secret: {secretName: {{ $values.certificateSecret | quote }}}

@@ -27,12 +27,16 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $state := $gateway.state -}}
 {{- $most := int $gateway.replicas -}}
 {{- if ne $gateway.autoscaling.mode "off" }}{{ $most = int $gateway.autoscaling.maxReplicas }}{{ end -}}
+{{- $settings := dict "state_failure" $state.failure -}}
+{{- if $state.signingSecret }}{{ $_ := set $settings "state_secret_file" "/etc/pando/state-signing/secret" }}{{ end -}}
 {{- if and $state.url $state.existingSecret -}}
 {{- fail "name gateway.state.url or gateway.state.existingSecret, not both" -}}
 {{- else if $state.existingSecret -}}
-{{- dict "state_file" "/etc/pando/state/url" "state_failure" $state.failure | toJson -}}
+{{- merge (dict "state_file" "/etc/pando/state/url") $settings | toJson -}}
 {{- else if $state.url -}}
-{{- dict "state" $state.url "state_failure" $state.failure | toJson -}}
+{{- merge (dict "state" $state.url) $settings | toJson -}}
+{{- else if $state.signingSecret -}}
+{{- fail "gateway.state.signingSecret is for gateways that share a state: set gateway.state.url or gateway.state.existingSecret" -}}
 {{- else if gt $most 1 -}}
 {{- fail (printf "%d gateways need a state that they share, or limits count once for each and responses are not found: set gateway.state.url or gateway.state.existingSecret to a Redis or Valkey server, or gateway.%s to 1" $most (ternary "replicas" "autoscaling.maxReplicas" (eq $gateway.autoscaling.mode "off"))) -}}
 {{- else -}}
@@ -44,15 +48,16 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- define "pando.settings" -}}
 {{- $ring := include "pando.ring" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
+{{- $interface := .Values.listenHost | trimPrefix "[" | trimSuffix "]" -}}
 {{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
 {{- range $service, $facts := omit $ring "gateway" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
-{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
+{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics) "metrics_host" $interface) -}}
 {{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
-{{- $gateway := dict "host" (.Values.listenHost | trimPrefix "[" | trimSuffix "]") "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) -}}
+{{- $gateway := dict "host" $interface "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) "metrics_host" $interface -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- /* Names that a sidecar of a service mesh may pass on over loopback. */}}
 {{- $service := printf "%s-gateway" $name -}}

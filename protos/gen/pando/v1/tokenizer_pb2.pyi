@@ -407,18 +407,24 @@ class TokenizeRequest(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Add what the model's post-processor adds (for example BOS)."""
+    @_builtins.property
+    def subject(self) -> _common_pb2.Subject:
+        """Whose turn at encoding it takes; absent: the operators'."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool = ...,
+        subject: _common_pb2.Subject | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_special_tokens", b"add_special_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_special_tokens", b"add_special_tokens", "subject", b"subject", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -460,18 +466,26 @@ class DetokenizeRequest(_message.Message):
 
     IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
     skip_special_tokens: _builtins.bool
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most as many as the model's context."""
+
+    @_builtins.property
+    def subject(self) -> _common_pb2.Subject:
+        """Whose turn it takes; absent: the operators'."""
+
     def __init__(
         self,
         *,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         skip_special_tokens: _builtins.bool = ...,
+        subject: _common_pb2.Subject | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "skip_special_tokens", b"skip_special_tokens", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,16 +515,22 @@ class RenderChatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHAT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
+    @_builtins.property
+    def subject(self) -> _common_pb2.Subject:
+        """Whose turn it takes; absent: the operators'."""
+
     def __init__(
         self,
         *,
         chat: Global___ChatPrompt | None = ...,
+        subject: _common_pb2.Subject | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "subject", b"subject"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
