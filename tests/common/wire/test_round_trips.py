@@ -3,13 +3,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from common import wire
 from common.errors import InvalidRequestError
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.common import strategies
 from tests.common.strategies import plain
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from common.types import Admission, Finish, SamplingParams, ScheduleRequest, StopConditions, TokenLogprob, View
@@ -19,7 +20,7 @@ def reparsed(message: scheduler_pb2.ScheduleRequest) -> scheduler_pb2.ScheduleRe
     return scheduler_pb2.ScheduleRequest.FromString(message.SerializeToString())
 
 
-@settings(max_examples=50)
+@examples(40)
 @given(strategies.schedule_requests)
 def test_a_request_survives_the_wire(request: ScheduleRequest) -> None:
     back = wire.schedule_request_from_wire(reparsed(wire.schedule_request_to_wire(request)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from common.types import Pooling, ReplyTo, ToolStyle
 from gateway.ring.messages import ModelInfo
@@ -15,13 +15,14 @@ from services.detokenizer.wire import deltas_to_wire
 from services.tokenizer.requests import Submission
 from services.tokenizer.wire import submission_from_wire
 from tests.common.strategies import deltas, generate_requests, plain, reply_tos
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import GenerateRequest
 
 
-@settings(max_examples=50)
+@examples(40)
 @given(generate_requests, reply_tos)
 def test_a_request_survives_the_wire(request: GenerateRequest, reply_to: ReplyTo) -> None:
     encoded = generate_to_wire(request, reply_to).SerializeToString()
@@ -29,7 +30,7 @@ def test_a_request_survives_the_wire(request: GenerateRequest, reply_to: ReplyTo
     assert plain(decoded) == plain(Submission(request, reply_to))
 
 
-@settings(max_examples=50)
+@examples(40)
 @given(deltas)
 def test_a_delta_survives_the_wire(delta: Delta) -> None:
     encoded = deltas_to_wire([delta]).SerializeToString()

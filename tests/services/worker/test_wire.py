@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from common.errors import InvalidRequestError
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
@@ -11,17 +11,18 @@ from protos.gen.pando.v1 import worker_pb2
 from services.scheduler import convert as scheduler
 from services.worker import wire as worker
 from tests.common.strategies import plain
+from tests.examples import examples
 from tests.services.worker.strategies import capacities, plans, results, specs
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(plans)
 def test_plans_survive_the_wire(plan: StepPlan) -> None:
     message = worker_pb2.StepPlan.FromString(scheduler.plan_to_wire(plan).SerializeToString())
     assert plain(worker.plan_from_wire(message)) == plain(plan)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(results)
 def test_results_survive_the_wire(result: StepResult) -> None:
     message = worker_pb2.StepResult.FromString(worker.result_to_wire(result).SerializeToString())
