@@ -44,7 +44,7 @@ embed: install $(STAMPS)/encoders ## Serve the bundled encoder instead, for embe
 test: unit e2e ## Run all tests that this machine can run
 
 unit: install-dev ## Run the unit suites only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak and not docker" -n $(UNIT_JOBS) --dist loadfile $(ARGS) --ignore tests/e2e tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak and not docker" -n $(UNIT_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) --ignore tests/e2e tests
 
 soak: install-dev ## Run the tests that take minutes to hours: random operations by the hundred thousand
 	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests

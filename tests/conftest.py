@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from deploy.supervisor.process import child_environment
 from services.worker.engine.host import limit_spinning
+from tests.examples import EXPLORING, is_exploring
 
 LONGEST_DIRECTORY = 16
 
@@ -19,11 +21,16 @@ HASTE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": HASTE}
 # The same examples every time, so that a change is refused for what it does; new ones are looked for by `make soak`.
 settings.register_profile("pando", **PATIENT, derandomize=True)
-settings.register_profile("exploring", **PATIENT, print_blob=True)
+settings.register_profile(EXPLORING, **PATIENT, print_blob=True)
 settings.load_profile("pando")
 
 for name in os.environ.keys() - child_environment(os.environ).keys():
     del os.environ[name]
+
+# Without bytecode, pytest's workers rewrite all asserts in each run, and every process that tests start compiles
+# all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Tests keep sockets in temporary directories, and a socket's path may have about a hundred characters.
 if len(tempfile.gettempdir()) > LONGEST_DIRECTORY and os.access("/tmp", os.W_OK):
@@ -33,8 +40,18 @@ if len(tempfile.gettempdir()) > LONGEST_DIRECTORY and os.access("/tmp", os.W_OK)
 limit_spinning()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is none."""
+    """Skip `gpu` tests where there is none; run files with slow tests first, so that none is left over for the end.
+
+    Property tests count as `soak` where new examples are looked for.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+    if is_exploring():
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker(pytest.mark.soak)
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if on_gpu and not _has_gpu():
         for item in on_gpu:

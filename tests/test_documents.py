@@ -213,6 +213,10 @@ def test_commands_that_are_mentioned_exist(document: Path) -> None:
     assert mentioned <= {command.name for command in COMMANDS}
 
 
+def test_documents_have_commands_to_check() -> None:
+    assert sum(len(commands(document.read_text(), "pando")) for document in DOCUMENTS) >= 20
+
+
 @every_document
 def test_commands_are_understood(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import torch
 
 from common.models import resolve
 from common.steps import EngineSpec
+from common.tokenization import load_text_model
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
 from tests.benchmarks.precision import TEXTS, Comparison, compare
@@ -111,14 +112,8 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
 
 def read_texts(model: str, paths: Sequence[Path], tokens: int, prompts: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the ids of the texts' beginnings, and prompts that are cut out of them evenly."""
-    # Only here: measuring speed needs no tokenizer.
-    from transformers import AutoTokenizer
-
-    file = resolve(model).path
-    gguf = {"gguf_file": file.name} if file.is_file() else {}
-    folder = file.parent if file.is_file() else file
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **gguf)
-    texts = [tokenizer(path.read_text())["input_ids"][:tokens] for path in paths]
+    tokenizer = load_text_model(resolve(model)).tokenizer
+    texts = [tokenizer.encode(path.read_text()).ids[:tokens] for path in paths]
     flat = [token for text in texts for token in text]
     step = max(1, (len(flat) - PROMPT_TOKENS) // prompts)
     return texts, [flat[i * step : i * step + PROMPT_TOKENS] for i in range(prompts)]

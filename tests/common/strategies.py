@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
 
+from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.types import (
     Admission,
     CacheMode,
@@ -37,8 +40,27 @@ COUNT = st.integers(0, 2**31 - 1)
 NAMES = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=20)
 FLOAT = st.floats(-100, 100, width=32)
 
-views = st.builds(View, st.builds(Subject, tenant=NAMES, name=NAMES), salt=st.just("") | NAMES)
-sampling = st.builds(
+Value = TypeVar("Value")
+
+
+def complete(kind: type[Value], /, **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Value]:
+    """Build values of a dataclass or named tuple. Each field needs a strategy: a new one is not left at its default."""
+    declared = {field.name for field in fields(kind)} if is_dataclass(kind) else set(getattr(kind, "_fields", ()))
+    assert parts.keys() == declared, f"{kind.__name__}: no strategy for {declared - parts.keys()}"
+    return st.builds(kind, **parts)
+
+
+def plain(value: Any) -> Any:
+    """Turn dataclasses into dicts and arrays into lists: equal ones agree in fields that `==` leaves out, too."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tolist())
+    if isinstance(value, tuple | list):
+        return tuple(plain(part) for part in value)
+    return {field.name: plain(getattr(value, field.name)) for field in fields(value)} if is_dataclass(value) else value
+
+
+views = complete(View, subject=complete(Subject, tenant=NAMES, name=NAMES), salt=st.just("") | NAMES)
+sampling = complete(
     SamplingParams,
     temperature=st.floats(0, 2, width=32),
     top_p=st.floats(0.015625, 1, width=32),
@@ -54,15 +76,15 @@ sampling = st.builds(
     allowed_token_ids=st.lists(TOKEN, max_size=3).map(tuple),
     banned_sequences=st.lists(st.lists(TOKEN, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
     grammar=st.none()
-    | st.builds(
+    | complete(
         Grammar,
         kind=st.sampled_from(GrammarKind),
         text=st.text(),
         param=NAMES,
-        scope=st.just(NO_SCOPE) | st.builds(GrammarScope, tenant=NAMES, subject=NAMES, salt=st.just("") | NAMES),
+        scope=st.just(NO_SCOPE) | complete(GrammarScope, tenant=NAMES, subject=NAMES, salt=st.just("") | NAMES),
     ),
 )
-stops = st.builds(
+stops = complete(
     StopConditions,
     max_tokens=st.none() | COUNT,
     min_tokens=COUNT,
@@ -70,8 +92,9 @@ stops = st.builds(
     stop_strings=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     include_stop_text=st.booleans(),
+    stop_patterns=st.lists(st.text(min_size=1), max_size=3).map(tuple),
 )
-failures = st.builds(
+failures = complete(
     RequestFailure,
     code=st.sampled_from(ErrorCode),
     message=st.text(),
@@ -79,15 +102,22 @@ failures = st.builds(
     retryable=st.booleans(),
     retry_after_ms=st.none() | COUNT,
 )
+
+
+def finished(reason: st.SearchStrategy[FinishReason], **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Finish]:
+    nothing = dict.fromkeys(("matched_token_id", "matched_text", "error", "embedding"), st.none())
+    return complete(Finish, reason=reason, **{**nothing, **parts})
+
+
 finishes = st.one_of(
-    st.builds(Finish, reason=st.just(FinishReason.STOP), matched_token_id=st.none() | TOKEN),
-    st.builds(Finish, reason=st.just(FinishReason.STOP), matched_text=st.text()),
-    st.builds(Finish, reason=st.just(FinishReason.STOP), embedding=st.binary(max_size=16)),
-    st.builds(Finish, reason=st.sampled_from([FinishReason.LENGTH, FinishReason.ABORT])),
-    st.builds(Finish, reason=st.just(FinishReason.ERROR), error=failures),
+    finished(st.just(FinishReason.STOP), matched_token_id=st.none() | TOKEN),
+    finished(st.just(FinishReason.STOP), matched_text=st.text()),
+    finished(st.just(FinishReason.STOP), embedding=st.binary(max_size=16)),
+    finished(st.sampled_from([FinishReason.LENGTH, FinishReason.ABORT])),
+    finished(st.just(FinishReason.ERROR), error=failures),
 )
 logprobs = st.integers(0, 5).flatmap(
-    lambda count: st.builds(
+    lambda count: complete(
         TokenLogprob,
         logprob=FLOAT,
         top_token_ids=st.lists(TOKEN, min_size=count, max_size=count).map(tuple),
@@ -95,13 +125,13 @@ logprobs = st.integers(0, 5).flatmap(
         asked=st.lists(FLOAT, max_size=2).map(tuple),
     )
 )
-admissions = st.builds(Admission, request_id=NAMES.map(RequestId), prompt_tokens=COUNT, rejected=st.none() | failures)
-resumes = st.builds(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
-prompt_logprobs = st.builds(
+admissions = complete(Admission, request_id=NAMES.map(RequestId), prompt_tokens=COUNT, rejected=st.none() | failures)
+resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
+prompt_logprobs = complete(
     PromptLogprobs, start=COUNT, top=st.integers(0, 20), token_ids=st.lists(TOKEN, max_size=3).map(tuple)
 )
-traces = st.builds(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES)
-turns = st.builds(
+traces = complete(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES)
+turns = complete(
     SessionTurn,
     name=NAMES,
     after=st.none() | NAMES,
@@ -109,11 +139,12 @@ turns = st.builds(
     drop_previous_output=st.booleans(),
     replace=st.booleans(),
 )
-single_requests = st.builds(
+reply_tos = complete(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES)
+single_requests = complete(
     ScheduleRequest,
     request_id=NAMES.map(RequestId),
     view=views,
-    reply_to=st.builds(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES),
+    reply_to=reply_tos,
     token_ids=st.lists(TOKEN, min_size=1, max_size=20).map(lambda ids: np.array(ids, np.int32)),
     sampling=sampling,
     stop=stops,
@@ -128,8 +159,82 @@ single_requests = st.builds(
     session=st.none() | NAMES,
     pooling=st.none() | st.sampled_from(Pooling),
     max_context_tokens=st.none() | COUNT,
+    turn=st.none(),
+    # Not sent to schedulers.
+    routing_key=st.none(),
 )
 # Only a session has turns.
 schedule_requests = single_requests | st.builds(
     lambda request, session, turn: replace(request, session=session, turn=turn), single_requests, NAMES, turns
+)
+chat_messages = complete(
+    ChatMessage,
+    role=NAMES,
+    content=st.none() | st.text(max_size=5),
+    name=st.none() | NAMES,
+    tool_call_id=st.none() | NAMES,
+    tool_calls_json=st.none() | NAMES,
+    reasoning_content=st.none() | st.text(max_size=5),
+)
+chats = complete(
+    ChatPrompt,
+    messages=st.lists(chat_messages, max_size=3).map(tuple),
+    tools_json=st.lists(NAMES, max_size=2).map(tuple),
+    add_generation_prompt=st.booleans(),
+    continue_final_message=st.booleans(),
+    template_variables_json=st.none() | st.text(max_size=5),
+    assistant_prefix=st.none() | st.text(max_size=5),
+)
+generate_requests = complete(
+    GenerateRequest,
+    request_id=NAMES.map(RequestId),
+    view=views,
+    model=NAMES,
+    prompt=st.text() | chats | complete(TokenPrompt, ids=st.lists(TOKEN, max_size=5).map(tuple)),
+    sampling=sampling,
+    stop=stops,
+    n=st.integers(1, 128),
+    priority=st.integers(-(2**31), 2**31 - 1),
+    cache_mode=st.sampled_from(CacheMode),
+    skip_special_tokens=st.booleans(),
+    resume=st.none() | resumes,
+    timeout_ms=st.none() | COUNT,
+    trace=st.none() | traces,
+    session=NAMES,
+    turn=st.none() | turns,
+    max_context_tokens=st.none() | COUNT,
+    pooling=st.none() | st.sampled_from(Pooling),
+    prompt_name=st.none() | NAMES,
+    prompt_logprobs=st.none() | prompt_logprobs,
+    add_special_tokens=st.none() | st.booleans(),
+    truncate_prompt_tokens=st.none() | COUNT,
+    bad_words=st.lists(NAMES, max_size=3).map(tuple),
+    routing_key=st.none() | NAMES,
+)
+token_texts = complete(TokenText, token_id=TOKEN, logprob=FLOAT, text=st.binary(max_size=5))
+logprob_texts = complete(
+    LogprobText,
+    token=token_texts,
+    top=st.lists(token_texts, max_size=2).map(tuple),
+    asked=st.lists(FLOAT, max_size=2).map(tuple),
+    rank=st.none() | COUNT,
+)
+deltas = complete(
+    Delta,
+    request_id=NAMES.map(RequestId),
+    choice_index=COUNT,
+    first_token_index=COUNT,
+    token_ids=st.lists(TOKEN, max_size=5).map(tuple),
+    text=st.text(),
+    logprobs=st.lists(logprob_texts, max_size=2).map(tuple),
+    prompt_usage=st.none() | complete(PromptUsage, prompt_tokens=COUNT, cached_tokens=COUNT),
+    finish=st.none() | finishes,
+    prompt_logprobs=st.none()
+    | complete(
+        PromptLogprobsText,
+        first=COUNT,
+        entries=st.lists(logprob_texts, max_size=2),
+        lead=st.none() | token_texts,
+        is_last=st.booleans(),
+    ),
 )

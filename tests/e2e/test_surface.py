@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from tests.waiting import wait_until
+
 if TYPE_CHECKING:
     from tests.e2e.served import Served
 
 PROMPT = "The capital of France is"
+# Several pages of the cache.
+LONG = "The capital of France is Paris, and that of Italy is Rome. " * 8
 CHAT: Any = [{"role": "user", "content": "Name three primary colors."}]
 
 
@@ -92,10 +96,27 @@ def test_messages_say_what_the_chat_says(served: Served) -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
-def test_the_cache_is_flushed_by_whoever_runs_the_machine(served: Served) -> None:
+def test_a_flush_over_loopback_empties_the_cache(served: Served) -> None:
+    def cached_tokens() -> int:
+        usage = served.client().completions.create(model=served.model, prompt=LONG, max_tokens=1).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    wait_until(served.is_idle, timeout_s=120)
+    cached_tokens()
+    wait_until(served.is_idle, timeout_s=120)
+    assert cached_tokens() > 0
+    wait_until(served.is_idle, timeout_s=120)
     with served.http() as http:
-        assert http.post("/flush_cache").status_code == 200
+        flushed = http.post("/flush_cache")
+        assert flushed.status_code == 200
+        [pages] = re.findall(r"(\d+) pages", flushed.text)
         info = http.get("/get_server_info").json()
+    assert int(pages) > 0
+    [device, *_] = served.state().tiers
+    assert device.free_pages == device.capacity_pages
+    assert cached_tokens() == 0
     assert info["internal_states"][0]["worker_group"]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.gateway.support import FakedGateway, error_of, gateway_saying
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import httpx
@@ -62,7 +63,13 @@ ACCESS = {
     "GET /v1/models/{name:path}": Access.CREDENTIAL,
 }
 REFUSED = (401, 403)
-of_every_endpoint = pytest.mark.parametrize("endpoint", ACCESS)
+
+
+def of_every_endpoint(test: Callable[..., object]) -> Callable[..., object]:
+    """Run for each endpoint, in the event loop that the module's gateways share."""
+    return pytest.mark.parametrize("endpoint", ACCESS)(pytest.mark.asyncio(loop_scope="module")(test))
+
+
 LOCALLY = {"host": "localhost:8000"}
 # Keyless callers over loopback that are not a person at this machine, but are answered.
 NOT_LOCAL = {
@@ -95,11 +102,29 @@ async def ask(gateway: FakedGateway, endpoint: str, headers: dict[str, str]) -> 
         return await client.request(method, path, headers=headers, json={} if method == "POST" else None)
 
 
+@cache
+def gateway_with(**settings: Any) -> FakedGateway:
+    """Return the one gateway with these settings: making its application takes longer than all that is asked of it."""
+    return gateway_saying("x", **settings)
+
+
+def keyless(peer: str = "127.0.0.1", **settings: Any) -> FakedGateway:
+    gateway = gateway_with(**settings)
+    gateway.peer = peer
+    gateway.administration.flushes = 0
+    return gateway
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("access") / "keys.toml"
+    save_keys(path, [ApiKey(name, hash_of(name), "acme", admin=name == "root") for name in ("ann", "root")])
+    return path
+
+
 @pytest.fixture
-def guarded(tmp_path: Path) -> FakedGateway:
-    keys = [ApiKey(name, hash_of(name), "acme", admin=name == "root") for name in ("ann", "root")]
-    save_keys(tmp_path / "keys.toml", keys)
-    return gateway_saying("x", keys_file=tmp_path / "keys.toml")
+def guarded(keys_file: Path) -> FakedGateway:
+    return keyless(keys_file=keys_file)
 
 
 @of_every_endpoint
@@ -129,15 +154,13 @@ async def test_with_keys_an_admin_s_does_everything_from_everywhere(guarded: Fak
 @of_every_endpoint
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 async def test_without_keys_a_local_person_does_everything(endpoint: str, peer: str) -> None:
-    gateway = gateway_saying("x")
-    gateway.peer = peer
-    assert (await ask(gateway, endpoint, LOCALLY)).status_code not in REFUSED
+    assert (await ask(keyless(peer), endpoint, LOCALLY)).status_code not in REFUSED
 
 
 @of_every_endpoint
 @pytest.mark.parametrize("who", NOT_LOCAL)
 async def test_without_keys_others_over_loopback_do_not_administer(endpoint: str, who: str) -> None:
-    gateway = gateway_saying("x", allowed_hosts=("llm.example",))
+    gateway = keyless(allowed_hosts=("llm.example",))
     response = await ask(gateway, endpoint, NOT_LOCAL[who])
     assert (response.status_code == 403) == (ACCESS[endpoint] is Access.ADMIN)
     assert gateway.administration.flushes == 0
@@ -145,7 +168,7 @@ async def test_without_keys_others_over_loopback_do_not_administer(endpoint: str
 
 @of_every_endpoint
 async def test_without_keys_users_of_a_trusted_proxy_do_not_administer(endpoint: str) -> None:
-    gateway = gateway_saying("x", trusted_proxies=("127.0.0.1/32",))
+    gateway = keyless(trusted_proxies=("127.0.0.1/32",))
     for headers in ({"host": "llm.example", "x-pando-user": "ann"}, LOCALLY, LOCALLY | {"x-pando-tenant": "acme"}):
         response = await ask(gateway, endpoint, headers)
         assert (response.status_code == 403) == (ACCESS[endpoint] is Access.ADMIN)
@@ -153,8 +176,7 @@ async def test_without_keys_users_of_a_trusted_proxy_do_not_administer(endpoint:
 
 @of_every_endpoint
 async def test_without_keys_people_elsewhere_do_not_administer(endpoint: str) -> None:
-    gateway = gateway_saying("x")
-    gateway.peer = "10.1.2.3"
+    gateway = keyless("10.1.2.3")
     for headers in (LOCALLY, {"host": "pando-gateway.llm.svc"}):
         response = await ask(gateway, endpoint, headers)
         assert (response.status_code == 403) == (ACCESS[endpoint] is Access.ADMIN)
@@ -162,7 +184,7 @@ async def test_without_keys_people_elsewhere_do_not_administer(endpoint: str) ->
 
 @of_every_endpoint
 async def test_a_rebound_name_reaches_nothing_but_health(endpoint: str) -> None:
-    response = await ask(gateway_saying("x"), endpoint, {"host": "evil.example:8000"})
+    response = await ask(keyless(), endpoint, {"host": "evil.example:8000"})
     if ACCESS[endpoint] is Access.OPEN:
         assert response.status_code == 200
     else:

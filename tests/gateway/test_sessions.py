@@ -54,6 +54,7 @@ async def test_chats_and_completions_name_it_by_session_id() -> None:
     await gateway.complete(session_id=session)
     await gateway.post("/generate", {"text": "x", "session_id": session})
     ((view, _),) = gateway.model.sessions
+    assert len(gateway.ring.submitted) == 3
     for request in gateway.ring.submitted:
         assert (request.session, request.view, request.turn) == (session, view, None)
 

@@ -4,12 +4,13 @@ import re
 import time
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.patterns.matcher import MAX_SPAN, Match, PatternMatcher
 from common.patterns.program import compile_pattern
+from tests.examples import examples
 
 LITERALS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", "ab"])
 
@@ -42,7 +43,7 @@ def find(pattern: str, text: str) -> Match | None:
     return next((match for character in text if (match := matcher.step(character)) is not None), None)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(200)
 @given(PATTERNS, st.text("abc1\n", max_size=12))
 @example("a.*b|ab", "acccb")
 @example("(?:ab|b)c", "abc")
@@ -54,7 +55,7 @@ def test_finds_what_a_search_of_all_substrings_finds(pattern: str, text: str) ->
         assert find(pattern, text) == expected(pattern, text)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(PATTERNS.filter(lambda pattern: not re.fullmatch(pattern, "")), st.text("abc1", max_size=10))
 def test_a_match_never_begins_in_what_was_not_pending(pattern: str, text: str) -> None:
     matcher = PatternMatcher(compile_pattern(pattern))

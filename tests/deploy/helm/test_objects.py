@@ -83,9 +83,9 @@ def test_what_selects_pods_selects_some(name: str) -> None:
 
 @every_value_set
 def test_pods_mount_what_they_declare_and_declare_what_they_mount(name: str) -> None:
-    for item in render(VALUE_SETS[name]):
-        if item["kind"] not in WORKLOADS:
-            continue
+    workloads = [item for item in render(VALUE_SETS[name]) if item["kind"] in WORKLOADS]
+    assert len(workloads) >= 2
+    for item in workloads:
         spec = template_of(item)["spec"]
         mounted = {mount["name"] for each in _containers(spec) for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
@@ -97,6 +97,7 @@ def test_no_container_can_write_its_image_or_gain_privileges(name: str) -> None:
     specs = [template["spec"] for template in pods(objects).values()] + [
         item["spec"] for item in objects if item["kind"] == "Pod"
     ]
+    assert len(specs) >= 2
     for spec in specs:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -1,7 +1,6 @@
 """The kept answers are what `transformers` says today.
 
-Loading its model takes longest, so that most of this is left to the long tests; those of `tests/services/worker/engine`
-ask it some of the same prompts.
+Loading its model takes half a minute, so all but the first test are left to `make soak`.
 """
 
 from __future__ import annotations

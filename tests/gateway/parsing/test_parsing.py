@@ -6,12 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import ToolStyle
 from gateway.parsing.answers import Reading, call_prefix
 from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text, merged
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from gateway.parsing.pieces import Piece
@@ -124,7 +125,7 @@ CALLS = ('{"name": "add", "arguments": {"a": 1}}', "add", "[add(a=1)", '"name"',
 FRAGMENTS = st.sampled_from([*'{}[]()",:; \n\\a<>=', *MARKS, *CALLS])
 
 
-@settings(max_examples=400, deadline=None)
+@examples(200)
 @given(
     st.sampled_from([None, H, L, M, P]),
     st.booleans(),

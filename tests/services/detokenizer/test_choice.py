@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.deltas import PromptUsage
@@ -9,6 +9,7 @@ from common.models import resolve
 from common.tokenization import load_text_model
 from common.types import Finish, FinishReason, Resume
 from services.detokenizer.factory import DecoderFactory
+from tests.examples import examples
 from tests.services.detokenizer.pushing import LENGTH, STOP, Pushing, spec
 
 MODEL = load_text_model(resolve("smollm2-135m-instruct"))
@@ -26,7 +27,7 @@ def decode(ids: list[int], *, skip: bool = True) -> str:
     return MODEL.tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(60)
 @given(ids=any_ids, per_push=st.integers(1, 7), skip=st.booleans())
 async def test_deltas_add_up_to_the_whole(ids: list[int], per_push: int, skip: bool) -> None:
     received = await Pushing(DECODERS).run(spec(skip_special_tokens=skip), ids, per_push=per_push)
@@ -76,7 +77,7 @@ async def test_stop_text_stays_in_the_output_if_asked() -> None:
     assert received.text == "one STOP"
 
 
-@settings(max_examples=150, deadline=None)
+@examples(80)
 @given(
     words=st.lists(st.sampled_from(["a", "b", " ", "ab", "ba", "漢", "😀", "\n"]), min_size=1, max_size=25),
     stops=st.lists(st.text("ab 漢😀", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -144,7 +145,7 @@ async def test_after_an_error_nothing_uncertain_is_shown() -> None:
     assert received.text == ""
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(
     ids=any_ids,
     cut=st.integers(0, 40),

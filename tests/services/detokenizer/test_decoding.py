@@ -4,7 +4,7 @@ import codecs
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -13,6 +13,7 @@ from common.tokenization import TextModel, load_text_model
 from common.tokenization.vocabulary import Pieces, read_vocabulary
 from services.detokenizer import decoding
 from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
+from tests.examples import examples
 from tests.services.detokenizer.vocabularies import sentence_piece, word_piece
 from tests.texts import TEXTS
 
@@ -32,14 +33,14 @@ def pushed(decoder: Decoder, ids: list[int]) -> list[str]:
     return [*(decoder.push(i) for i in ids), decoder.flush()]
 
 
-@settings(max_examples=400, deadline=None)
+@examples(150)
 @given(ids=st.lists(any_id, max_size=60), skip=st.booleans())
 def test_incremental_text_is_that_of_decoding_all_at_once(ids: list[int], skip: bool) -> None:
     parts = pushed(ByteDecoder(VOCABULARY.pieces(skip_special_tokens=skip)), ids)
     assert "".join(parts) == MODEL.tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(ids=st.lists(any_id, min_size=1, max_size=60))
 def test_what_was_said_is_never_taken_back(ids: list[int]) -> None:
     decoder, text = ByteDecoder(VOCABULARY.all_pieces), ""
@@ -52,7 +53,7 @@ def test_what_was_said_is_never_taken_back(ids: list[int]) -> None:
         assert set(whole[len(text) :]) <= {"\ufffd"}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 # The bundled vocabulary lacks a few control characters and the bytes of the planes that hold no letters.
 @given(text=st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cs", "Cc"]), max_size=80))
 def test_no_replacement_character_appears_that_the_text_lacks(text: str) -> None:
@@ -78,7 +79,7 @@ def test_half_a_character_at_the_end_shows_as_one_replacement_character() -> Non
     assert pushed(ByteDecoder(VOCABULARY.all_pieces), ids) == ["", "", "\ufffd"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(
     parts=st.lists(
         st.one_of(
@@ -96,7 +97,7 @@ def test_byte_fallback_vocabularies_decode_as_a_continuation_does(parts: list[li
     assert "." + "".join(pushed(ByteDecoder(vocabulary.all_pieces), ids)) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(ids=st.lists(st.integers(0, 11), max_size=40), skip=st.booleans())
 def test_other_decoders_are_followed_through_a_window(ids: list[int], skip: bool) -> None:
     tokenizer = word_piece()

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.detokenizer.pattern_stops import PatternStopMatcher
 from services.detokenizer.stops import StopAutomaton, StopMatcher
+from tests.examples import examples
 from tests.services.detokenizer.test_stops import cut, stop_lists, texts
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -20,7 +21,7 @@ def run(matcher: PatternStopMatcher | StopMatcher, pieces: list[str]) -> tuple[s
     return shown + matcher.flush(), None
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(texts, stop_lists, SIZES, st.booleans())
 def test_strings_among_patterns_stop_as_strings_alone(
     text: str, stops: list[str], sizes: list[int], include: bool

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.detokenizer.stops import StopAutomaton, StopMatcher
+from tests.examples import examples
 
 texts = st.text(alphabet="abc", max_size=40)
 stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), min_size=1, max_size=4)
@@ -29,7 +30,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return pieces
 
 
-@settings(max_examples=500, deadline=None)
+@examples(200)
 @given(text=texts, stops=stop_lists, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), include=st.booleans())
 def test_equals_a_search_of_the_whole_text(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
     matcher, shown = StopMatcher(StopAutomaton(stops), include_stop_text=include), ""
@@ -47,7 +48,7 @@ def test_equals_a_search_of_the_whole_text(text: str, stops: list[str], sizes: l
         assert shown == text[: end if include else end - len(stop)]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(150)
 @given(text=texts, stops=stop_lists, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_holds_back_exactly_what_may_become_a_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher, fed, shown = StopMatcher(StopAutomaton(stops), include_stop_text=False), "", ""
@@ -60,7 +61,7 @@ def test_holds_back_exactly_what_may_become_a_stop_string(text: str, stops: list
         assert len(fed) - len(shown) == max(map(len, beginnings), default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(150)
 @given(text=texts, stops=stop_lists, unarmed=st.integers(0, 20))
 def test_matches_count_only_once_armed(text: str, stops: list[str], unarmed: int) -> None:
     matcher, shown = StopMatcher(StopAutomaton(stops), include_stop_text=False), ""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import numpy as np
 from hypothesis import strategies as st
 
+from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import (
     EngineCapacity,
     EngineSpec,
@@ -20,21 +24,24 @@ from common.steps import (
 )
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import FinishReason, Pooling, TokenIds
-from tests.common.strategies import COUNT, NAMES, TOKEN, logprobs, sampling
+from tests.common.strategies import COUNT, FLOAT, NAMES, TOKEN, complete, logprobs, prompt_logprobs, sampling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ROW = st.integers(0, 2**31 - 1)
 POSITIVE = st.integers(1, 2**31 - 1)
 
 
-def arrays(least: int = 0) -> st.SearchStrategy[TokenIds]:
-    return st.lists(TOKEN, min_size=least, max_size=8).map(lambda values: np.array(values, np.int32))
+def arrays(least: int = 0, most: int = 8) -> st.SearchStrategy[TokenIds]:
+    return st.lists(TOKEN, min_size=least, max_size=most).map(lambda values: np.array(values, np.int32))
 
 
 def tuples(elements: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
     return st.lists(elements, max_size=3).map(tuple)
 
 
-opens = st.builds(
+opens = complete(
     RowOpen,
     row=ROW,
     request_id=NAMES,
@@ -49,22 +56,25 @@ opens = st.builds(
     postponed_token_ids=tuples(TOKEN),
     window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
+    prompt_logprobs=st.none() | prompt_logprobs,
 )
-grants = st.lists(st.tuples(ROW, TOKEN, TOKEN), max_size=8).map(
-    lambda entries: PageGrants(*np.array(entries, np.int32).reshape(-1, 3).T)
+grants = st.integers(0, 8).flatmap(
+    lambda size: complete(
+        PageGrants, rows=arrays(size, size), pages=arrays(size, size), window_pages=arrays(size, size)
+    )
 )
-plans = st.builds(
+plans = complete(
     StepPlan,
     step_id=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**64 - 1),
     closes=tuples(ROW),
     opens=tuples(opens),
     grants=grants,
-    prefills=tuples(st.builds(PrefillChunk, row=ROW, start=COUNT, length=COUNT)),
+    prefills=tuples(complete(PrefillChunk, row=ROW, start=COUNT, length=COUNT)),
     steps=COUNT,
-    replacements=tuples(st.builds(PageReplacement, row=ROW, first=COUNT, pages=arrays(), window_pages=arrays())),
+    replacements=tuples(complete(PageReplacement, row=ROW, first=COUNT, pages=arrays(), window_pages=arrays())),
     transfers=tuples(
-        st.builds(
+        complete(
             Transfer,
             transfer_id=st.integers(0, 2**64 - 1),
             direction=st.sampled_from(TransferDirection),
@@ -74,16 +84,37 @@ plans = st.builds(
             cipher_key=st.binary(max_size=32),
         )
     ),
-    jumps=tuples(st.builds(JumpLimit, row=ROW, max_tokens=COUNT)),
+    jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),
 )
-stops = st.builds(
+
+
+def floats(*shape: int) -> st.SearchStrategy[NDArray[np.float32]]:
+    size = math.prod(shape)
+    return st.lists(FLOAT, min_size=size, max_size=size).map(lambda values: np.array(values, np.float32).reshape(shape))
+
+
+def span_of(tokens: int, top: int, asked: int) -> st.SearchStrategy[PromptLogprobSpan]:
+    return complete(
+        PromptLogprobSpan,
+        first=COUNT,
+        token_ids=arrays(tokens, tokens),
+        logprobs=floats(tokens),
+        ranks=arrays(tokens, tokens),
+        top_ids=arrays(tokens * top, tokens * top).map(lambda ids: ids.reshape(tokens, top)),
+        top_logprobs=floats(tokens, top),
+        asked=floats(tokens, asked),
+    )
+
+
+spans = st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)).flatmap(lambda sizes: span_of(*sizes))
+stops = complete(
     RowStop,
     row=ROW,
     reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR]),
     matched_token_id=st.none() | TOKEN,
 )
 results = arrays().flatmap(
-    lambda rows: st.builds(
+    lambda rows: complete(
         StepResult,
         step_id=st.integers(0, 2**64 - 1),
         substep=COUNT,
@@ -96,13 +127,15 @@ results = arrays().flatmap(
         host_us=COUNT,
         error=st.none() | st.text(),
         out_of_memory=st.booleans(),
-        acks=tuples(st.builds(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
+        acks=tuples(complete(TransferAck, transfer_id=st.integers(0, 2**64 - 1), done_pages=COUNT, duration_us=COUNT)),
         embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
+        prompt_logprobs=tuples(st.tuples(ROW, spans)),
+        partial=st.booleans(),
         forced_rows=st.just(rows[1:].copy()),
         forced_token_ids=st.just(rows[:0:-1].copy()),
     )
 )
-specs = st.builds(
+specs = complete(
     EngineSpec,
     model=NAMES,
     load_format=NAMES,
@@ -123,7 +156,7 @@ specs = st.builds(
     window_pages=st.none() | COUNT,
     quantization=NAMES,
 )
-capacities = st.builds(
+capacities = complete(
     EngineCapacity,
     device_pages=COUNT,
     page_size=COUNT,
@@ -135,10 +168,11 @@ capacities = st.builds(
     device=NAMES,
     layers=COUNT,
     host_pages=COUNT,
+    has_storage=st.booleans(),
     is_encoder=st.booleans(),
     jumps_forward=st.booleans(),
     window_pool=st.none()
-    | st.builds(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
+    | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
 )

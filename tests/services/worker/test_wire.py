@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 from hypothesis import given
 
@@ -13,25 +10,19 @@ from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from protos.gen.pando.v1 import worker_pb2
 from services.scheduler import convert as scheduler
 from services.worker import wire as worker
+from tests.common.strategies import plain
+from tests.examples import examples
 from tests.services.worker.strategies import capacities, plans, results, specs
 
 
-def plain(value: Any) -> Any:  # any dataclass of the protocol
-    """Return a value that compares by content, arrays included."""
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.tolist())
-    if isinstance(value, tuple):
-        return tuple(plain(part) for part in value)
-    fields = getattr(value, "__dataclass_fields__", None)
-    return value if fields is None else {name: plain(getattr(value, name)) for name in fields}
-
-
+@examples(40)
 @given(plans)
 def test_plans_survive_the_wire(plan: StepPlan) -> None:
     message = worker_pb2.StepPlan.FromString(scheduler.plan_to_wire(plan).SerializeToString())
     assert plain(worker.plan_from_wire(message)) == plain(plan)
 
 
+@examples(40)
 @given(results)
 def test_results_survive_the_wire(result: StepResult) -> None:
     message = worker_pb2.StepResult.FromString(worker.result_to_wire(result).SerializeToString())
@@ -40,7 +31,7 @@ def test_results_survive_the_wire(result: StepResult) -> None:
 
 @given(specs)
 def test_specs_survive_the_wire(spec: EngineSpec) -> None:
-    assert worker.spec_from_wire(scheduler.spec_to_wire(spec)) == spec
+    assert plain(worker.spec_from_wire(scheduler.spec_to_wire(spec))) == plain(spec)
 
 
 @given(capacities)

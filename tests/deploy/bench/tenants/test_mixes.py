@@ -45,8 +45,15 @@ def test_s1_keeps_its_proportions() -> None:
 
 
 def test_every_mode_meets_the_same_arrivals() -> None:
-    cold, _ = round_phases("s1", SIZE, 0, seed=1)
-    times = [session.arrival_s for session in arriving(cold.sessions, 4.0, seed=3)]
-    assert times == [session.arrival_s for session in arriving(cold.sessions, 4.0, seed=3)]
+    """Modes are measured one after another, each with phases of its own, and with whatever was drawn in between."""
+    cold, warm = round_phases("s1", SIZE, 0, seed=1)
+    arrivals = arriving(cold.sessions, 4.0, seed=3)
+    times = [session.arrival_s for session in arrivals]
+    arriving(warm.sessions, 4.0, seed=7)
+    again, _ = round_phases("s1", SIZE, 0, seed=1)
+    assert arriving(again.sessions, 4.0, seed=3) == arrivals
+    other = [session.arrival_s for session in arriving(cold.sessions, 4.0, seed=4)]
+    assert not set(other[1:]) & set(times[1:])
+    assert len(times) == len(cold.sessions) > 4
     assert times == sorted(time for time in times if time is not None)
     assert times[-1] == pytest.approx(len(times) / 4.0, rel=0.8)

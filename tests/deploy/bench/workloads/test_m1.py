@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice, pairwise
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ import pytest
 from deploy.bench.workloads.ideal import IdealCache, ideal_rates
 from deploy.bench.workloads.m1 import M1Shape, m1_sessions, m1_stream
 
+if TYPE_CHECKING:
+    from deploy.bench.records import Session
+
 SHAPE = M1Shape(users=500, apps=20)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> list[Session]:
+    return list(islice(m1_stream(SHAPE), 20_000))
 
 
 def test_equal_seeds_are_equal_workloads() -> None:
@@ -26,8 +35,7 @@ def test_it_has_as_many_requests_as_asked_for_in_order_of_arrival() -> None:
     assert 1000 / arrivals[-1] == pytest.approx(2.0, rel=0.2)
 
 
-def test_lengths_turns_and_pauses_are_distributed_as_specified() -> None:
-    sessions = list(islice(m1_stream(SHAPE), 20_000))
+def test_lengths_turns_and_pauses_are_distributed_as_specified(sessions: list[Session]) -> None:
     requests = [request for session in sessions for request in session.requests]
     assert mean(len(session.requests) for session in sessions) == pytest.approx(1.7, abs=0.05)
     assert median(request.segments[-1].tokens for request in requests) == pytest.approx(120, rel=0.05)
@@ -41,16 +49,16 @@ def test_lengths_turns_and_pauses_are_distributed_as_specified() -> None:
     assert 1000 < median(systems.values()) < 2200
 
 
-def test_the_second_user_asks_half_as_often_as_the_first() -> None:
-    users = Counter(session.requests[0].user for session in islice(m1_stream(SHAPE), 40_000))
+def test_the_second_user_asks_half_as_often_as_the_first(sessions: list[Session]) -> None:
+    users = Counter(session.requests[0].user for session in sessions)
     (_, first), (_, second), (_, third) = users.most_common(3)
     assert first / second == pytest.approx(2, rel=0.15)
     assert first / third == pytest.approx(3, rel=0.15)
 
 
-def test_every_user_has_one_to_three_apps() -> None:
+def test_every_user_has_one_to_three_apps(sessions: list[Session]) -> None:
     apps: dict[str | None, set[str]] = {}
-    for session in islice(m1_stream(SHAPE), 20_000):
+    for session in sessions:
         key = session.requests[0].segments[0].key
         if key.startswith("system/"):
             apps.setdefault(session.requests[0].user, set()).add(key)
@@ -64,20 +72,20 @@ def test_a_turn_goes_on_with_all_that_was_said_before() -> None:
         assert later.segments[-2] == earlier.answer
 
 
-def test_documents_are_private_and_asked_again() -> None:
+def test_documents_are_private_and_asked_again(sessions: list[Session]) -> None:
     asked: dict[str, set[str | None]] = {}
-    sessions = again = 0
-    for session in islice(m1_stream(SHAPE), 40_000):
+    private = again = 0
+    for session in sessions:
         document = next((s for s in session.requests[0].segments if s.key.startswith("document/")), None)
         if document is not None:
-            sessions += 1
+            private += 1
             again += document.key in asked
             asked.setdefault(document.key, set()).add(session.requests[0].user)
             assert 4_000 <= document.tokens <= 30_000
     assert all(len(users) == 1 for users in asked.values())
-    assert sessions / 40_000 == pytest.approx(0.1, abs=0.01)
+    assert private / len(sessions) == pytest.approx(0.1, abs=0.01)
     # A user's first one is always new.
-    assert again / sessions == pytest.approx(0.3, abs=0.05)
+    assert again / private == pytest.approx(0.3, abs=0.05)
 
 
 def test_templates_differ_in_their_slot_only() -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import Sharing, Subject, View
+from tests.examples import examples
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, int32
 from tests.services.scheduler.cache.two_worlds import Ask, Deed, Pass, World, pages_of
 
@@ -74,19 +75,19 @@ def assert_nobody_notices(one: list[Deed], other: list[Deed], *, k: int = 3, nam
 class TestNonInterference:
     """B1, by paired runs: what everybody else observes is equal to the last bit."""
 
-    @settings(max_examples=80, deadline=None)
+    @examples(40)
     @given(others(tails), st.lists(asks(st.just(VICTIM), tails.map(lambda tail: SECRET + tail)), max_size=4), places)
     def test_victim_may_as_well_be_absent(self, ours: list[Deed], victims: list[Deed], at: list[int]) -> None:
         assert_nobody_notices(mixed(ours, victims, at), ours)
 
-    @settings(max_examples=80, deadline=None)
+    @examples(40)
     @given(others(st.one_of(tails, parts_of_the_secret)), st.lists(answers, min_size=1, max_size=4), places)
     def test_guesses_change_nothing(self, ours: list[Deed], endings: list[tuple[int, ...]], at: list[int]) -> None:
         """One victim and two who guess are fewer than the four that a promotion asks for."""
         one, other = (mixed(ours, [Ask(VICTIM, text, ending) for ending in endings], at) for text in (SECRET, DECOY))
         assert_nobody_notices(one, other, k=4)
 
-    @settings(max_examples=80, deadline=None)
+    @examples(40)
     @given(
         others(st.one_of(tails, tails.map(lambda tail: APP + tail), parts_of_the_secret.map(lambda part: APP + part))),
         st.lists(answers, min_size=1, max_size=4),
@@ -98,7 +99,7 @@ class TestNonInterference:
         one, other = (mixed(ours, [Ask(VICTIM, APP + text, end) for end in endings], at) for text in (SECRET, DECOY))
         assert_nobody_notices(one, other, k=4)
 
-    @settings(max_examples=80, deadline=None)
+    @examples(40)
     @given(
         others(st.one_of(tails, parts_of_the_secret)), st.sampled_from(["opted out", "no cache", "generated"]), places
     )
@@ -115,7 +116,7 @@ class TestNonInterference:
         assert_nobody_notices(mixed(crowd, [secret] * 4, at), crowd)
 
     @pytest.mark.parametrize("name", ["isolated", "isolated_pinned"])
-    @settings(max_examples=30, deadline=None)
+    @examples(20)
     @given(ours=others(st.one_of(tails, parts_of_the_secret)), at=places)
     def test_isolated_caches_show_nothing_at_all(self, name: CacheName, ours: list[Deed], at: list[int]) -> None:
         victims: list[Deed] = [Ask(VICTIM, SECRET), Ask(VICTIM, APP + SECRET)]
@@ -154,7 +155,7 @@ class TestThreshold:
         driver.next_epoch()
         return [driver.peek(attacker, [*SECRET, 0]) for attacker in attackers]
 
-    @settings(max_examples=80, deadline=None)
+    @examples(40)
     @given(
         others(st.one_of(tails, parts_of_the_secret, parts_of_the_secret.map(lambda part: APP + part))),
         st.lists(answers, min_size=1, max_size=4),
@@ -187,7 +188,7 @@ class TestThreshold:
 class TestRevocation:
     """B3: after a wrong promotion, a prober loses its fast hits within two closed windows and one epoch."""
 
-    @settings(max_examples=60, deadline=None)
+    @examples(30)
     @given(
         hits=st.lists(st.integers(16, 60), min_size=4, max_size=4),
         probers=st.sampled_from([(EVE,), (DAN, EVE)]),
@@ -272,7 +273,7 @@ class TestNoInventions:
             ]
             assert seen[0] == seen[1]
 
-    @settings(max_examples=60, deadline=None)
+    @examples(30)
     @given(deeds_of(INVENTED), deeds_of(ACME), places, choices, st.sampled_from([Sharing.TENANT, Sharing.NONE]))
     def test_a_rival_tenant_changes_no_view_of_another(
         self, rivals: list[Deed], ours: list[Deed], at: list[int], rival: Sharing, victim: Sharing
@@ -281,7 +282,7 @@ class TestNoInventions:
         both = interleaved(ours, rivals, at)
         self.assert_equal_for(ACME, *self.worlds(both, ours, {"rival": rival, "acme": victim}))
 
-    @settings(max_examples=60, deadline=None)
+    @examples(30)
     @given(
         deeds_of(INVENTED),
         deeds_of(ACME),
@@ -297,7 +298,7 @@ class TestNoInventions:
         left, right = (interleaved(rivals, ours, at) for ours in (one, other))
         self.assert_equal_for(INVENTED, *self.worlds(left, right, {"rival": rival, "acme": victim}))
 
-    @settings(max_examples=60, deadline=None)
+    @examples(30)
     @given(deeds_of(QUIET[2:]), deeds_of(QUIET[:2]), deeds_of(QUIET[:2]), places)
     def test_subjects_of_a_tenant_that_shares_nothing_neither_learn_nor_change_anything(
         self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int]
@@ -332,7 +333,7 @@ def rivals_without_time(deeds: list[Deed]) -> list[Deed]:
 class TestGuessCost:
     """B4: only whole pages match, so that a page has to be guessed at once."""
 
-    @settings(max_examples=100, deadline=None)
+    @examples(50)
     @given(page_size=st.sampled_from([1, 2, 4, 16]), data=st.data())
     def test_page_with_one_wrong_token_looks_like_any_other(self, page_size: int, data: st.DataObject) -> None:
         driver = Driver("user_aware", config=PLAIN, capacity=400, page_size=page_size)

@@ -4,11 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.scheduler.cache.pages import NO_OWNER, PageAllocator
+from tests.examples import examples
 
 CAPACITY = 12
 
@@ -82,7 +83,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestAllocator.settings = examples(40, stateful_step_count=30)
 
 
 def test_first_pages_are_handed_out_in_ascending_order() -> None:

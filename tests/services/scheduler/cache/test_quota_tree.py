@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
@@ -18,6 +18,7 @@ from services.scheduler.cache.eviction import EvictionQueue, queue_violations
 from services.scheduler.cache.interface import NodeState
 from services.scheduler.cache.replay import replay
 from services.scheduler.cache.tiers.config import HostConfig
+from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 from tests.services.scheduler.cache.test_replay import RecordedDriver
 
@@ -242,7 +243,7 @@ tenant_limits = st.builds(
 limits = st.builds(Limits, default=tenant_limits, tenants=st.just({}) | st.fixed_dictionaries({"a": tenant_limits}))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(VIEWS), st.integers(0, 6), st.integers(2, 14))
@@ -269,7 +270,7 @@ def test_sums_and_order_hold_whatever_tenants_subjects_and_limits_there_are(step
         driver.check()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(
     kind=st.sampled_from(["salts", "subjects of a rival tenant", "views of a rival tenant"]),
     names=st.integers(1, 80),
@@ -313,7 +314,7 @@ class Leaf:
     uses: int = 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 5), st.booleans()), max_size=60),
     looks=st.lists(st.booleans(), min_size=60, max_size=60),

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from services.scheduler.cache.config import Mode
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.cache.oracle import NaiveCache, Path
 
@@ -221,5 +221,5 @@ class SharedCacheMachine(CacheMachine):
 
 TestIsolated = CacheMachine.TestCase
 TestShared = SharedCacheMachine.TestCase
-TestIsolated.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestShared.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestIsolated.settings = examples(50, stateful_step_count=50)
+TestShared.settings = examples(25, stateful_step_count=50)

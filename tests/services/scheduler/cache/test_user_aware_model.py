@@ -6,9 +6,9 @@ Hypothesis looks for surprising operations; lives drawn by seed are many times f
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 
 from services.scheduler.cache.tree import PageTree
+from tests.examples import examples
 from tests.services.scheduler.cache.random_lives import draw, failure, live_through, shrink
 from tests.services.scheduler.cache.user_aware_machine import UserAwareMachine
 
@@ -17,11 +17,11 @@ PARTS = 8
 OPERATIONS = 200_000
 
 TestUserAware = UserAwareMachine.TestCase
-TestUserAware.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestUserAware.settings = examples(20, stateful_step_count=40)
 
 
-def test_two_thousand_operations() -> None:
-    assert live_through(range(20), STEPS) == 2_000
+def test_a_thousand_operations() -> None:
+    assert live_through(range(10), STEPS) == 1_000
 
 
 @pytest.mark.slow

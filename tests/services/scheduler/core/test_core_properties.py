@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.errors import PandoError
 from common.types import CacheMode, FinishReason, Pooling, RequestId, SessionWish, Subject, View
 from services.scheduler.core.session import SessionRules
+from tests.examples import examples
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
 from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
 
@@ -215,5 +215,5 @@ class CoreMachine(RuleBasedStateMachine):
             assert list(told.values()) == score_of(prompt, start + 1, len(prompt)).logprobs.tolist()
 
 
-CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CoreMachine.TestCase.settings = examples(40, stateful_step_count=30)
 TestCore = CoreMachine.TestCase

@@ -18,6 +18,7 @@ from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from tests.examples import examples
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.scheduler.core.test_core_properties import PROMPTS
@@ -168,7 +169,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
 
 TestHostTier = HostTierMachine.TestCase
-TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHostTier.settings = examples(20, stateful_step_count=40)
 
 
 @pytest.mark.slow

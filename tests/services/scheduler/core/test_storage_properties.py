@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 
 from services.scheduler.cache.object_keys import scope_keys
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from tests.examples import examples
 from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.test_host_tier_properties import HostTierMachine
 
@@ -94,7 +95,7 @@ class StorageMachine(HostTierMachine):
 
 
 TestStorage = StorageMachine.TestCase
-TestStorage.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStorage.settings = examples(15, stateful_step_count=40)
 
 
 @pytest.mark.slow

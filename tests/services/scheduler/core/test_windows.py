@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
@@ -11,6 +10,7 @@ from common.errors import ConfigurationError
 from common.steps import WindowPool
 from services.scheduler.cache.factory import make_allocator
 from services.scheduler.core.session import SessionRules
+from tests.examples import examples
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.scheduler.core.test_core_properties import CoreMachine
@@ -148,5 +148,5 @@ class WindowMachine(CoreMachine):
             assert windows.free == windows.capacity
 
 
-WindowMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+WindowMachine.TestCase.settings = examples(30, stateful_step_count=30)
 TestWindows = WindowMachine.TestCase

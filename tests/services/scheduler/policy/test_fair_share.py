@@ -6,13 +6,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.fair_share import FairShare
+from tests.examples import examples
 from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def test_the_slack_counts_on_each_level() -> None:
     assert first() == 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     tenants=st.lists(
         st.tuples(

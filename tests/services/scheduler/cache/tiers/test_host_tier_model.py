@@ -20,6 +20,7 @@ from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
 
 TestHostTier = HostTierMachine.TestCase
-TestHostTier.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestHostTier.settings = examples(25, stateful_step_count=40)
 
 
 @pytest.mark.slow

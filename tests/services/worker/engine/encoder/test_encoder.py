@@ -73,6 +73,14 @@ def expected(model: Path, prompt: list[int], pooling: Pooling) -> NDArray[np.flo
     return vector
 
 
+def assert_embeds(model: Path, result: StepResult, prompts: list[list[int]], pooling: Pooling = Pooling.MEAN) -> None:
+    """Row i has the embedding of prompt i, and there are no other rows."""
+    got = vectors(result)
+    assert sorted(got) == list(range(len(prompts)))
+    for row, prompt in enumerate(prompts):
+        np.testing.assert_allclose(got[row], expected(model, prompt, pooling), atol=2e-6)
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_ragged_batch_has_the_embeddings_of_transformers(tmp_path: Path, name: str) -> None:
     model = save_encoder(tmp_path, name)
@@ -82,16 +90,13 @@ def test_a_ragged_batch_has_the_embeddings_of_transformers(tmp_path: Path, name:
     result = run(engine, whole(PROMPTS))
     assert [(stop.row, stop.reason) for stop in result.stops] == [(row, FinishReason.STOP) for row in range(6)]
     assert result.token_ids.size == 0
-    for row, vector in vectors(result).items():
-        np.testing.assert_allclose(vector, expected(model, PROMPTS[row], Pooling.MEAN), atol=2e-6)
+    assert_embeds(model, result, PROMPTS)
 
 
 @pytest.mark.parametrize("pooling", Pooling)
 def test_any_state_can_be_the_embedding(tmp_path: Path, pooling: Pooling) -> None:
     model = save_encoder(tmp_path)
-    result = run(configured(model)[0], whole(PROMPTS[:3], pooling))
-    for row, vector in vectors(result).items():
-        np.testing.assert_allclose(vector, expected(model, PROMPTS[row], pooling), atol=2e-6)
+    assert_embeds(model, run(configured(model)[0], whole(PROMPTS[:3], pooling)), PROMPTS[:3], pooling)
 
 
 def test_a_text_alone_has_the_embedding_that_it_has_among_others(tmp_path: Path) -> None:
@@ -139,8 +144,9 @@ def test_the_context_is_what_one_pass_takes(tmp_path: Path) -> None:
 
 def test_bfloat16_is_near(tmp_path: Path) -> None:
     model = save_encoder(tmp_path)
-    result = run(configured(model, dtype="bfloat16")[0], whole(PROMPTS))
-    for row, vector in vectors(result).items():
+    got = vectors(run(configured(model, dtype="bfloat16")[0], whole(PROMPTS)))
+    assert sorted(got) == list(range(len(PROMPTS)))
+    for row, vector in got.items():
         assert float(vector @ expected(model, PROMPTS[row], Pooling.MEAN)) > 0.995
 
 
@@ -173,10 +179,7 @@ def test_where_memory_does_not_suffice_fewer_texts_are_computed_at_once(
 
     monkeypatch.setattr(encoder, "forward", short_of_memory)
     result = run(engine, whole(PROMPTS))
-    got = vectors(result)
-    assert sorted(got) == [0, 1, 2, 3, 4]
-    for row, vector in got.items():
-        np.testing.assert_allclose(vector, expected(model, PROMPTS[row], Pooling.MEAN), atol=2e-6)
+    assert_embeds(model, result, PROMPTS[:5])
     assert [stop.row for stop in result.stops if stop.reason is FinishReason.ERROR] == [5]
 
 

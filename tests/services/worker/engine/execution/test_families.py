@@ -73,7 +73,9 @@ def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, t
 @pytest.mark.parametrize("family", OWN)
 def test_captured_passes_continue_as_transformers_does(family: str, tmp_path: Path) -> None:
     save_own(tmp_path, family)
-    for row, tokens in generate(str(tmp_path), "cuda", "bfloat16").items():
+    generated = generate(str(tmp_path), "cuda", "bfloat16")
+    assert [len(tokens) for tokens in generated.values()] == [24] * len(PROMPTS)
+    for row, tokens in generated.items():
         assert_nearly_greedy(tmp_path, list(PROMPTS[row]), tokens)
 
 
@@ -83,6 +85,7 @@ def test_other_families_run_through_transformers(family: str, tmp_path: Path) ->
     save_model(tmp_path, name, {**options, "initializer_range": 0.1})
     generated = continued(Driver(load(tmp_path, dtype="bfloat16")))
     for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
+        assert len(tokens) == NEW_TOKENS
         assert_nearly_greedy(tmp_path, prompt, tokens)
 
 

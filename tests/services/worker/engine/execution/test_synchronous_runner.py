@@ -64,7 +64,9 @@ def test_results_name_their_plan_and_tell_compute_from_host_time() -> None:
 
 
 def test_other_ranks_report_that_they_have_run_and_nothing_else() -> None:
-    for result, reported in zip(run(PLAN), run(PLAN, reports_tokens=False), strict=True):
+    results = run(PLAN)
+    assert [result.rows.size for result in results] == [1, 1]
+    for result, reported in zip(results, run(PLAN, reports_tokens=False), strict=True):
         assert (reported.step_id, reported.substep, reported.last) == (result.step_id, result.substep, result.last)
         assert reported.rows.size == reported.token_ids.size == 0
         assert reported.logprobs == ()

@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
@@ -11,7 +13,8 @@ from services.worker.engine.model.config import MoeConfig
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 GIB = 1024**3
-TOKEN = 46080
+# A page of 16 tokens is a MiB.
+TOKEN = 65_536
 
 
 def spec(**changes: object) -> EngineSpec:
@@ -27,27 +30,51 @@ def test_pages_that_were_asked_for_are_not_questioned() -> None:
 
 
 def test_weights_and_kv_share_a_fraction_of_what_was_free() -> None:
-    # Of 80 GiB half may be used; 10 are weights, 1 is kept for activations.
-    assert pages(spec(), MemoryMeasure(80 * GIB, 70 * GIB)) == 29 * GIB // (TOKEN * 16)
-    assert pages(spec(page_size=32), MemoryMeasure(80 * GIB, 70 * GIB)) == 29 * GIB // (TOKEN * 32)
+    # Of 80 GiB half may be used; 10 are weights, 1 is kept for activations: 29 GiB are left.
+    assert pages(spec(), MemoryMeasure(80 * GIB, 70 * GIB)) == 29_696
+    assert pages(spec(page_size=32), MemoryMeasure(80 * GIB, 70 * GIB)) == 14_848
 
 
 def test_a_gpu_keeps_some_memory_free_even_if_all_of_it_was_asked_for() -> None:
     all_of_it = MemoryMeasure(80 * GIB, 70 * GIB)
-    assert pages(spec(memory_fraction=1.0), all_of_it) == (69 * GIB - 768 * 2**20) // (TOKEN * 16)
+    # 69 GiB less three quarters of one.
+    assert pages(spec(memory_fraction=1.0), all_of_it) == 69_888
     # Another process has taken 20 GiB since.
-    taken = MemoryMeasure(80 * GIB, 50 * GIB)
-    assert pages(spec(memory_fraction=1.0), taken) == (49 * GIB - 768 * 2**20) // (TOKEN * 16)
-    assert pages(spec(memory_fraction=0.9), all_of_it) == (61 * GIB) // (TOKEN * 16)
+    assert pages(spec(memory_fraction=1.0), MemoryMeasure(80 * GIB, 50 * GIB)) == 49_408
+    # Of 80 GiB 8 are kept, which is more.
+    assert pages(spec(memory_fraction=0.9), all_of_it) == 62_464
+
+
+@given(
+    free_before=st.integers(8 * GIB, 200 * GIB),
+    used=st.integers(0, 4 * GIB),
+    fraction=st.sampled_from([0.75, 0.875, 1.0]),
+    page_size=st.sampled_from([1, 16, 64]),
+    token=st.integers(1000, 1_000_000),
+)
+def test_a_gpu_s_pages_fit_and_one_more_would_not(
+    free_before: int, used: int, fraction: float, page_size: int, token: int
+) -> None:
+    memory = MemoryMeasure(free_before, free_before - used)
+    count = count_pages(spec(memory_fraction=fraction, page_size=page_size), 8192, token, reserve=GIB, memory=memory)
+
+    def fits(number: int) -> bool:
+        taken = used + GIB + number * token * page_size
+        return taken <= free_before * fraction and free_before - taken >= 768 * 2**20
+
+    assert fits(count)
+    # A page of room for the rounding of fractions.
+    assert not fits(count + 2)
 
 
 def test_ranks_on_one_host_share_its_memory() -> None:
-    alone = pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, is_host=True))
-    assert pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, shared_by=3, is_host=True)) == alone // 3
+    # Half of 5 GiB, less one for activations.
+    assert pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, is_host=True)) == 1536
+    assert pages(spec(), MemoryMeasure(5 * GIB, 5 * GIB, shared_by=3, is_host=True)) == 512
 
 
 def test_a_host_gives_two_gib_at_most() -> None:
-    assert pages(spec(), MemoryMeasure(80 * GIB, 80 * GIB, is_host=True)) == 2 * GIB // (TOKEN * 16)
+    assert pages(spec(), MemoryMeasure(80 * GIB, 80 * GIB, is_host=True)) == 2048
 
 
 def test_a_host_gives_no_more_than_all_rows_can_fill() -> None:
@@ -70,10 +97,17 @@ def test_context_may_be_shortened_but_not_stretched() -> None:
 
 
 def test_every_expert_of_a_token_has_activations() -> None:
-    moe = MoeConfig(experts=64, experts_per_token=8, intermediate_size=768, normalizes_routing_weights=True)
     one = spec(max_step_tokens=1000)
-    more = activation_reserve(one, replace(SMOL, moe=moe), 4) - activation_reserve(one, SMOL, 4)
-    assert more == 1000 * 4 * (8 * (3 * 768 + 2 * 576) - 4 * 1536)
+
+    def reserve(experts: int, per_token: int) -> int:
+        moe = MoeConfig(
+            experts=experts, experts_per_token=per_token, intermediate_size=768, normalizes_routing_weights=True
+        )
+        return activation_reserve(one, replace(SMOL, moe=moe), element_bytes=4)
+
+    # For each of 1,000 tokens: gate, up and their product, 768 columns each, and the expert's input and output, of 576.
+    assert reserve(64, 8) - reserve(64, 7) == 13_824_000
+    assert reserve(128, 8) == reserve(64, 8) > activation_reserve(one, SMOL, element_bytes=4)
 
 
 def test_activations_grow_with_the_step_and_the_vocabulary() -> None:
