@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.scheduler import metrics
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.interface import Lease, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.types import Lease
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.times import OperationTimes
 

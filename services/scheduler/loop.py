@@ -13,12 +13,12 @@ from common.logs import get_logger
 from common.reloading import Reloading
 from common.types import Admission, RequestId
 from services.scheduler import metrics
+from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode_header
 from services.scheduler.cache.factory import make_allocator, make_cache, resolve_host
 from services.scheduler.cache.factory import resolve as resolve_cache
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode_header
-from services.scheduler.cache.sampling import InvariantSampler
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from deploy.bench.records import BenchRequest
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.factory import CacheName
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import Lease
 
 TENANT = "tenant"
 

@@ -11,7 +11,7 @@ import numpy as np
 from common.types import Subject, View
 from deploy.bench.cache.simulation import TENANT
 from deploy.bench.records import Segment
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import (
+from services.scheduler.cache.types import (
     CacheEventKind,
     CacheUsage,
     Insertion,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
 _NO_PAGES.flags.writeable = False

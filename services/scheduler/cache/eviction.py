@@ -13,8 +13,9 @@ from services.scheduler.cache.config import EvictionPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-    from services.scheduler.cache.accounts import Account, Accounts, Holder
+    from services.scheduler.cache.accounts import Accounts
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.node import Account, Holder
 
 # What is lower goes first.
 Coldness = tuple[int, ...]

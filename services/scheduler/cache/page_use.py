@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import NO_PAGES
 from common.types import Sharing
-from services.scheduler.cache.accounts import PUBLIC_SCOPE, scope_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
-from services.scheduler.cache.demotion import Demoter
-from services.scheduler.cache.growth import Growth
-from services.scheduler.cache.interface import CacheEventKind, CacheUsage, Insertion
+from services.scheduler.cache.insertion import Growth
 from services.scheduler.cache.keys import PagedKey
-from services.scheduler.cache.leases import NO_PAGES, Hold, Leases, orphan
-from services.scheduler.cache.merging import compress_chains, merge_private_subtree
-from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.promotion import Promoter
+from services.scheduler.cache.locks import Hold, Leases, orphan
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
+from services.scheduler.cache.sharing.demotion import Demoter
+from services.scheduler.cache.sharing.merging import compress_chains, merge_private_subtree
+from services.scheduler.cache.sharing.pins import Pins
+from services.scheduler.cache.sharing.probe_detection import Vigilance
+from services.scheduler.cache.sharing.promotion import Promoter
 from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.vigilance import Vigilance
+from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind, CacheUsage, Insertion, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,15 +30,20 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.events import CacheEvents
-    from services.scheduler.cache.interface import Lease, NodeSnapshot, OwnerSnapshot
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
-    from services.scheduler.cache.sharing import SharingChoices
+    from services.scheduler.cache.sharing.choices import SharingChoices
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import Match
+    from services.scheduler.cache.types import (
+        CandidateId,
+        Lease,
+        NodeSnapshot,
+        OwnerSnapshot,
+        PromotionCandidate,
+        Scope,
+    )
     from services.scheduler.cache.window_pages import WindowPages
 
 
@@ -161,8 +166,7 @@ class RadixCache:
             return Insertion(lease, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
         if key.pages <= first:
             return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
-        if self.host is not None:
-            self.host.restore(above, hold.account, key, first, pages)
+        self.store.tier.restore(above, hold.account, key, first, pages)
         match = self.store.tree.match(above, hold.account, key, first, key.pages, Reach.COMPUTED)
         prompt_pages = min(prompt_tokens // self.page_size, key.pages)
         deepest = self._end_of(match)
@@ -209,8 +213,7 @@ class RadixCache:
     def flush(self) -> int:
         """Drop everything that no lease holds; return how many pages became free."""
         freed = self._free(self.store.allocator.capacity + 1)
-        if self.host is not None:
-            self.host.flush()
+        self.store.tier.flush()
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
@@ -223,14 +226,12 @@ class RadixCache:
         if self._is_shared:
             return 0
         accounts = self.store.accounts.of_subject(subject)
-        storage = None if self.host is None else self.host.storage
-        if storage is not None:
-            storage.forget(subject, accounts)
+        self.store.tier.forget(subject, accounts)
         freed = sum(self._forget(account, session) for account in accounts)
         if session is None:
             self._forget_creator(subject)
-        elif storage is not None:
-            storage.renew(accounts)
+        else:
+            self.store.tier.renew(accounts)
         return freed
 
     def _forget(self, account: Account, session: str | None) -> int:
@@ -304,8 +305,7 @@ class RadixCache:
             compress_chains(self.store)
         idle = self.store.accounts.pop_idle(epoch)
         self.store.queue.begin_epoch(epoch, idle)
-        if self.host is not None:
-            self.host.pages.queue.begin_epoch(epoch, idle)
+        self.store.tier.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
         """Apply other quotas and floors from now on."""
@@ -368,7 +368,7 @@ class RadixCache:
         """Yield the public, the tenants and each view with a node or a lease."""
         accounts = self.store.accounts
         for account in (accounts.public, *accounts.tenants(), *accounts.all()):
-            yield owner_snapshot(account, 0 if self.host is None else self.host.pages.pages_of(account))
+            yield owner_snapshot(account, self.store.tier.pages_of(account))
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes in one view, or all nodes: parents before children."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.leases import Hold
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.locks import Hold
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
 
 # More sessions of one view than this have a node in common only if it belongs to none of them, such as a prompt of the

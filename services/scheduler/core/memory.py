@@ -8,7 +8,8 @@ import numpy as np
 
 from common.steps import NO_PAGES, PageReplacement
 from common.types import CacheMode
-from services.scheduler.cache.accounting import Accounting, AuditReport, account, audit, repair
+from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
+from services.scheduler.cache.types import Accounting
 from services.scheduler.core.load_back import LoadBack
 from services.scheduler.core.row_windows import RowWindows
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds, View
-    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.types import Lease, LeaseId
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import Lease
     from services.scheduler.core.billing import Billing
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import RowSlot
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import Lease
     from services.scheduler.cache.window_pages import WindowPages
     from services.scheduler.core.rows import RowTable
 

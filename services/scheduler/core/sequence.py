@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from common.transfers import TransferId
     from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
-    from services.scheduler.cache.interface import Lease
     from services.scheduler.cache.tiers.storage_reads import Fetch
+    from services.scheduler.cache.types import Lease
     from services.scheduler.core.scoring import PromptScoring
     from services.scheduler.core.session import Session
 

@@ -10,7 +10,7 @@ from common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from common.types import SessionGrant, SessionTurn, TokenIds, View
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import Lease
 
 # Turns that later ones can continue; what is older has long been continued.
 KEPT_TURNS = 16

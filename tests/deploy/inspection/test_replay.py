@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cli import main
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.replay import encode_header
+from services.scheduler.cache.debug.replay import encode_header
 
 if TYPE_CHECKING:
     from pathlib import Path

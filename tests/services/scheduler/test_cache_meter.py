@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.interface import Lease, LeaseId
+from services.scheduler.cache.types import Lease, LeaseId
 from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.times import OperationTimes
 from tests.services.scheduler.policy.waiting import waiting_sequence

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.factory import CacheName, make_cache
-from services.scheduler.cache.interface import Visibility
-from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.types import Sharing
-    from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.types import Insertion, Lease
 
 ANN = View(Subject("tenant", "ann"))
 BOB = View(Subject("tenant", "bob"))

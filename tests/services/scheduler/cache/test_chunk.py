@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.cache.accounting import account
+from services.scheduler.cache.debug.audit import account
 from tests.services.scheduler.cache.driver import ANN, Driver
 
 

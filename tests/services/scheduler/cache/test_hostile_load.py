@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.factory import CacheName
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import pytest
 
 import services.scheduler.cache as package
 from common.types import Subject, View
-from services.scheduler.cache.counters import distinct
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def test_halves_of_a_split_count_on_by_themselves() -> None:
     driver.serve(EVE, [1, 2, 3, 4, 0])
     driver.next_epoch(0)
     upper, lower = [node for node, _ in driver.radix.store.tree.walk() if node.is_shared]
-    assert (distinct(upper), distinct(lower)) == (2, 1)
+    assert (upper.distinct_users, lower.distinct_users) == (2, 1)
     assert upper.u_cnt_l is not lower.u_cnt_l
     assert upper.creators is not lower.creators
     upper.creators.clear()  # type: ignore[union-attr]  # PUBLIC nodes have some

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounts import Account
-from services.scheduler.cache.interface import Visibility
+from services.scheduler.cache.node import Account
+from services.scheduler.cache.types import Visibility
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 
 if TYPE_CHECKING:

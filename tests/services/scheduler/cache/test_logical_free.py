@@ -7,7 +7,7 @@ import pytest
 
 from common.types import Subject, View
 from services.scheduler.cache.config import EvictionPolicy
-from services.scheduler.cache.interface import CacheEventKind, NodeState
+from services.scheduler.cache.types import CacheEventKind, NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
 
 

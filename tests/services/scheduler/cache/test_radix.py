@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.interface import Visibility
+from services.scheduler.cache.types import Visibility
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import Mode
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.cache.oracle import NaiveCache, Path
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import Lease
 
 PAGE_SIZE = 2
 CAPACITY = 30

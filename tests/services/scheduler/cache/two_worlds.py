@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.types import Sharing
-from services.scheduler.cache.accounts import scope_of
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import scope_of
 from tests.services.scheduler.cache.driver import Driver, int32
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from common.types import View
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import NodeSnapshot
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.types import NodeSnapshot
     from tests.services.scheduler.cache.driver import Row
 
 PAGE_SIZE = 2

@@ -10,22 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounting import account, audit
-from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.interface import NodeState, Visibility
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode, encode_header, replay
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode, encode_header, replay
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import NodeState, Visibility, scope_of
 from tests.services.scheduler.cache.driver import int32
 from tests.services.scheduler.cache.view_oracle import Entry, Held, Path, ViewOracle
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.decisions import Decision
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.debug.decisions import Decision
+    from services.scheduler.cache.types import Lease
 
 PAGE_SIZE = 2
 # Three subjects of one tenant, one of them in two views, two of another, and two tenants with a single one.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from common.types import Sharing
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Scope, SubjectKey
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.types import Scope, SubjectKey
 
 # All tokens from the first one to a page's last.
 Path = tuple[int, ...]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import CacheMode, FinishReason, RequestId, Subject
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from tests.fakes.simulated_worker import expected_output

@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
-from services.scheduler.cache.demotion import Demoter
-from services.scheduler.cache.interface import Lease, NodeState
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.sharing.demotion import Demoter
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.types import Lease, NodeState
 from tests.services.scheduler.cache.driver import PLAIN
 
 if TYPE_CHECKING:

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import Mode
-from services.scheduler.cache.interface import CacheEventKind
 from services.scheduler.cache.node import Creator
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import SubjectKey
     from services.scheduler.cache.keys import PagedKey
-    from services.scheduler.cache.leases import Hold
+    from services.scheduler.cache.locks import Hold
     from services.scheduler.cache.node import Node
-    from services.scheduler.cache.pins import Pins
-    from services.scheduler.cache.promotion import Promoter
+    from services.scheduler.cache.sharing.pins import Pins
+    from services.scheduler.cache.sharing.probe_detection import Vigilance
+    from services.scheduler.cache.sharing.promotion import Promoter
     from services.scheduler.cache.store import NodeStore
-    from services.scheduler.cache.vigilance import Vigilance
+    from services.scheduler.cache.types import SubjectKey
 
 
 class Growth:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.accounts import scope_of
-from services.scheduler.cache.decisions import Recorder
+from services.scheduler.cache.debug.decisions import Recorder
+from services.scheduler.cache.types import scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import (
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.interface import EventSource, PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import (
         CacheUsage,
-        EventSource,
+        CandidateId,
         Insertion,
         Lease,
         NodeSnapshot,
         OwnerSnapshot,
-        PrefixCache,
+        PromotionCandidate,
     )
-    from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
-    from services.scheduler.cache.sharing import SharingChoices
-    from services.scheduler.cache.tiers.host_tier import HostTier
 
 
 class RecordedCache:

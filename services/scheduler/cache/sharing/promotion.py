@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import MIN_TENANTS
-from services.scheduler.cache.counters import Window
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes, common_run
-from services.scheduler.cache.reviews import Reviews
+from services.scheduler.cache.sharing.counters import Window
+from services.scheduler.cache.sharing.reviews import Reviews
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Account, Scope, SubjectKey
-    from services.scheduler.cache.demotion import DemotedChains
-    from services.scheduler.cache.leases import Leases
-    from services.scheduler.cache.node import Creator, Node, Quarantine
+    from services.scheduler.cache.locks import Leases
+    from services.scheduler.cache.node import Account, Creator, Node, Quarantine
+    from services.scheduler.cache.sharing.demotion import DemotedChains
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.types import Scope, SubjectKey
 
 _ON_HOST = NodeState.ON_HOST
 
@@ -279,6 +279,5 @@ class Promoter:
         canonical.last_access = max(canonical.last_access, half.last_access)
         canonical.priority = max(canonical.priority, half.priority)
         canonical.uses += half.uses
-        if store.host is not None:
-            store.host.take_over(half, canonical)
+        store.tier.take_over(half, canonical)
         store.remove(half)

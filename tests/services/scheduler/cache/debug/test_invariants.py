@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import CacheConfig, Mode
-from services.scheduler.cache.interface import NodeState
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.node import Account
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, int32
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.invariants import node_violations
+from services.scheduler.cache.debug.invariants import node_violations
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.recorded import RecordedCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

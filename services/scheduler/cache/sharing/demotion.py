@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import MIN_TENANTS
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes
-from services.scheduler.cache.leases import orphan
+from services.scheduler.cache.locks import orphan
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account, Scope
-    from services.scheduler.cache.leases import Hold, Leases
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.locks import Hold, Leases
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.types import Scope
 
 # What takes the place of a shared node, by the node and the copy's owner.
 _Copies = dict[tuple["Node", "Account"], "Node"]
@@ -86,10 +86,8 @@ class Demoter:
         assert above is not None
         if is_suspect:
             self._remember(top)
-        if store.host is not None:
-            if store.host.storage is not None:
-                store.host.storage.demote(owner)
-            store.host.strip(top)
+        store.tier.revoke(owner)
+        store.tier.strip(top)
         nodes = self._nodes(top)
         holds = self._let_go(top, above)
         copies = self._copy(nodes, above, is_suspect=is_suspect)

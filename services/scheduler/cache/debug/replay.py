@@ -15,25 +15,24 @@ import orjson
 from common.limits import Limits
 from common.transfers import TransferAck, TransferId
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.reviews import CandidateId
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.types import CandidateId, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from common.types import TokenIds
-    from services.scheduler.cache.accounts import Scope
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import Lease, LeaseId, Scope
 
 VERSION = 2
 HEADER, END = "open", "lost"

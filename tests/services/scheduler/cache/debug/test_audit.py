@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.scheduler.cache.accounting import account, audit, repair
+from services.scheduler.cache.debug.audit import account, audit, repair
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
 

@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import Lease, LeaseId
+from services.scheduler.cache.types import Lease, LeaseId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from common.steps import PageIds
     from common.types import View
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
-
-NO_PAGES: PageIds = np.empty(0, np.int32)
-NO_PAGES.flags.writeable = False
 
 
 @dataclass(slots=True, eq=False, repr=False)

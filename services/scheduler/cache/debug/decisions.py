@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds
-    from services.scheduler.cache.interface import CacheEvent, Lease, LeaseId
+    from services.scheduler.cache.types import CacheEvent, Lease, LeaseId
 
 # Names to numbers, strings, lists of them and numpy arrays: what the operation was given, or what came of it.
 Facts = dict[str, Any]
