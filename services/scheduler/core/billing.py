@@ -20,34 +20,35 @@ class Billing:
     def __init__(self, rows: RowTable, counters: VirtualCounters | None) -> None:
         """Charge to `counters` what happens in `rows`."""
         self._rows = rows
-        self._counters = counters
+        self.counters = counters
 
     def start(self, sequence: Sequence, cached_tokens: int) -> None:
         """A sequence gets its first row."""
-        if self._counters is not None:
+        if self.counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
-            self._counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
+            self.counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
 
     def settle(self) -> None:
         """Charge what all rows have generated since the last time."""
-        if self._counters is not None:
+        if self.counters is not None:
+            lengths = self._rows.length.tolist()
             for sequence in self._rows.occupants():
-                self._charge_output(self._counters, sequence)
+                assert sequence.row is not None, "occupants have a row"
+                self._charge_output(self.counters, sequence, lengths[sequence.row])
 
     def leave(self, sequence: Sequence, *, for_good: bool) -> None:
         """A sequence is about to lose its row."""
-        if self._counters is None or sequence.row is None:
+        if self.counters is None or sequence.row is None:
             return
-        self._charge_output(self._counters, sequence)
+        self._charge_output(self.counters, sequence, int(self._rows.length[sequence.row]))
         # What was known when it started first, was charged then, and is not computed yet.
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
-            self._counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
+            self.counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
 
-    def _charge_output(self, counters: VirtualCounters, sequence: Sequence) -> None:
-        assert sequence.row is not None, "occupants have a row"
-        generated = int(self._rows.length[sequence.row]) - sequence.charged_tokens
+    def _charge_output(self, counters: VirtualCounters, sequence: Sequence, length: int) -> None:
+        generated = length - sequence.charged_tokens
         if generated > 0:
             sequence.charged_tokens += generated
             counters.charge(sequence.request.view.subject, output_tokens=generated)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
+from services.scheduler.core.census import Census
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from common.types import Subject
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
-
-K = TypeVar("K")
 
 # A hint for refused clients: about the time in which a full queue makes room.
 RETRY_AFTER_MS = 1000
@@ -46,8 +45,8 @@ class WaitingQueue:
         self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
-        self._by_subject: Counter[Subject] = Counter()
-        self._by_tenant: Counter[str] = Counter()
+        # Who waits.
+        self.census = Census()
         self._by_priority: Counter[int] = Counter()
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
@@ -88,7 +87,7 @@ class WaitingQueue:
         left = most - len(self) - sequences
         if left < 0:
             raise _full("as many requests are waiting at this server as may")
-        tenant, own = self._by_tenant[subject.tenant], self._by_subject[subject]
+        tenant, own = self.census.tenants[subject.tenant], self.census.of(subject)
         tenant_limit, own_limit = limits.of(subject.tenant).waiting, limits.of_subject(subject).waiting
         tenant_left = (3 * left if tenant_limit is None else tenant_limit) - tenant - sequences
         if tenant_left < 0 and (tenant or tenant_limit is not None):
@@ -118,9 +117,11 @@ class WaitingQueue:
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
         subject = sequence.request.view.subject
-        _take_one(self._by_subject, subject)
-        _take_one(self._by_tenant, subject.tenant)
-        _take_one(self._by_priority, sequence.request.priority)
+        self.census.remove(subject)
+        priority = sequence.request.priority
+        self._by_priority[priority] -= 1
+        if not self._by_priority[priority]:
+            del self._by_priority[priority]
         if self._counters is not None:
             self._counters.exit(subject)
 
@@ -136,8 +137,7 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         subject = sequence.request.view.subject
-        self._by_subject[subject] += 1
-        self._by_tenant[subject.tenant] += 1
+        self.census.add(subject)
         self._by_priority[sequence.request.priority] += 1
         if self._counters is not None:
             self._counters.enter(subject)
@@ -145,9 +145,3 @@ class WaitingQueue:
 
 def _full(message: str) -> QueueFullError:
     return QueueFullError(f"{message}; try again later", retry_after_ms=RETRY_AFTER_MS)
-
-
-def _take_one(counter: Counter[K], key: K) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]

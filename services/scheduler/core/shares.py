@@ -175,6 +175,12 @@ class VirtualCounters:
         level = self._subjects.get(subject.tenant)
         return 0.0 if level is None else level.counter(subject.name)
 
+    def weight_of_tenant(self, tenant: str) -> float:
+        return self._limits.of(tenant).weight
+
+    def weight_of_subject(self, subject: Subject) -> float:
+        return self._limits.of_subject(subject).weight
+
     def enter(self, subject: Subject) -> None:
         """A request of the subject begins to wait."""
         self._tenants.enter(subject.tenant)
@@ -188,8 +194,8 @@ class VirtualCounters:
     def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
         amount = prompt_tokens + self._config.output_weight * output_tokens
-        self._level(subject.tenant).charge(subject.name, amount / self._limits.of_subject(subject).weight)
-        self._forget(self._tenants.charge(subject.tenant, amount / self._limits.of(subject.tenant).weight))
+        self._level(subject.tenant).charge(subject.name, amount / self.weight_of_subject(subject))
+        self._forget(self._tenants.charge(subject.tenant, amount / self.weight_of_tenant(subject.tenant)))
 
     def _level(self, tenant: str) -> _Level:
         self._left.pop(tenant, None)

@@ -1,11 +1,10 @@
-"""The least served tenant first, in it the least served subject; among those near them, the longest cached prefix."""
+"""The least served tenant first, in it the least served subject; among those near it, the longest cached prefix."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ class _Waiting:
 class FairShare:
     """Orders by virtual token counters on two levels, with `slack_tokens` of freedom that longest-prefix order uses.
 
+    The sequences of one subject start by arrival, so with one subject the order is first come, first served.
+
     A tenant may be preferred for a cached prefix only while its counter is at most `slack_tokens` above the lowest of
     all that wait, and so may a subject among those of its tenant. So on each level, the counters of two that keep
     waiting never lie further apart than the slack plus the larger of the longest prompt and the output weight × tokens
@@ -37,7 +38,7 @@ class FairShare:
     """
 
     def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
-        """Read `counters`, which the core keeps; match at most `window` sequences at a time."""
+        """Read `counters`, which the core keeps; match the next sequences of at most `window` subjects at a time."""
         assert slack_tokens >= 0
         assert window > 0
         self._counters = counters
@@ -61,13 +62,15 @@ class FairShare:
             candidates: list[Sequence] = []
             taken: list[tuple[str, list[Subject]]] = []
             for _, _, name in nearest:
-                subjects, found = self._candidates(tenants[name], max(1, self._window // len(nearest)))
-                candidates += found
+                tenant = tenants[name]
+                most = max(1, self._window // len(nearest))
+                subjects = [subject for _, _, subject in self._take_nearest(tenant.heap, most)]
+                candidates += [tenant.queues[subject][0] for subject in subjects]
                 taken.append((name, subjects))
             # `max` keeps the first of equals, and the nearest come by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
             subject = chosen.request.view.subject
-            tenants[subject.tenant].queues[subject].remove(chosen)
+            tenants[subject.tenant].queues[subject].popleft()
             yield chosen
             for name, subjects in taken:
                 tenant = tenants[name]
@@ -86,12 +89,6 @@ class FairShare:
             tenant.heap = [self._subject_entry(*item) for item in tenant.queues.items()]
             heapq.heapify(tenant.heap)
         return tenants
-
-    def _candidates(self, tenant: _Waiting, most: int) -> tuple[list[Subject], list[Sequence]]:
-        """Take a tenant's nearest subjects out of its heap; return them with up to `most` of their sequences."""
-        subjects = [subject for _, _, subject in self._take_nearest(tenant.heap, most)]
-        depth = max(1, most // len(subjects))
-        return subjects, [sequence for each in subjects for sequence in islice(tenant.queues[each], depth)]
 
     def _take_nearest(self, heap: list[tuple[float, int, K]], most: int) -> list[tuple[float, int, K]]:
         """Take those out of the heap whose counters are near enough to the lowest, lowest first."""
