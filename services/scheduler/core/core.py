@@ -114,9 +114,10 @@ class SchedulerCore:
         return self._by_handle.values()
 
     def adopt(self, limits: Limits) -> None:
-        """Apply other limits from now on: to what is cached, to what waits, and to what is charged."""
+        """Apply other limits from now on: to what is cached or pinned, to what waits, and to what is charged."""
         self._limits = limits
         self.memory.cache.adopt(limits)
+        self.sessions.adopt(limits)
         if self._counters is not None:
             self._counters.adopt(limits)
 
