@@ -13,7 +13,7 @@ from common.settings.sessions import SessionSettings
 class QueueSettings(SessionSettings):
     """Order and length of the waiting queue."""
 
-    policy: Literal["fcfs", "lpm", "priority", "fair"] = "fcfs"
+    policy: Literal["fcfs", "lpm", "priority", "fair"] = "fair"
     """Order of the waiting queue: arrival, longest cached prefix, the request's priority, or fair shares of tenants and
     of the subjects of each, by the weights in the limits file."""
     limits_file: Path | None = None

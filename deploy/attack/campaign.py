@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.attack.oracles.delay import probe_delay
+from deploy.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.attack.oracles.demotion import probe_demotion
 from deploy.attack.oracles.evidence import probe_boundary, probe_sybils
 from deploy.attack.oracles.flood import probe_flood
@@ -51,6 +51,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "grammar-times": probe_grammar_times,
     "grammar-delay": probe_grammar_delay,
     "delay": probe_delay,
+    "long-outputs": probe_long_outputs,
     "storage": probe_storage,
     "forgeries": probe_forgeries,
     "pushing": probe_pushing,

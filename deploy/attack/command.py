@@ -40,6 +40,7 @@ ORACLES = (
     "grammar-times",
     "grammar-delay",
     "delay",
+    "long-outputs",
     "storage",
     "forgeries",
     "pushing",

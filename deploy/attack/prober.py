@@ -54,6 +54,7 @@ class Sighting:
     first_token_s: float
     """From sending."""
     first_token_at: float
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class Prober:
         """Send texts under several identities in this order without waiting for answers."""
         return await at_once(self.ask_as(text, disguise) for text, disguise in asked)
 
-    async def ask_as(self, text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
+    async def ask_as(self, text: tuple[Segment, ...], disguise: Disguise, *, output_tokens: int = 1) -> Sighting:
         """Ask about `text` under another identity.
 
         Raises:
@@ -119,10 +120,11 @@ class Prober:
         self._asked += 1
         asked = with_question(text, str(self._asked))
         if disguise.endpoint == MESSAGES:
+            assert output_tokens == 1, "long outputs are asked for as completions"
             return await self._ask_message(asked, disguise)
         options = RequestOptions(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
         client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
-        return _sighting(await client.send(BenchRequest(asked, output_tokens=1)))
+        return _sighting(await client.send(BenchRequest(asked, output_tokens=output_tokens)))
 
     async def complete(self, text: tuple[Segment, ...], user: str, tokens: int) -> Answer:
         """Return the greedy answer to exactly `text`, so that two servers can be compared.
@@ -176,7 +178,7 @@ class Prober:
         started = self.clock.now()
         answer = await self._post("/v1/messages", body, disguise)
         ended = self.clock.now()
-        return Sighting((answer.get("usage") or {}).get("cache_read_input_tokens"), ended - started, ended)
+        return Sighting((answer.get("usage") or {}).get("cache_read_input_tokens"), ended - started, ended, ended)
 
     async def _post(self, path: str, body: Mapping[str, Any], disguise: Disguise) -> Any:
         payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -221,4 +223,4 @@ def _sighting(record: RequestRecord) -> Sighting:
         raise AttackError(f"a request failed: {record.error}: {record.message}")
     if record.time_to_first_s is None:
         raise AttackError("a request ended without output")
-    return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0])
+    return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0], record.ended_s)

@@ -33,16 +33,17 @@ EXACT_ORACLES = (
     "demotion",
     "pages",
     "delay",
+    "long-outputs",
     "pushing",
 )
 SWEPT_MODE = "user_aware"
 # Which oracles a launched server of its own is for, and with which settings. All others ask the first server.
 STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
-FAIR_ORACLES = ("delay", "pushing")
+FAIR_ORACLES = ("delay", "long-outputs", "pushing")
 ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 # What these find does not depend on the mode of the cache.
-MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "forgeries")
+MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "long-outputs", "forgeries")
 
 
 def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[Report]:

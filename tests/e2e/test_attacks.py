@@ -18,7 +18,7 @@ NO_MODEL = ["--set", "model.load_format=fake", "--set", "worker.fake_step_ms=20"
 
 
 ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")
-INVENTIONS = ("inventions", "keyless", "isolation", "demotion", "pages", "delay", "pushing")
+INVENTIONS = ("inventions", "keyless", "isolation", "demotion", "pages", "delay", "long-outputs", "pushing")
 
 
 def verdicts(path: Path) -> dict[tuple[str, str], str]:
@@ -68,9 +68,10 @@ def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aw
     assert "624 tokens" in aware["made-up names: pushing out"]["note"]
     assert aware["rival key: demotion"]["verdict"] == "closed"
     assert aware["rival key: delay"]["verdict"] == "bounded"
+    assert aware["rival key: long outputs"]["verdict"] == "bounded"
     assert aware["metrics"]["verdict"] == "closed"
     controls = [entry for entry in aware.values() if entry.get("control")]
-    assert len(controls) == 6
+    assert len(controls) == 7
     assert {entry["verdict"] for entry in controls} <= {"leaks", "unbounded"}
 
 

@@ -1,7 +1,8 @@
 """Fair shares (claim B5): how long do made-up people, or none, keep a victim waiting?
 
 Places in a queue are counted, not seconds: how many of the flood's requests are served before the victim's last one.
-With equal requests and two tenants, fair shares serve about as many as the victim has.
+With equal requests and two tenants, fair shares serve about as many as the victim has. Where the flood's outputs are
+long, what is counted are those that end before the victim's first token: with fair shares, rows make way for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ CONTROL = "delay by as many real people (control)"
 FLOOD = 64
 REQUESTS = 8
 TOKENS = 240
+LONG_ORACLE = "rival key: long outputs"
+LONG_CONTROL = "long outputs of as many real people (control)"
+# Far more than a row generates before it makes way.
+LONG_OUTPUT = 320
 # After its first answer, the flood is in the queue by then, and most of it has not been served.
 AHEAD_S = 0.3
 # Requests by which shares may differ at any time: `scheduler.fair_slack_tokens`, and what is fetched ahead.
@@ -32,12 +37,10 @@ SLACK = 6
 
 async def probe_delay(scene: Scene) -> list[Finding]:
     """Queue a flood of another tenant's key, then a few requests of a victim."""
-    if scene.server.policy != "fair":
-        return [not_applicable(ORACLE, "the server does not serve by fair shares, or it is not known: --policy fair")]
-    powers = rivals(scene.server.credentials)
-    if not powers:
-        return [not_applicable(ORACLE, NO_RIVAL)]
-    ways = [Invention(power, name) for power in powers for name in (UNNAMED, PERSON_FIELDS[0])]
+    reason = _not_tested(scene)
+    if reason is not None:
+        return [not_applicable(ORACLE, reason)]
+    ways = _ways(scene)
     most = 2 * REQUESTS + scene.server.rows + SLACK
     passed = {way.label: await _overtaken(scene, way) for way in ways}
     worst = max(passed, key=lambda label: passed[label])
@@ -48,6 +51,57 @@ async def probe_delay(scene: Scene) -> list[Finding]:
     count = await _overtaken(scene, Invention(Power("vouching key"), "user"))
     control = Finding(CONTROL, Verdict.UNBOUNDED if count > most else Verdict.BOUNDED, FLOOD)
     return [found, replace(control, is_control=True, note=f"{count} of {FLOOD} requests before a victim's {REQUESTS}")]
+
+
+async def probe_long_outputs(scene: Scene) -> list[Finding]:
+    """Hold all rows by long outputs of another tenant's key, and have as many wait; then send a victim's request."""
+    reason = _not_tested(scene)
+    if reason is not None:
+        return [not_applicable(LONG_ORACLE, reason)]
+    ways, rows = _ways(scene), scene.server.rows
+    most = rows // 4
+    ended = {way.label: await _ended_before(scene, way) for way in ways}
+    worst = max(ended, key=lambda label: ended[label])
+    verdict = Verdict.BOUNDED if ended[worst] <= most else Verdict.UNBOUNDED
+    note = f"{ended[worst]} of {2 * rows} long outputs end before a victim's first token, at most {most} may: {worst}"
+    count = await _ended_before(scene, Invention(Power("vouching key"), "user"))
+    control = Finding(LONG_CONTROL, Verdict.UNBOUNDED if count > most else Verdict.BOUNDED, 2 * rows)
+    return [
+        Finding(LONG_ORACLE, verdict, len(ways) * 2 * rows, note=note),
+        replace(control, is_control=True, note=f"{count} of {2 * rows} long outputs end before a victim's first token"),
+    ]
+
+
+def _not_tested(scene: Scene) -> str | None:
+    if scene.server.policy != "fair":
+        return "the server does not serve by fair shares, or it is not known: --policy fair"
+    return None if rivals(scene.server.credentials) else NO_RIVAL
+
+
+def _ways(scene: Scene) -> list[Invention]:
+    powers = rivals(scene.server.credentials)
+    return [Invention(power, name) for power in powers for name in (UNNAMED, PERSON_FIELDS[0])]
+
+
+async def _ended_before(scene: Scene, way: Invention) -> int:
+    """Return how many long outputs of a flood end between the sending of a victim's request and its first token."""
+    prober = scene.prober
+    first = asyncio.ensure_future(prober.ask_as(_text(scene), way.worn(scene.user("flood"))))
+    flood = [
+        asyncio.ensure_future(prober.ask_as(_text(scene), way.worn(scene.user("flood")), output_tokens=LONG_OUTPUT))
+        for _ in range(2 * scene.server.rows)
+    ]
+    try:
+        await first
+        await prober.clock.sleep(AHEAD_S)
+        sent_at = prober.clock.now()
+        victim = await prober.ask(_text(scene), scene.user("victim"))
+        done = [each.result() for each in flood if each.done()]
+        return sum(sent_at < each.ended_at <= victim.first_token_at for each in done)
+    finally:
+        for each in (first, *flood):
+            each.cancel()
+        await asyncio.gather(first, *flood, return_exceptions=True)
 
 
 async def _overtaken(scene: Scene, way: Invention) -> int:

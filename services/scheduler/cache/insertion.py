@@ -46,7 +46,7 @@ class Growth:
         while node is not hold.node:
             start = end - node.size
             if node.is_shared:
-                self._vigilance.admit(node, hold.account)
+                self._vigilance.admit(node, hold.account, is_evidence=self._is_evidence(hold))
             elif start < prompt_pages and self._is_evidence(hold):
                 upper = node if end <= prompt_pages else self._store.split(node, prompt_pages - start)
                 upper.prompt_epoch = self._store.epoch
@@ -121,7 +121,10 @@ class Growth:
         return is_unused and node.creators == self._sole_creator(hold)
 
     def _sole_creator(self, hold: Hold) -> dict[SubjectKey, Creator]:
-        return {hold.account.subject: Creator(self._store.epoch, hold.account.scope[2:])}
+        epoch = self._store.epoch
+        return {
+            hold.account.subject: Creator(epoch, hold.account.scope[2:], epoch if self._is_evidence(hold) else None)
+        }
 
     def _is_evidence(self, hold: Hold) -> bool:
         """Whether prompts of this row count: not those of a tenant that shares nothing."""

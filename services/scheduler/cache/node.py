@@ -117,15 +117,20 @@ class Account:
 
 
 class Creator(NamedTuple):
-    """A subject that has computed a shared node itself: the epoch in which it last did, and in which of its views."""
+    """A subject that has computed a shared node itself: the epoch in which it last did, and in which of its views.
+
+    `evidence` is the epoch in which it last did by a request whose text may be shared, if it did.
+    """
 
     epoch: int
     salts: tuple[str, ...]
+    evidence: int | None = None
 
-    def also(self, epoch: int, salt: str) -> Creator:
+    def also(self, epoch: int, salt: str, evidence: int | None) -> Creator:
         """Return the creator after one more computation."""
         salts = (*(other for other in self.salts if other != salt), salt)
-        return Creator(max(self.epoch, epoch), salts[-_SALTS_PER_CREATOR:])
+        latest = max((each for each in (self.evidence, evidence) if each is not None), default=None)
+        return Creator(max(self.epoch, epoch), salts[-_SALTS_PER_CREATOR:], latest)
 
 
 class Quarantine(NamedTuple):
@@ -246,7 +251,7 @@ class Node:
             return True
         return viewer.tenant.fingerprint in self.quarantined and viewer.subject not in (self.creators or ())
 
-    def add_creator(self, account: Account, epoch: int, config: CacheConfig) -> None:
+    def add_creator(self, account: Account, epoch: int, config: CacheConfig, *, evidence: int | None) -> None:
         """Count the subject of `account` among the creators, if its party has not too many."""
         if self.creators is None:
             self.creators = {}
@@ -256,7 +261,9 @@ class Node:
             of_party = sum(other[: len(party)] == party for other in self.creators)
             if of_party >= config.creators_limit or len(self.creators) >= config.watched_pairs:
                 return
-        self.creators[subject] = Creator(epoch, (salt,)) if known is None else known.also(epoch, salt)
+        self.creators[subject] = (
+            Creator(epoch, (salt,), evidence) if known is None else known.also(epoch, salt, evidence)
+        )
 
     def roll_over(self, epoch: int) -> None:
         """Begin `epoch` in the counters: the window before it becomes `pre`, older ones are dropped."""

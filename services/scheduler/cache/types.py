@@ -201,10 +201,14 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromotionCandidate:
-    """A chain with enough evidence, from its first token on, [tokens] int32. Whose it is stays inside the cache."""
+    """A chain with enough evidence, from its first token on, [tokens] int32.
+
+    `tenant` is the one whose subjects are to share it, or empty for the public.
+    """
 
     candidate_id: CandidateId
     token_ids: TokenIds
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

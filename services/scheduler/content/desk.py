@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import ConfigurationError
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 # How long a change of the rules may go unnoticed.
 LOOK_S = 1.0
-# Candidates beyond it are dropped, and asked about again when the cache has waited for too long.
+# Of candidates beyond it, the newest of the tenant with most is dropped; the cache asks again after some epochs.
 MAX_WAITING = 1024
 
 
 class ContentDesk:
-    """One prompt after the other, on the event loop, while the work is done in another process.
+    """One prompt after the other, tenants in turn, on the event loop, while the work is done in another process.
 
     A failure is no verdict: the candidate stays private, and the cache asks again after `cache_verdict_epochs`.
     """
@@ -36,7 +36,7 @@ class ContentDesk:
         self.verdicts: dict[str, int] = {}
         self._checker = checker
         self._cache = cache
-        self._waiting: deque[tuple[PrefixCache, PromotionCandidate]] = deque(maxlen=MAX_WAITING)
+        self._waiting = _Waiting()
         self._rules: str | None = None
         self._complaint: str | None = None
         self._log = get_logger("content")
@@ -56,8 +56,8 @@ class ContentDesk:
             looked_at = time.monotonic()
             while True:
                 self._take()
-                if self._waiting:
-                    await self._examine(*self._waiting.popleft())
+                if len(self._waiting):
+                    await self._examine(*self._waiting.take())
                 elif time.monotonic() - looked_at >= LOOK_S:
                     self._note_rules(await self._checker.look())
                     looked_at = time.monotonic()
@@ -71,9 +71,8 @@ class ContentDesk:
         if cache is None:
             return
         for candidate in cache.take_candidates():
-            if len(self._waiting) == MAX_WAITING:
+            if not self._waiting.add(cache, candidate):
                 self._count("failed")
-            self._waiting.append((cache, candidate))
 
     async def _examine(self, cache: PrefixCache, candidate: PromotionCandidate) -> None:
         started = time.monotonic()
@@ -111,3 +110,39 @@ class ContentDesk:
                 cache.forget_verdicts()
         self._rules = answer.rules
         self._log.info("content.rules_in_effect", rules=answer.rules)
+
+
+class _Waiting:
+    """Candidates of each tenant by arrival; tenants take turns, and have as many places as the others leave."""
+
+    def __init__(self) -> None:
+        # By tenant, the one that is next first.
+        self._by_tenant: OrderedDict[str, deque[tuple[PrefixCache, PromotionCandidate]]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, cache: PrefixCache, candidate: PromotionCandidate) -> bool:
+        """Let a candidate wait; return whether there was room for one more."""
+        self._by_tenant.setdefault(candidate.tenant, deque()).append((cache, candidate))
+        self._count += 1
+        if self._count <= MAX_WAITING:
+            return True
+        largest = max(self._by_tenant, key=lambda tenant: len(self._by_tenant[tenant]))
+        self._by_tenant[largest].pop()
+        self._left(largest)
+        return False
+
+    def take(self) -> tuple[PrefixCache, PromotionCandidate]:
+        """Remove and return the oldest candidate of the tenant that is next."""
+        tenant, queue = next(iter(self._by_tenant.items()))
+        taken = queue.popleft()
+        self._by_tenant.move_to_end(tenant)
+        self._left(tenant)
+        return taken
+
+    def _left(self, tenant: str) -> None:
+        self._count -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from common.types import Subject
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
@@ -20,34 +21,44 @@ class Billing:
     def __init__(self, rows: RowTable, counters: VirtualCounters | None) -> None:
         """Charge to `counters` what happens in `rows`."""
         self._rows = rows
-        self._counters = counters
+        self.counters = counters
 
     def start(self, sequence: Sequence, cached_tokens: int) -> None:
         """A sequence gets its first row."""
-        if self._counters is not None:
+        if self.counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
-            self._counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
+            self.counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
 
     def settle(self) -> None:
         """Charge what all rows have generated since the last time."""
-        if self._counters is not None:
-            for sequence in self._rows.occupants():
-                self._charge_output(self._counters, sequence)
+        if self.counters is None:
+            return
+        lengths = self._rows.length.tolist()
+        generated: dict[Subject, int] = {}
+        for sequence in self._rows.occupants():
+            assert sequence.row is not None, "occupants have a row"
+            tokens = self._take_output(sequence, lengths[sequence.row])
+            if tokens:
+                subject = sequence.request.view.subject
+                generated[subject] = generated.get(subject, 0) + tokens
+        for subject, tokens in generated.items():
+            self.counters.charge(subject, output_tokens=tokens)
 
     def leave(self, sequence: Sequence, *, for_good: bool) -> None:
         """A sequence is about to lose its row."""
-        if self._counters is None or sequence.row is None:
+        if self.counters is None or sequence.row is None:
             return
-        self._charge_output(self._counters, sequence)
+        generated = self._take_output(sequence, int(self._rows.length[sequence.row]))
+        if generated:
+            self.counters.charge(sequence.request.view.subject, output_tokens=generated)
         # What was known when it started first, was charged then, and is not computed yet.
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
-            self._counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
+            self.counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
 
-    def _charge_output(self, counters: VirtualCounters, sequence: Sequence) -> None:
-        assert sequence.row is not None, "occupants have a row"
-        generated = int(self._rows.length[sequence.row]) - sequence.charged_tokens
-        if generated > 0:
-            sequence.charged_tokens += generated
-            counters.charge(sequence.request.view.subject, output_tokens=generated)
+    def _take_output(self, sequence: Sequence, length: int) -> int:
+        """Return how many tokens of output have not been charged yet; they count as charged then."""
+        generated = max(length - sequence.charged_tokens, 0)
+        sequence.charged_tokens += generated
+        return generated

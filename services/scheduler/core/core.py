@@ -66,7 +66,8 @@ class SchedulerCore:
         self._limits = Limits()
         self._counters = counters
         self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
-        self.queue = WaitingQueue(policy, counters, retracted_first=not config.strict_priority)
+        retracted_first = counters is None and not config.strict_priority
+        self.queue = WaitingQueue(policy, counters, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
         self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
         self.in_flight = 0
@@ -89,7 +90,7 @@ class SchedulerCore:
 
     @property
     def preemptions(self) -> int:
-        """Rows that made way for requests of higher priority."""
+        """Rows that made way for waiting requests: of higher priority, or of who has less than a fair share."""
         return self._planner.preemption.count
 
     @property
@@ -113,9 +114,10 @@ class SchedulerCore:
         return self._by_handle.values()
 
     def adopt(self, limits: Limits) -> None:
-        """Apply other limits from now on: to what is cached, to what waits, and to what is charged."""
+        """Apply other limits from now on: to what is cached or pinned, to what waits, and to what is charged."""
         self._limits = limits
         self.memory.cache.adopt(limits)
+        self.sessions.adopt(limits)
         if self._counters is not None:
             self._counters.adopt(limits)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.types import StepId
+from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.granting import Granting
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.sequence import Phase
@@ -15,7 +16,7 @@ from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 from services.scheduler.core.twins import Twins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -34,9 +35,10 @@ class Planner:
 
     One token budget holds decode and prefill together: every decoding row takes one token, rows in the middle of
     their prompt come next, then new ones as long as a row, pages and budget are left. A new row needs pages for its
-    known tokens and one spare page for each running row, never for its max_tokens; if memory runs out later, the
-    youngest row of the lowest priority gives its pages back and waits in front of the queue. Under strict priorities
-    rows give their pages back also for a waiting sequence that goes before them (`preemption.py`).
+    known tokens and one spare page for each running row, never for its max_tokens; if memory runs out later, a row
+    gives its pages back and waits: the youngest of the lowest priority (`preemption.py`), or under fair shares one of
+    the tenant that has most for its weight (`fair_rows.py`). Under strict priorities and fair shares, rows also make
+    way for a waiting sequence.
     """
 
     def __init__(
@@ -53,6 +55,11 @@ class Planner:
         self.limits = StepLimits(
             config.max_step_tokens, config.max_rows, config.max_context if config.is_encoder else LEAST_TOKENS
         )
+        self.preemption: RowPreemption
+        if billing.counters is None:
+            self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
+        else:
+            self.preemption = FairRows(rows, queue, memory, billing, billing.counters)
         self._rows = rows
         self._queue = queue
         self._memory = memory
@@ -60,7 +67,6 @@ class Planner:
         self._billing = billing
         self._next_step = 1
         self.paused = False
-        self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
         # Makes some session give up what it holds, if any does: only when otherwise nothing could go on.
         self.yield_pin: Callable[[], bool] = lambda: False
         self._lacks_memory = False
@@ -76,8 +82,7 @@ class Planner:
         `decode_step_s` is the measured duration of a decode step, if known. `idle`: no plan is in flight, so that
         bookkeeping alone is worth a message.
         """
-        if not self.paused:
-            self.preemption.make_room(lambda: Twins(self._rows, self._memory), self._retract)
+        first = self._make_room()
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         jumped = self._rows.jump_tokens()
@@ -86,7 +91,7 @@ class Planner:
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
-        opens = self._admit(budget, now, prefills, grants)
+        opens = self._admit(first, budget, now, prefills, grants)
         if not (len(decoding) or prefills):
             if self._unstick(prefilling, now):
                 return self.plan(now, epoch, decode_step_s, idle=idle)
@@ -111,6 +116,12 @@ class Planner:
             transfers=loads.take_transfers(now) if loads is not None else (),
             jumps=self._rows.jumps(),
         )
+
+    def _make_room(self) -> Sequence | None:
+        """Let rows make way for a waiting sequence; return it if it goes before all others now."""
+        if self.paused or not len(self._queue):
+            return None
+        return self.preemption.make_room(self.limits.rows, lambda: Twins(self._rows, self._memory), self._retract)
 
     def _is_moving_pages(self, now: float) -> bool:
         """Whether the workers have transfers to begin, or to tell the end of."""
@@ -153,7 +164,7 @@ class Planner:
             if self._try_advance(live, 1, grants):
                 return live, grants
             if self._rows.running > 1 or not self.yield_pin():
-                self._retract(self._victim())
+                self._retract(self.preemption.victim(self._rows.occupants()))
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
         """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
@@ -198,10 +209,6 @@ class Planner:
             self._rows.reach[live] = target
         return True
 
-    def _victim(self) -> Sequence:
-        """Return who gives its pages back: the lowest priority, then the youngest."""
-        return min(self._rows.occupants(), key=lambda sequence: (sequence.request.priority, -sequence.handle))
-
     def _retract(self, sequence: Sequence) -> None:
         row = sequence.row
         assert row is not None, "only running sequences are retracted"
@@ -236,8 +243,10 @@ class Planner:
             self._rows.reach_within_pages(row, self._slack)
         return length
 
-    def _admit(self, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting) -> list[RowOpen]:
-        """Start waiting sequences while there is room; return what the workers must open."""
+    def _admit(
+        self, first: Sequence | None, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting
+    ) -> list[RowOpen]:
+        """Start waiting sequences while there is room, `first` before all others; return what the workers must open."""
         opens: list[RowOpen] = []
         self._lacks_memory = False
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
@@ -245,7 +254,7 @@ class Planner:
         self._billing.settle()
         twins = Twins(self._rows, self._memory)
         held_back = 0
-        for sequence in self._queue.candidates(self._memory.match):
+        for sequence in self._candidates(first):
             if budget <= 0 or self._free_slots <= held_back:
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
@@ -264,6 +273,14 @@ class Planner:
             twins.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
+
+    def _candidates(self, first: Sequence | None) -> Iterator[Sequence]:
+        if first is not None:
+            yield first
+        # The queue is not looked at before `first` has left it.
+        for sequence in self._queue.candidates(self._memory.match):
+            if sequence is not first:
+                yield sequence
 
     @property
     def _free_slots(self) -> int:
@@ -306,12 +323,12 @@ class Planner:
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:
         """Let somebody give pages up if nobody gets on without; tell whether that was so.
 
-        Of half-prefilled rows that hold all pages it is the youngest; if there is one row, or none and somebody waits,
+        Of half-prefilled rows that hold all pages it is one; if there is one row, or none and somebody waits,
         it is a session.
         """
         stuck = [sequence for sequence in prefilling if sequence.row is not None]
         if len(stuck) > 1 and not self._memory.room:
-            self._retract(stuck[-1])
+            self._retract(self.preemption.victim(stuck))
             return True
         is_alone = len(stuck) == 1 and not self._memory.room
         is_empty = self._lacks_memory and not self._rows.running

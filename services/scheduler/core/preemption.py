@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
@@ -32,12 +32,16 @@ class Preemption:
         # The sequence that did not fit though it seemed to: what it found in the cache was not spare.
         self._misjudged: int | None = None
 
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Return the youngest row of the lowest priority."""
+        return min(candidates, key=lambda sequence: (sequence.request.priority, -sequence.handle))
+
     def note_refusal(self, sequence: Sequence) -> None:
         """Learn that there was no memory for a sequence."""
         self._misjudged = sequence.handle
 
-    def make_room(self, twins: Callable[[], Twins], retract: Callable[[Sequence], None]) -> None:
-        """Retract whoever stands in the way of the sequence that goes next."""
+    def make_room(self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]) -> None:
+        """Retract rows of lower priority that stand in the way of the sequence that goes next."""
         highest = self._queue.highest_priority
         if not self._limit or highest is None:
             return

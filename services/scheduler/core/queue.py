@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
+from services.scheduler.core.census import Census
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -16,19 +18,31 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
-K = TypeVar("K")
-
 # A hint for refused clients: about the time in which a full queue makes room.
 RETRY_AFTER_MS = 1000
+
+
+# The waiting sequences of one subject by handle, in the order in which they should start.
+Line = dict[int, "Sequence"]
+
+
+class Waiting(Protocol):
+    """Sequences that wait; iterating yields those that may start, by arrival."""
+
+    lines: dict[str, dict[str, Line]]
+    """By name of tenant and of subject: all that wait, also those that may not start yet."""
+
+    def __iter__(self) -> Iterator[Sequence]: ...
 
 
 class Policy(Protocol):
     """Decides in which order waiting sequences are offered a row."""
 
-    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
+    def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterable[Sequence]:
         """Yield sequences in the order in which they should start.
 
-        `waiting` comes in order of arrival; `match` says how many tokens of a sequence its own principal has cached.
+        `waiting` comes in order of arrival, and by subject; `match` says how many tokens of a sequence are cached in
+        its own view.
         """
         ...
 
@@ -46,9 +60,10 @@ class WaitingQueue:
         self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
-        self._by_subject: Counter[Subject] = Counter()
-        self._by_tenant: Counter[str] = Counter()
+        # Who waits.
+        self.census = Census()
         self._by_priority: Counter[int] = Counter()
+        self._lines: dict[str, dict[str, Line]] = {}
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -88,7 +103,7 @@ class WaitingQueue:
         left = most - len(self) - sequences
         if left < 0:
             raise _full("as many requests are waiting at this server as may")
-        tenant, own = self._by_tenant[subject.tenant], self._by_subject[subject]
+        tenant, own = self.census.tenants[subject.tenant], self.census.of(subject)
         tenant_limit, own_limit = limits.of(subject.tenant).waiting, limits.of_subject(subject).waiting
         tenant_left = (3 * left if tenant_limit is None else tenant_limit) - tenant - sequences
         if tenant_left < 0 and (tenant or tenant_limit is not None):
@@ -112,42 +127,57 @@ class WaitingQueue:
         self._enter(sequence)
         if len(self._retracted) > 1:
             self._retracted = OrderedDict(sorted(self._retracted.items()))
+        subject = sequence.request.view.subject
+        line = self._lines[subject.tenant][subject.name]
+        if len(line) > 1:
+            by_start = sorted(line.items(), key=lambda item: (item[0] not in self._retracted, item[0]))
+            self._lines[subject.tenant][subject.name] = dict(by_start)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
         if self._retracted.pop(sequence.handle, None) is None:
             del self._arrived[sequence.handle]
         subject = sequence.request.view.subject
-        _take_one(self._by_subject, subject)
-        _take_one(self._by_tenant, subject.tenant)
-        _take_one(self._by_priority, sequence.request.priority)
+        self.census.remove(subject)
+        lines = self._lines[subject.tenant]
+        del lines[subject.name][sequence.handle]
+        if not lines[subject.name]:
+            del lines[subject.name]
+        if not lines:
+            del self._lines[subject.tenant]
+        priority = sequence.request.priority
+        self._by_priority[priority] -= 1
+        if not self._by_priority[priority]:
+            del self._by_priority[priority]
         if self._counters is not None:
             self._counters.exit(subject)
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield those that may start, best first. The caller may remove what it was just given."""
-        retracted = [sequence for sequence in self._retracted.values() if sequence.may_start]
-        ready = [sequence for sequence in self._arrived.values() if sequence.may_start]
-        if self._retracted_first:
-            yield from retracted
-            yield from self._policy.order(ready, match)
-        else:
-            yield from self._policy.order([*retracted, *ready], match)
+        if not self._retracted_first:
+            yield from self._policy.order(_Waiting(self._lines, (self._retracted, self._arrived)), match)
+            return
+        yield from [sequence for sequence in self._retracted.values() if sequence.may_start]
+        yield from self._policy.order(_Waiting(self._lines, (self._arrived,)), match)
 
     def _enter(self, sequence: Sequence) -> None:
         subject = sequence.request.view.subject
-        self._by_subject[subject] += 1
-        self._by_tenant[subject.tenant] += 1
+        self.census.add(subject)
+        self._lines.setdefault(subject.tenant, {}).setdefault(subject.name, {})[sequence.handle] = sequence
         self._by_priority[sequence.request.priority] += 1
         if self._counters is not None:
             self._counters.enter(subject)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    lines: dict[str, dict[str, Line]]
+    _parts: tuple[OrderedDict[int, Sequence], ...]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over a snapshot: the caller removes what it starts."""
+        return iter([sequence for part in self._parts for sequence in part.values() if sequence.may_start])
+
+
 def _full(message: str) -> QueueFullError:
     return QueueFullError(f"{message}; try again later", retry_after_ms=RETRY_AFTER_MS)
-
-
-def _take_one(counter: Counter[K], key: K) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]

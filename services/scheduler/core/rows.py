@@ -8,6 +8,7 @@ import numpy as np
 
 from common.steps import JumpLimit
 from common.types import RowSlot, StepId, TokenIds
+from services.scheduler.core.census import Census
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,6 +54,8 @@ class RowTable:
         self.decoding: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         # Rows whose tokens are told to nobody.
         self.silent: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        # Whose rows these are.
+        self.census = Census()
         # How often a row has lost its tenant.
         self.vacated = 0
         self._free = list(range(max_rows - 1, -1, -1))
@@ -72,6 +75,7 @@ class RowTable:
         row = RowSlot(self._free.pop())
         count = len(sequence.token_ids)
         self.sequences[row] = sequence
+        self.census.add(sequence.request.view.subject)
         self.ids[row, :count] = sequence.token_ids
         self.length[row] = count
         self.planned[row] = self.computed[row] = computed_tokens
@@ -94,6 +98,7 @@ class RowTable:
         assert sequence is not None, f"row {row} is free"
         sequence.row = None
         self.sequences[row] = None
+        self.census.remove(sequence.request.view.subject)
         self.occupied[row] = False
         self.decoding[row] = False
         self.jumping -= int(self.may_jump[row])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError, QueueFullError
+from common.limits import Limits
 from common.types import CacheMode, SessionGrant, Subject
 from services.scheduler.core.session import FinishedTurn, Session
 
@@ -36,6 +37,7 @@ class Sessions:
         self.yielded = 0
         self._memory = memory
         self._rules = rules
+        self._limits = Limits()
         self._open: dict[tuple[View, str], Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -50,6 +52,10 @@ class Sessions:
     def pinned_tokens(self) -> int:
         """What stays in the cache for all of them."""
         return sum(session.pinned_tokens for session in self)
+
+    def adopt(self, limits: Limits) -> None:
+        """Let pins yield by other weights from now on."""
+        self._limits = limits
 
     # --- opening and closing ---
 
@@ -176,13 +182,31 @@ class Sessions:
     # --- pins ---
 
     def yield_pin(self) -> bool:
-        """Let go what the session holds that has been idle for longest; return whether there was one."""
-        for session in sorted(self, key=lambda session: session.expires_at or float("inf")):
-            if session.pin is not None:
-                self._let_go(session)
-                self.yielded += 1
-                return True
-        return False
+        """Let go what one session holds; return whether there was one.
+
+        It is the longest idle one of the subject with most pinned tokens for its weight, in the tenant with most for
+        its own. So a tenant that holds less than its share of what is pinned loses nothing while others hold more.
+        """
+        pinned = [session for session in self if session.pin is not None]
+        if not pinned:
+            return False
+        tenants: dict[str, float] = {}
+        subjects: dict[Subject, float] = {}
+        for session in pinned:
+            subject = session.view.subject
+            of_tenant = session.pinned_tokens / self._limits.of(subject.tenant).weight
+            tenants[subject.tenant] = tenants.get(subject.tenant, 0.0) + of_tenant
+            of_subject = session.pinned_tokens / self._limits.of_subject(subject).weight
+            subjects[subject] = subjects.get(subject, 0.0) + of_subject
+
+        def order(session: Session) -> tuple[float, str, float, str, float]:
+            subject = session.view.subject
+            idle_until = session.expires_at or float("inf")
+            return -tenants[subject.tenant], subject.tenant, -subjects[subject], subject.name, idle_until
+
+        self._let_go(min(pinned, key=order))
+        self.yielded += 1
+        return True
 
     def lose_pins(self) -> None:
         """Hold nothing any more, as the memory behind it is gone; the sessions stay open."""

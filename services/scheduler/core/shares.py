@@ -12,6 +12,7 @@ from common.limits import Limits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.limits import TenantLimits
     from common.types import Subject
 
 # A heap is rebuilt when it has so many dead entries beside twice the live ones.
@@ -153,6 +154,8 @@ class VirtualCounters:
         """Start with all counters equal, and all weights."""
         self._config = config
         self._limits = Limits()
+        # Of tenants, as far as they were asked for.
+        self._known: dict[str, TenantLimits] = {}
         self._tenants = _Level(config.remembered)
         self._subjects: dict[str, _Level] = {}
         # Tenants that are forgotten, with subjects that are not; oldest first.
@@ -165,6 +168,7 @@ class VirtualCounters:
     def adopt(self, limits: Limits) -> None:
         """Charge by other weights from now on; what has been charged stays."""
         self._limits = limits
+        self._known.clear()
 
     def of_tenant(self, tenant: str) -> float:
         """Return what counts as received by a tenant."""
@@ -174,6 +178,13 @@ class VirtualCounters:
         """Return what counts as received by a subject, to be compared with others of its tenant."""
         level = self._subjects.get(subject.tenant)
         return 0.0 if level is None else level.counter(subject.name)
+
+    def weight_of_tenant(self, tenant: str) -> float:
+        return self._limits_of(tenant).weight
+
+    def weight_of_subject(self, subject: Subject) -> float:
+        tenant = self._limits_of(subject.tenant)
+        return tenant.subjects.get(subject.name, tenant.each_subject).weight
 
     def enter(self, subject: Subject) -> None:
         """A request of the subject begins to wait."""
@@ -188,8 +199,16 @@ class VirtualCounters:
     def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
         amount = prompt_tokens + self._config.output_weight * output_tokens
-        self._level(subject.tenant).charge(subject.name, amount / self._limits.of_subject(subject).weight)
-        self._forget(self._tenants.charge(subject.tenant, amount / self._limits.of(subject.tenant).weight))
+        self._level(subject.tenant).charge(subject.name, amount / self.weight_of_subject(subject))
+        self._forget(self._tenants.charge(subject.tenant, amount / self.weight_of_tenant(subject.tenant)))
+
+    def _limits_of(self, tenant: str) -> TenantLimits:
+        limits = self._known.get(tenant)
+        if limits is None:
+            if len(self._known) >= self._config.remembered:
+                self._known.clear()
+            limits = self._known[tenant] = self._limits.of(tenant)
+        return limits
 
     def _level(self, tenant: str) -> _Level:
         self._left.pop(tenant, None)

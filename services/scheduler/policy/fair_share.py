@@ -1,17 +1,16 @@
-"""The least served tenant first, in it the least served subject; among those near them, the longest cached prefix."""
+"""The least served tenant first, in it the least served subject; among those near it, the longest cached prefix."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
-    from common.types import Subject
+    from services.scheduler.core.queue import Line, Waiting
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
@@ -19,15 +18,37 @@ K = TypeVar("K")
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """Sequences of one tenant: those of each subject by arrival, and its subjects by (counter, oldest handle)."""
+class _Tenant:
+    """A tenant's subjects that wait, by (counter, handle of the sequence that is next)."""
 
-    queues: dict[Subject, deque[Sequence]] = field(default_factory=dict)
-    heap: list[tuple[float, int, Subject]] = field(default_factory=list)
+    lines: dict[str, Line]
+    heap: list[tuple[float, int, str]] = field(default_factory=list)
+    # Lines are copied when the first sequence of one is chosen, as the caller may remove it or not.
+    _left: dict[str, deque[Sequence]] = field(default_factory=dict)
+
+    def next_of(self, subject: str) -> Sequence | None:
+        """Return the subject's next sequence that may start."""
+        if subject not in self._left:
+            first = next(iter(self.lines[subject].values()))
+            if first.may_start:
+                return first
+            self._copy(subject)
+        left = self._left[subject]
+        return left[0] if left else None
+
+    def take_next(self, subject: str) -> None:
+        if subject not in self._left:
+            self._copy(subject)
+        self._left[subject].popleft()
+
+    def _copy(self, subject: str) -> None:
+        self._left[subject] = deque(sequence for sequence in self.lines[subject].values() if sequence.may_start)
 
 
 class FairShare:
     """Orders by virtual token counters on two levels, with `slack_tokens` of freedom that longest-prefix order uses.
+
+    The sequences of one subject start by arrival, so with one subject the order is first come, first served.
 
     A tenant may be preferred for a cached prefix only while its counter is at most `slack_tokens` above the lowest of
     all that wait, and so may a subject among those of its tenant. So on each level, the counters of two that keep
@@ -37,17 +58,17 @@ class FairShare:
     """
 
     def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
-        """Read `counters`, which the core keeps; match at most `window` sequences at a time."""
+        """Read `counters`, which the core keeps; match the next sequences of at most `window` subjects at a time."""
         assert slack_tokens >= 0
         assert window > 0
         self._counters = counters
         self._slack = slack_tokens
         self._window = window
 
-    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterator[Sequence]:
+    def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield one sequence after the other; what the caller charges for one counts for the choice of the next."""
-        tenants = self._grouped(waiting)
-        heap = [self._tenant_entry(name, tenant) for name, tenant in tenants.items()]
+        tenants = {name: self._tenant(lines) for name, lines in waiting.lines.items()}
+        heap = [self._tenant_entry(name, tenant) for name, tenant in tenants.items() if tenant.heap]
         heapq.heapify(heap)
         matched: dict[int, int] = {}
 
@@ -58,40 +79,32 @@ class FairShare:
 
         while heap:
             nearest = self._take_nearest(heap, self._window)
-            candidates: list[Sequence] = []
-            taken: list[tuple[str, list[Subject]]] = []
-            for _, _, name in nearest:
-                subjects, found = self._candidates(tenants[name], max(1, self._window // len(nearest)))
-                candidates += found
-                taken.append((name, subjects))
+            most = max(1, self._window // len(nearest))
+            taken = [(name, self._take_nearest(tenants[name].heap, most)) for _, _, name in nearest]
+            subjects = [(name, subject) for name, entries in taken for _, _, subject in entries]
+            candidates = [found for name, subject in subjects if (found := tenants[name].next_of(subject)) is not None]
             # `max` keeps the first of equals, and the nearest come by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
-            subject = chosen.request.view.subject
-            tenants[subject.tenant].queues[subject].remove(chosen)
+            of = chosen.request.view.subject
+            tenants[of.tenant].take_next(of.name)
             yield chosen
-            for name, subjects in taken:
-                tenant = tenants[name]
-                for each in subjects:
-                    if tenant.queues[each]:
-                        heapq.heappush(tenant.heap, self._subject_entry(each, tenant.queues[each]))
-                if tenant.heap:
-                    heapq.heappush(heap, self._tenant_entry(name, tenant))
+            for name, subject in subjects:
+                self._put_back(tenants[name], subject)
+            for _, _, name in nearest:
+                if tenants[name].heap:
+                    heapq.heappush(heap, self._tenant_entry(name, tenants[name]))
 
-    def _grouped(self, waiting: Iterable[Sequence]) -> dict[str, _Waiting]:
-        tenants: dict[str, _Waiting] = {}
-        for sequence in waiting:
-            subject = sequence.request.view.subject
-            tenants.setdefault(subject.tenant, _Waiting()).queues.setdefault(subject, deque()).append(sequence)
-        for tenant in tenants.values():
-            tenant.heap = [self._subject_entry(*item) for item in tenant.queues.items()]
-            heapq.heapify(tenant.heap)
-        return tenants
+    def _tenant(self, lines: dict[str, Line]) -> _Tenant:
+        tenant = _Tenant(dict(lines))
+        for subject in lines:
+            self._put_back(tenant, subject)
+        return tenant
 
-    def _candidates(self, tenant: _Waiting, most: int) -> tuple[list[Subject], list[Sequence]]:
-        """Take a tenant's nearest subjects out of its heap; return them with up to `most` of their sequences."""
-        subjects = [subject for _, _, subject in self._take_nearest(tenant.heap, most)]
-        depth = max(1, most // len(subjects))
-        return subjects, [sequence for each in subjects for sequence in islice(tenant.queues[each], depth)]
+    def _put_back(self, tenant: _Tenant, subject: str) -> None:
+        following = tenant.next_of(subject)
+        if following is not None:
+            counter = self._counters.of_subject(following.request.view.subject)
+            heapq.heappush(tenant.heap, (counter, following.handle, subject))
 
     def _take_nearest(self, heap: list[tuple[float, int, K]], most: int) -> list[tuple[float, int, K]]:
         """Take those out of the heap whose counters are near enough to the lowest, lowest first."""
@@ -101,9 +114,6 @@ class FairShare:
             nearest.append(heapq.heappop(heap))
         return nearest
 
-    def _subject_entry(self, subject: Subject, queue: deque[Sequence]) -> tuple[float, int, Subject]:
-        return self._counters.of_subject(subject), queue[0].handle, subject
-
-    def _tenant_entry(self, name: str, tenant: _Waiting) -> tuple[float, int, str]:
+    def _tenant_entry(self, name: str, tenant: _Tenant) -> tuple[float, int, str]:
         # Ties are by arrival, that of the subject that would be first.
         return self._counters.of_tenant(name), tenant.heap[0][1], name

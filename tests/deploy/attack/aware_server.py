@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tests.fakes.openai_server import FakeOpenAIServer, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
 
     from starlette.requests import Request
@@ -128,7 +128,8 @@ class AwareServer(FakeOpenAIServer):
             return refusal
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"].split()
         self._advance()
-        await self._wait(who)
+        number = next(self._fresh)
+        await self._wait(who, number)
         found, answer = self._ask(who, [str(word) for word in text])
         self.tokens += len(text)
         usage = {"prompt_tokens": len(text), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": found}}
@@ -136,7 +137,8 @@ class AwareServer(FakeOpenAIServer):
             return JSONResponse({"content": [], "usage": {"cache_read_input_tokens": found}})
         if not body.get("stream"):
             return JSONResponse({"choices": [{"index": 0, "text": answer}], "usage": usage})
-        return StreamingResponse(_stream(usage), media_type="text/event-stream")
+        further = self._generate(who, number, body["max_tokens"] - 1)
+        return StreamingResponse(_stream(usage, further), media_type="text/event-stream")
 
     def _who(self, request: Request, body: dict[str, Any]) -> Who | None:
         name = next((body[each] for each in NAMES if body.get(each)), (body.get("metadata") or {}).get("user_id"))
@@ -222,27 +224,35 @@ class AwareServer(FakeOpenAIServer):
             del order[oldest]
             self.chains.views[oldest[2]].discard(oldest[:2])
 
-    async def _wait(self, who: Who) -> None:
-        """Serve one request at a time: by arrival, or the tenant and then the subject that has had least."""
+    async def _generate(self, who: Who, number: int, tokens: int) -> None:
+        for _ in range(tokens):
+            await self._wait(who, number)
+
+    async def _wait(self, who: Who, number: int) -> None:
+        """Generate one token at a time: of the oldest request, or of the oldest of the tenant that has had least."""
         if not self.step_s:
             return
         turn = asyncio.Event()
-        self._waiting.append((time.monotonic(), next(self._fresh), f"{who.tenant} {who.subject}", turn))
+        entry = (time.monotonic(), number, who.tenant, turn)
+        self._waiting.append(entry)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_later(self.step_s, self._serve)
-        await turn.wait()
+        try:
+            await turn.wait()
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
 
     def _serve(self) -> None:
+        if not self._waiting:
+            return
+
         def share(entry: tuple[float, int, str, asyncio.Event]) -> tuple[float, ...]:
-            tenant = entry[2].split()[0]
-            if self.serves_in_order:
-                return (entry[1],)
-            return (self._served[tenant] if tenant != "default" else self._served[entry[2]], entry[1])
+            return (0 if self.serves_in_order else self._served[entry[2]], entry[1])
 
         chosen = min(self._waiting, key=share)
         self._waiting.remove(chosen)
-        for each in (chosen[2], chosen[2].split()[0]):
-            self._served[each] += 1
+        self._served[chosen[2]] += 1
         chosen[3].set()
         if self._waiting:
             asyncio.get_running_loop().call_later(self.step_s, self._serve)
@@ -264,8 +274,9 @@ class AwareServer(FakeOpenAIServer):
         return None
 
 
-async def _stream(usage: dict[str, Any]) -> AsyncIterator[bytes]:
+async def _stream(usage: dict[str, Any], further: Awaitable[None]) -> AsyncIterator[bytes]:
     yield encode({"choices": [{"index": 0, "text": " w", "finish_reason": None}]})
+    await further
     yield encode({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
     yield encode({"choices": [], "usage": usage})
     yield b"data: [DONE]\n\n"

@@ -113,6 +113,14 @@ def test_a_flood_that_delays_a_victim_is_seen(tmp_path: Path, *, in_order: bool,
     assert found == {"rival key: delay": verdict}
 
 
+@pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
+def test_long_outputs_that_hold_a_victim_back_are_seen(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
+    server = AwareServer(serves_in_order=in_order, step_s=0.004)
+    found = verdicts(attack(server, tmp_path, "long-outputs", *FLAGS, "--policy", "fair", "--rows", "1"))
+    assert found.pop("long outputs of as many real people (control)") == "unbounded"
+    assert found == {"rival key: long outputs": verdict}
+
+
 def test_delays_are_not_judged_where_shares_are_not_promised(tmp_path: Path) -> None:
     assert verdicts(attack(AwareServer(), tmp_path, "delay", *FLAGS)) == {"rival key: delay": "not applicable"}
 

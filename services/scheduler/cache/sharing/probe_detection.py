@@ -112,13 +112,17 @@ class Vigilance:
             if not node.is_dead:
                 self._judge(node, set(suspects[node].values()))
 
-    def admit(self, node: Node, account: Account) -> None:
-        """Note that a view has computed a shared node's tokens itself: its subject learns nothing from seeing it."""
+    def admit(self, node: Node, account: Account, *, is_evidence: bool) -> None:
+        """Note that a view has computed a shared node's tokens itself: its subject learns nothing from seeing it.
+
+        Only with `is_evidence` it also counts for its tenant to see the node again.
+        """
         if node.quarantined is not None:
             node.quarantined.pop(account.fingerprint, None)
             node.quarantined = node.quarantined or None
             self._proven[node] = None
-        node.add_creator(account, self._store.epoch, self._store.config)
+        epoch = self._store.epoch
+        node.add_creator(account, epoch, self._store.config, evidence=epoch if is_evidence else None)
 
     def _suspects(self, node: Node) -> Iterator[tuple[int, str]]:
         """Yield the fingerprints and tenants of subjects that seem to probe a node, as its window closes."""
@@ -179,7 +183,7 @@ class Vigilance:
             self._demoter.demote(node)
 
     def _end_quarantines(self) -> None:
-        """Show nodes again to tenants of which enough subjects have computed them since."""
+        """Show nodes again to tenants of which enough subjects have computed them since, as evidence."""
         proven, self._proven = self._proven, {}
         required = self._enough * self._store.config.repromotion_factor
         for node in proven:
@@ -187,7 +191,9 @@ class Vigilance:
                 continue
             for fingerprint, quarantine in list(node.quarantined.items()):
                 if quarantine.is_whole and required <= sum(
-                    subject[0] == quarantine.tenant and creator.epoch >= quarantine.since
+                    subject[0] == quarantine.tenant
+                    and creator.evidence is not None
+                    and creator.evidence >= quarantine.since
                     for subject, creator in (node.creators or {}).items()
                 ):
                     del node.quarantined[fingerprint]

@@ -28,10 +28,10 @@ _ON_HOST = NodeState.ON_HOST
 class _History:
     """What is known of nodes that become one.
 
-    `holders` are the owners of the private ones, with the epochs in which they computed them.
+    `holders` are the owners of the private ones, with the epochs of their evidence, if it is any.
     """
 
-    holders: list[tuple[Account, int]]
+    holders: list[tuple[Account, int | None]]
     creators: dict[SubjectKey, Creator] = field(default_factory=dict)
     quarantined: dict[int, Quarantine] = field(default_factory=dict)
     tenants: dict[str, int] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Promoter:
         evidence = self._evidence(halves)
         private = [half.owner for half in halves if not half.is_shared]
         private.sort(key=lambda owner: owner.subject not in evidence)
-        history = _History([(owner, evidence.get(owner.subject, self._store.epoch)) for owner in private])
+        history = _History([(owner, evidence.get(owner.subject)) for owner in private])
         for half in shared:
             history.creators.update(half.creators or {})
             history.quarantined.update(half.quarantined or {})
@@ -236,8 +236,9 @@ class Promoter:
     def _tell(self, node: Node, history: _History) -> None:
         """Give a shared node the history of those that it was made of."""
         node.creators = history.creators
-        for owner, epoch in history.holders:
-            node.add_creator(owner, epoch, self._store.config)
+        for owner, evidence in history.holders:
+            epoch = self._store.epoch if evidence is None else evidence
+            node.add_creator(owner, epoch, self._store.config, evidence=evidence)
         node.quarantined = history.quarantined or None
         if node.is_public:
             node.tenants, node.parties = history.tenants or None, history.parties or None

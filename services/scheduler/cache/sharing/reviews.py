@@ -79,7 +79,7 @@ class Reviews:
             self._pending[asked].members = members
         elif len(book.asked) < self._config.remembered_chains:
             review = _Review(book, hashes[:end], members, epoch)
-            self._ask(review, np.frombuffer(key, np.int32)[: end * self._page_size])
+            self._ask(review, np.frombuffer(key, np.int32)[: end * self._page_size], scope[0] if scope else "")
         return allowed
 
     def take(self) -> tuple[PromotionCandidate, ...]:
@@ -115,12 +115,12 @@ class Reviews:
         for book in self._books.values():
             book.verdicts.clear()
 
-    def _ask(self, review: _Review, token_ids: TokenIds) -> None:
+    def _ask(self, review: _Review, token_ids: TokenIds, tenant: str) -> None:
         candidate_id = CandidateId(self._next)
         self._next += 1
         self._pending[candidate_id] = review
         review.book.asked[review.hashes[-1]] = candidate_id
-        self._outgoing.append(PromotionCandidate(candidate_id, token_ids))
+        self._outgoing.append(PromotionCandidate(candidate_id, token_ids, tenant))
 
     def _remember(self, book: _Book, chain: bytes, *, is_allowed: bool) -> None:
         book.verdicts[chain] = is_allowed

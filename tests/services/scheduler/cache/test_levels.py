@@ -266,6 +266,30 @@ class TestTenantsAreJudgedAlone:
         driver.next_epoch()
         assert finds(driver, View(Subject("cyan", "user/new"))) == [6]
 
+    def test_text_that_may_not_be_shared_does_not_end_a_tenant_s_quarantine(self) -> None:
+        """Private requests were counted like those of subjects that share what they ask."""
+        driver, _ = global_driver()
+        driver.next_epoch()
+        for view in CYAN[:2]:
+            probe(driver, view)
+        driver.next_epoch()
+        for view in CYAN[:5]:
+            driver.serve(view, TEXT, may_promote=False)
+        for view in people("cyan", 10)[6:]:
+            driver.serve(view, TEXT, may_promote=False)
+        driver.next_epoch()
+        # Each of them sees what it has computed itself, and nobody else does.
+        assert finds(driver, CYAN[0], CYAN[4], CYAN[5]) == [6, 6, 0]
+        newcomer = View(Subject("cyan", "user/new"))
+        serve_all(driver, people("cyan", 16)[11:])
+        driver.next_epoch()
+        assert finds(driver, newcomer) == [0]
+        # With the sixth whose text may be shared, there are enough.
+        driver.serve(CYAN[5], TEXT)
+        driver.next_epoch()
+        assert finds(driver, newcomer) == [6]
+        driver.check()
+
     def test_several_probing_tenants_give_it_back_to_those_that_shared_it(self) -> None:
         driver, _ = global_driver()
         driver.serve(ACME[4], [*TEXT, 9, 9, 4, 4])

@@ -41,6 +41,8 @@ class Shared:
     parties: dict[Scope, Use] = field(default_factory=dict)
     quarantined: dict[SubjectKey, int] = field(default_factory=dict)
     quarantined_tenants: dict[str, int] = field(default_factory=dict)
+    # The epochs in which creators last computed it by requests whose text may be shared.
+    proofs: dict[SubjectKey, int] = field(default_factory=dict)
     tenants: dict[str, int] = field(default_factory=dict)
     pinned: bool = False
 
@@ -155,6 +157,8 @@ class ViewOracle:
             elif scope is not None:
                 page = self.shared[scope][path]
                 page.add_creator(view, self.epoch)
+                if is_evidence:
+                    page.proofs[view[:2]] = self.epoch
                 page.quarantined.pop(view[:2], None)
             elif self.is_pinned(path):
                 above = path[: -self.page_size]
@@ -215,6 +219,7 @@ class ViewOracle:
             for scope in ((), subject[:1]):
                 for page in self.shared.get(scope, {}).values():
                     page.creators.pop(subject, None)
+                    page.proofs.pop(subject, None)
 
     # --- pins ---
 
@@ -289,7 +294,7 @@ class ViewOracle:
                     page.roll(self.epoch)
                 required = self.config.promotion_subjects * self.config.repromotion_factor
                 for tenant, since in list(page.quarantined_tenants.items()):
-                    proofs = [made for subject, (made, _) in page.creators.items() if subject[0] == tenant]
+                    proofs = [made for subject, made in page.proofs.items() if subject[0] == tenant]
                     if sum(made >= since for made in proofs) >= required:
                         del page.quarantined_tenants[tenant]
         found = sorted((entry for entry, them in suspects.items() if them), key=lambda entry: len(entry[1]))

@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import pytest
 
 from common.errors import ConfigurationError
+from services.scheduler.cache.types import CandidateId, PromotionCandidate
 from services.scheduler.content.checker import Answer
-from services.scheduler.content.desk import ContentDesk
+from services.scheduler.content.desk import MAX_WAITING, ContentDesk
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
 from tests.waiting import until
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.types import TokenIds
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.content.checker import ContentChecker
 
 PROMPT = list(range(100, 116))
@@ -106,6 +109,57 @@ async def test_verdicts_of_old_rules_do_not_count_under_new_ones() -> None:
         await until(lambda: desk.verdicts == {"refused": 1, "allowed": 1})
     driver.next_epoch()
     assert driver.tenants == [PROMPT]
+
+
+class Candidates:
+    """A cache of which only the candidates matter."""
+
+    def __init__(self, *tenants: str) -> None:
+        ids = np.zeros(16, np.int32)
+        self.new = tuple(PromotionCandidate(CandidateId(n), ids, tenant) for n, tenant in enumerate(tenants))
+        self.resolved: list[str] = []
+        self._tenants = tenants
+
+    def take_candidates(self) -> tuple[PromotionCandidate, ...]:
+        new, self.new = self.new, ()
+        return new
+
+    def resolve(self, candidate_id: CandidateId, _allowed_tokens: int) -> None:
+        self.resolved.append(self._tenants[candidate_id])
+
+
+async def examined(cache: Candidates, most: int) -> list[str]:
+    """Return the tenants of the candidates that got a verdict, in order."""
+    desk = ContentDesk(
+        cast("ContentChecker", ScriptedChecker(Answer(16, rules="1"))), lambda: cast("PrefixCache", cache)
+    )
+    task = asyncio.create_task(desk.run())
+    await until(lambda: sum(desk.verdicts.values()) == most)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert desk.verdicts["allowed"] == len(cache.resolved)
+    return cache.resolved
+
+
+async def test_a_flood_of_one_tenant_s_candidates_drops_its_own_only() -> None:
+    """One tenant's candidates pushed another's out of a queue that all shared."""
+    early, late = ["victim"] * 3, ["victim"] * 3
+    asked = [*early, *["flood"] * (2 * MAX_WAITING), *late]
+    order = await examined(Candidates(*asked), len(asked))
+    assert order.count("victim") == 6
+    assert order.count("flood") == MAX_WAITING - 6
+
+
+async def test_tenants_have_their_candidates_examined_in_turn() -> None:
+    asked = ["flood"] * 20 + ["victim"] * 3 + ["other"] * 2
+    order = await examined(Candidates(*asked), len(asked))
+    assert order[:8] == ["flood", "victim", "other", "flood", "victim", "other", "flood", "victim"]
+    assert order[8:] == ["flood"] * 17
+
+
+async def test_a_candidate_says_which_tenant_is_to_share_it() -> None:
+    candidates = driver_with_candidate().cache.take_candidates()
+    assert [candidate.tenant for candidate in candidates] == ["tenant"]
 
 
 @pytest.mark.parametrize("answer", [Answer(failure="no content detector is named"), Answer(complaint="no rules")])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequestError, QueueFullError
+from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import (
     CacheMode,
     ErrorCode,
@@ -250,6 +251,57 @@ def test_pins_yield_only_when_otherwise_nothing_could_run() -> None:
     ask(harness, "again", FIRST, session="a")
     harness.run()
     assert pinned(harness) == [24, 24]
+
+
+def keep(harness: Harness, view: View, name: str, tokens: int) -> None:
+    """Open a session and let its first turn leave `tokens` tokens pinned; each is idle for longer than the next."""
+    open_session(harness, name, view)
+    prompt = [(len(harness.outputs) * 37 + 5 * index) % 800 + 20 for index in range(tokens - 1)]
+    request = make_request(name, prompt, tenant=view.tenant, user=view.subject.name, max_tokens=2)
+    assert harness.core.submit(replace(request, session=name), harness.now).rejected is None
+    harness.run()
+    harness.now += 1
+    harness.core.expire(harness.now)
+
+
+def yielding(harness: Harness) -> list[str]:
+    """Return the names of the sessions in the order in which they lose what they hold."""
+    order = []
+    while harness.core.sessions.yield_pin():
+        order += [each.name for each in harness.core.sessions if each.pin is None and each.name not in order]
+    return order
+
+
+MANY = replace(RULES, per_subject=8, total=20, subject_tokens=200, tenant_tokens=400, total_tokens=800)
+
+
+def test_the_tenant_that_holds_most_yields_first_and_one_below_its_share_keeps_its_pins() -> None:
+    """The longest idle session yielded, whoever's it was: a tenant that opened many took pins of others."""
+    harness = harness_with(MANY, pages=400)
+    keep(harness, View(Subject("modest", "ann")), "old", 40)
+    for number in range(4):
+        keep(harness, View(Subject("greedy", f"invented{number}")), f"g{number}", 32)
+    assert sum(pinned(harness)) == 40 + 4 * 32
+    # Until the greedy tenant holds less than the modest one.
+    assert yielding(harness) == ["g0", "g1", "g2", "old", "g3"]
+
+
+def test_pins_yield_by_weight_of_tenant_and_subject() -> None:
+    harness = harness_with(MANY, pages=400)
+    harness.core.adopt(
+        Limits(
+            tenants={
+                "large": TenantLimits(weight=4, subjects={"user/vip": SubjectLimits(weight=3)}),
+                "small": TenantLimits(),
+            }
+        )
+    )
+    for name in ("vip", "plain"):
+        for number in range(2):
+            keep(harness, View(Subject("large", f"user/{name}")), f"{name}{number}", 40)
+    keep(harness, View(Subject("small", "ann")), "small0", 44)
+    # 44 tokens of the small tenant against 160 / 4, then 40 + 40 of one subject against 80 / 3 of the other.
+    assert yielding(harness) == ["small0", "plain0", "plain1", "vip0", "vip1"]
 
 
 def test_a_row_that_grows_alone_takes_what_sessions_hold() -> None:

@@ -13,7 +13,7 @@ from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.fair_share import FairShare
-from tests.services.scheduler.policy.waiting import handles, waiting_sequence
+from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
 
 if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
@@ -34,13 +34,13 @@ def counters_of(**tokens: int) -> VirtualCounters:
 def test_the_least_served_goes_first_and_each_principal_s_own_by_arrival() -> None:
     waiting = [waiting_sequence(1, user="ann"), waiting_sequence(2, user="ann"), waiting_sequence(3, user="bob")]
     policy = FairShare(counters_of(ann=100, bob=50), slack_tokens=0)
-    assert handles(policy.order(waiting, lambda _: 0)) == [3, 1, 2]
+    assert handles(policy.order(line_up(waiting), lambda _: 0)) == [3, 1, 2]
 
 
 def test_a_charge_between_two_choices_counts_for_the_second() -> None:
     counters = counters_of(ann=0, bob=10)
     waiting = [waiting_sequence(1, user="ann"), waiting_sequence(2, user="ann"), waiting_sequence(3, user="bob")]
-    order = FairShare(counters, slack_tokens=0).order(waiting, lambda _: 0)
+    order = FairShare(counters, slack_tokens=0).order(line_up(waiting), lambda _: 0)
     assert next(order).handle == 1
     counters.charge((Subject("tenant", "ann")), prompt_tokens=20)
     assert handles(order) == [3, 2]
@@ -50,7 +50,7 @@ def test_within_the_slack_the_longest_prefix_goes_first() -> None:
     waiting = [waiting_sequence(1, user="ann"), waiting_sequence(2, user="bob"), waiting_sequence(3, user="eve")]
     policy = FairShare(counters_of(ann=0, bob=90, eve=200), slack_tokens=100)
     match = {1: 16, 2: 64, 3: 999}
-    assert handles(policy.order(waiting, lambda sequence: match[sequence.handle])) == [2, 1, 3]
+    assert handles(policy.order(line_up(waiting), lambda sequence: match[sequence.handle])) == [2, 1, 3]
 
 
 def test_no_more_than_the_window_is_matched_at_a_time() -> None:
@@ -62,7 +62,7 @@ def test_no_more_than_the_window_is_matched_at_a_time() -> None:
 
     counters = counters_of(**{f"user{number}": 0 for number in range(20)})
     waiting = [waiting_sequence(number, user=f"user{number % 20}") for number in range(200)]
-    next(FairShare(counters, window=16).order(waiting, match))
+    next(FairShare(counters, window=16).order(line_up(waiting), match))
     assert len(matched) == 16
     assert len(set(matched)) == 16
 
@@ -70,9 +70,9 @@ def test_no_more_than_the_window_is_matched_at_a_time() -> None:
 def test_everybody_is_offered_a_row_exactly_once() -> None:
     counters = counters_of(ann=5, bob=50_000, eve=3_000)
     waiting = [waiting_sequence(number, user=("ann", "bob", "eve")[number % 3]) for number in range(30)]
-    order = FairShare(counters).order(waiting, lambda sequence: sequence.handle % 7)
+    order = FairShare(counters).order(line_up(waiting), lambda sequence: sequence.handle % 7)
     assert sorted(handles(order)) == list(range(30))
-    assert handles(FairShare(counters).order([], lambda _: 0)) == []
+    assert handles(FairShare(counters).order(line_up([]), lambda _: 0)) == []
 
 
 @pytest.mark.parametrize("slack", [0, 64, 512])
@@ -96,7 +96,7 @@ def test_counters_of_those_that_wait_never_lie_further_apart_than_the_bound(slac
         arrive(user)
     spread = 0.0
     for _ in range(3000):
-        chosen = next(policy.order(waiting, lambda sequence: sequence.handle * 31 % 17))
+        chosen = next(policy.order(line_up(waiting), lambda sequence: sequence.handle * 31 % 17))
         view = chosen.request.view
         counters.charge(view.subject, prompt_tokens=prompts[chosen.handle])
         # It goes on waiting with another request, as all do here.
@@ -121,7 +121,7 @@ def test_tenants_come_first_and_then_their_subjects() -> None:
         counters.charge(subject, prompt_tokens=tokens)
     waiting = [waiting_sequence(number, user=each.name, tenant=each.tenant) for number, each in enumerate(subjects)]
     # Its tenant has had 50, the other one 60 by its three subjects, each of which has had less.
-    assert handles(FairShare(counters, slack_tokens=0).order(waiting, lambda _: 0)) == [3, 0, 1, 2]
+    assert handles(FairShare(counters, slack_tokens=0).order(line_up(waiting), lambda _: 0)) == [3, 0, 1, 2]
 
 
 def test_the_slack_counts_on_each_level() -> None:
@@ -135,7 +135,7 @@ def test_the_slack_counts_on_each_level() -> None:
     match = {0: 16, 1: 64, 2: 32}
 
     def first() -> int:
-        order = FairShare(counters, slack_tokens=100).order(waiting, lambda sequence: match[sequence.handle])
+        order = FairShare(counters, slack_tokens=100).order(line_up(waiting), lambda sequence: match[sequence.handle])
         return next(iter(order)).handle
 
     # Of tenant a, which is near enough to b, the subject y is further above x than the slack.
@@ -185,7 +185,7 @@ def test_random_tenants_and_subjects_get_their_weights_within_the_bound(
         waiting.append(waiting_sequence(next(numbers), user=subject.name, tenant=subject.tenant))
     policy, served = FairShare(counters, slack), dict.fromkeys(subjects, 0)
     for _ in range(400):
-        chosen = next(iter(policy.order(waiting, lambda sequence: sequence.handle * 31 % 17)))
+        chosen = next(iter(policy.order(line_up(waiting), lambda sequence: sequence.handle * 31 % 17)))
         subject, tokens = chosen.request.view.subject, chance.randint(1, longest)
         counters.charge(subject, prompt_tokens=tokens)
         served[subject] += tokens
@@ -217,7 +217,7 @@ def test_a_flood_that_names_no_one_gets_its_share_of_turns_and_no_more() -> None
     arrive("user/ann")
     turns: Counter[str] = Counter()
     for _ in range(2_000):
-        chosen = next(iter(policy.order(waiting, lambda sequence: sequence.handle % 7)))
+        chosen = next(iter(policy.order(line_up(waiting), lambda sequence: sequence.handle % 7)))
         subject = chosen.request.view.subject
         turns[subject.name] += 1
         arrive(subject.name)

@@ -16,10 +16,14 @@ from common.types import (
     SubscriberId,
     View,
 )
+from services.scheduler.core.queue import WaitingQueue
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.policy.first_come import FirstComeFirstServed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from services.scheduler.core.queue import Waiting
 
 
 def waiting_sequence(
@@ -44,6 +48,24 @@ def waiting_sequence(
         max_total_tokens=8,
         arrived_at=arrived_at,
     )
+
+
+class _Recorder(FirstComeFirstServed):
+    waiting: Waiting
+
+    def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterable[Sequence]:
+        self.waiting = waiting
+        return ()
+
+
+def line_up(sequences: Iterable[Sequence]) -> Waiting:
+    """Return the sequences as a queue offers them to a policy."""
+    recorder = _Recorder()
+    queue = WaitingQueue(recorder)
+    for sequence in sequences:
+        queue.add(sequence)
+    assert not list(queue.candidates(lambda _: 0))
+    return recorder.waiting
 
 
 def handles(sequences: Iterable[Sequence]) -> list[int]:

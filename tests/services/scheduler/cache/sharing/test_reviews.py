@@ -24,11 +24,12 @@ def test_without_a_verdict_nothing_is_published() -> None:
     assert driver.tenants == []
 
 
-def test_candidate_is_handed_out_once_with_all_its_tokens_and_no_owner() -> None:
+def test_candidate_is_handed_out_once_with_all_its_tokens_and_no_subject() -> None:
     driver = driver_with()
     (candidate,) = driver.cache.take_candidates()
     assert candidate.token_ids.tolist() == PROMPT
-    assert set(candidate.__slots__) == {"candidate_id", "token_ids"}
+    assert set(candidate.__slots__) == {"candidate_id", "token_ids", "tenant"}
+    assert candidate.tenant == "tenant"
     assert driver.cache.take_candidates() == ()
     driver.serve(DAN, PROMPT)
     driver.next_epoch()

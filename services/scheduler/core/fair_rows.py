@@ -1,0 +1,270 @@
+"""Which running rows make way so that tenants, and the subjects of each, have their weighted shares of the machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from common.types import Subject
+    from services.scheduler.core.billing import Billing
+    from services.scheduler.core.memory import KvMemory
+    from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.shares import VirtualCounters
+    from services.scheduler.core.twins import Twins
+
+K = TypeVar("K")
+
+# A row generates at least so many tokens each time before it makes way: this bounds what is computed twice.
+QUANTUM_TOKENS = 32
+# Plans between two looks at the shares, as a look costs time for each row and each waiting sequence.
+PLANS_BETWEEN_LOOKS = 4
+# Rounding errors of shares.
+_TOLERANCE = 1e-9
+
+
+class RowPreemption(Protocol):
+    """Decides which rows give their pages back, for a waiting sequence or because memory ran out."""
+
+    count: int
+    """Rows that made way for waiting sequences."""
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Return the row that gives its pages back when running rows need them."""
+
+    def note_refusal(self, sequence: Sequence) -> None:
+        """Learn that there was no memory to start a sequence."""
+
+    def make_room(
+        self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
+    ) -> Sequence | None:
+        """Retract rows that must make way, where `most_rows` may run; return the sequence to start in their place."""
+
+
+class FairRows:
+    """Preemption under fair shares.
+
+    What is shared is what lacks: rows, or pages where rows are free. A waiting tenant with less than its share gets a
+    row of the tenant that holds most for its weight, as long as that keeps its own share; subjects of one tenant
+    likewise share what their tenant holds. Who starts is the policy's choice, so that a tenant that has been served
+    more than others gets no rows of theirs. Rows have a minimum quantum. So rows cannot churn: after making way, a
+    tenant still has its share and takes nothing back, and each time costs `QUANTUM_TOKENS` generated tokens.
+
+    With one subject no row makes way, and memory is taken from the lowest priority, then the youngest, as under other
+    policies. A priority means nothing between subjects.
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        queue: WaitingQueue,
+        memory: KvMemory,
+        billing: Billing,
+        counters: VirtualCounters,
+    ) -> None:
+        """Look at state that the core owns; `counters` know the weights."""
+        self.count = 0
+        self._rows = rows
+        self._queue = queue
+        self._memory = memory
+        self._billing = billing
+        self._counters = counters
+        self._next_look = 0
+        self._plans = 0
+        self._lacks_memory = False
+        self._most_rows = rows.max_rows
+
+    def victim(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Return the youngest row of the subject with most pages for its weight, in the tenant with most."""
+        rows = list(candidates)
+        return min(rows, key=self._order_of(rows, self._pages_of))
+
+    def note_refusal(self, sequence: Sequence) -> None:
+        self._lacks_memory = True
+
+    def make_room(
+        self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
+    ) -> Sequence | None:
+        """Retract rows for the waiting sequence that the policy chooses, if it has a right to them and they suffice."""
+        self._plans += 1
+        self._most_rows = most_rows
+        lacks_rows = self._rows.running >= most_rows
+        lacks_memory, self._lacks_memory = self._lacks_memory, False
+        if not (lacks_rows or lacks_memory):
+            return None
+        if self._plans < self._next_look or not self._is_contended():
+            # A refusal stays noted until there is a look.
+            self._lacks_memory = lacks_memory
+            return None
+        self._next_look = self._plans + PLANS_BETWEEN_LOOKS
+        if lacks_rows and not self._has_spare_rows():
+            return None
+        self._billing.settle()
+        waiting = twins()
+        candidates = self._queue.candidates(self._memory.match)
+        first = next((sequence for sequence in candidates if not waiting.is_awaited(sequence)), None)
+        if first is None:
+            return None
+        victims = self._victims(first, lacks_rows=lacks_rows)
+        for victim in victims:
+            victim.preemptions += 1
+            self.count += 1
+            retract(victim)
+        return first if victims else None
+
+    def _is_contended(self) -> bool:
+        running, waiting = self._rows.census, self._queue.census
+        if not waiting.tenants or not running.tenants:
+            return False
+        if len(running.tenants) > 1 or running.tenants.keys() != waiting.tenants.keys():
+            return True
+        tenant = next(iter(running.tenants))
+        return len(running.subjects[tenant]) > 1 or running.subjects[tenant].keys() != waiting.subjects[tenant].keys()
+
+    def _has_spare_rows(self) -> bool:
+        """Whether some tenant would keep its share without one of its rows, or some subject has several rows."""
+        running = self._rows.census
+        if any(max(subjects.values()) > 1 for subjects in running.subjects.values()):
+            return True
+        shares = self._tenant_shares(running.tenants, is_of_rows=True)
+        return any(held - 1 >= shares[tenant] - _TOLERANCE for tenant, held in running.tenants.items())
+
+    def _victims(self, first: Sequence, *, lacks_rows: bool) -> list[Sequence]:
+        """Return the rows that suffice for `first`, each of which leaves its tenant and subject their share."""
+        amount = _one if lacks_rows else self._pages_of
+        rows = self._rows.occupants()
+        victims: list[Sequence] = []
+        pages = 0
+        while not (victims and self._missing_pages(first, len(rows)) <= pages):
+            victim = self._next_victim(first, rows, amount, is_of_rows=lacks_rows)
+            if victim is None:
+                return []
+            victims.append(victim)
+            rows.remove(victim)
+            pages += self._pages_of(victim)
+        return victims
+
+    def _next_victim(
+        self, first: Sequence, rows: list[Sequence], amount: Callable[[Sequence], int], *, is_of_rows: bool
+    ) -> Sequence | None:
+        if not rows:
+            return None
+        subject = first.request.view.subject
+        tenants, subjects = _held(rows, amount)
+        shares = self._tenant_shares(tenants, is_of_rows=is_of_rows)
+        if tenants[subject.tenant] < shares[subject.tenant] - _TOLERANCE:
+            givers = [
+                row
+                for row in rows
+                if (tenant := row.request.view.tenant) != subject.tenant
+                and tenants[tenant] - amount(row) >= shares[tenant] - _TOLERANCE
+            ]
+            if givers:
+                return self._first_after_quantum(givers, rows, amount)
+        own = self._subject_shares(subject.tenant, tenants[subject.tenant], subjects, is_of_rows=is_of_rows)
+        if subjects[subject] >= own[subject] - _TOLERANCE:
+            return None
+        givers = [
+            row
+            for row in rows
+            if (other := row.request.view.subject).tenant == subject.tenant
+            and other != subject
+            and subjects[other] - amount(row) >= own[other] - _TOLERANCE
+        ]
+        return self._first_after_quantum(givers, rows, amount)
+
+    def _first_after_quantum(
+        self, givers: list[Sequence], rows: list[Sequence], amount: Callable[[Sequence], int]
+    ) -> Sequence | None:
+        ready = [row for row in givers if self._generated(row) >= QUANTUM_TOKENS]
+        return min(ready, key=self._order_of(rows, amount), default=None)
+
+    def _order_of(
+        self, rows: list[Sequence], amount: Callable[[Sequence], int]
+    ) -> Callable[[Sequence], tuple[float, str, float, str, int, int]]:
+        """Return the order in which `rows` make way, as a sort key."""
+        tenants, subjects = _held(rows, amount)
+        by_tenant = {tenant: held / self._counters.weight_of_tenant(tenant) for tenant, held in tenants.items()}
+        by_subject = {subject: held / self._counters.weight_of_subject(subject) for subject, held in subjects.items()}
+
+        def key(sequence: Sequence) -> tuple[float, str, float, str, int, int]:
+            subject = sequence.request.view.subject
+            of_tenant, of_subject = -by_tenant[subject.tenant], -by_subject[subject]
+            return of_tenant, subject.tenant, of_subject, subject.name, sequence.request.priority, -sequence.handle
+
+        return key
+
+    def _tenant_shares(self, held: Mapping[str, int], *, is_of_rows: bool) -> dict[str, float]:
+        waiting = self._queue.census.tenants
+        names = held.keys() | waiting.keys()
+        weights = {name: self._counters.weight_of_tenant(name) for name in names}
+        if is_of_rows:
+            demands = {name: held.get(name, 0) + waiting[name] for name in names}
+            return max_min_shares(self._most_rows, weights, demands)
+        # How much memory tenants could use is not known.
+        return max_min_shares(sum(held.values()) + self._memory.available_pages, weights)
+
+    def _subject_shares(
+        self, tenant: str, total: int, held: Mapping[Subject, int], *, is_of_rows: bool
+    ) -> dict[Subject, float]:
+        waiting: Counter[Subject] = self._queue.census.subjects.get(tenant, Counter())
+        names = {subject for subject in held if subject.tenant == tenant} | waiting.keys()
+        weights = {subject: self._counters.weight_of_subject(subject) for subject in names}
+        if not is_of_rows:
+            return max_min_shares(total, weights)
+        return max_min_shares(total, weights, {name: held.get(name, 0) + waiting[name] for name in names})
+
+    def _generated(self, sequence: Sequence) -> int:
+        """Return how many tokens a row has generated since it was opened."""
+        assert sequence.row is not None, "it runs"
+        return int(self._rows.length[sequence.row]) - len(sequence.token_ids)
+
+    def _pages_of(self, sequence: Sequence) -> int:
+        assert sequence.row is not None, "it runs"
+        return int(self._rows.page_count[sequence.row])
+
+    def _missing_pages(self, sequence: Sequence, running: int) -> int:
+        """Return how many pages a waiting sequence lacks beside `running` rows, which keep a spare one each."""
+        needed = self._memory.pages_of(len(sequence.token_ids))
+        if not needed:
+            return 0
+        found = self._memory.match(sequence) // self._rows.page_size
+        return needed - found + running - self._memory.available_pages
+
+
+def max_min_shares(
+    total: float, weights: Mapping[K, float], demands: Mapping[K, float] | None = None
+) -> dict[K, float]:
+    """Divide `total` by weights, where nobody gets more than it demands and others get what is left of its share.
+
+    Without demands, each gets its part by weight.
+    """
+    if demands is None:
+        whole = sum(weights.values())
+        return {name: total * weight / whole for name, weight in weights.items()}
+    shares: dict[K, float] = {}
+    left, whole = total, sum(weights.values())
+    for name in sorted(weights, key=lambda name: demands[name] / weights[name]):
+        shares[name] = min(demands[name], left * weights[name] / whole)
+        left -= shares[name]
+        whole -= weights[name]
+    return shares
+
+
+def _one(_sequence: Sequence) -> int:
+    return 1
+
+
+def _held(rows: Iterable[Sequence], amount: Callable[[Sequence], int]) -> tuple[Counter[str], Counter[Subject]]:
+    """Return what each tenant and each subject has of `rows`."""
+    tenants: Counter[str] = Counter()
+    subjects: Counter[Subject] = Counter()
+    for row in rows:
+        subject, held = row.request.view.subject, amount(row)
+        tenants[subject.tenant] += held
+        subjects[subject] += held
+    return tenants, subjects
