@@ -295,8 +295,8 @@ class SchedulerLoop:
         metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
         metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
         metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at)
-        if self.meter is not None and sequence.lease is not None:
-            self.meter.note_start(sequence, sequence.lease)
+        if self.meter is not None and sequence.lock is not None:
+            self.meter.note_start(sequence, sequence.lock)
 
     def _push(self) -> None:
         """Hand what has gathered to the detokenizer; while it is away, nothing of it is owed to anybody."""

@@ -101,7 +101,7 @@ class Tally:
     """Is told what happens in a simulation; `figures` sums it up."""
 
     def __init__(self, rules: Rules, ideal: IdealCache) -> None:
-        """Hold what is found against `rules` and an ideal cache."""
+        """LockedPath what is found against `rules` and an ideal cache."""
         self._rules = rules
         self._ideal = ideal
         self._sums = _Sums()

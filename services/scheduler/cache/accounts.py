@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Accounts:
-    """Owns the accounts of all views that hold a node or a lease, and of their tenants; knows who was active lately.
+    """Owns the accounts of all views that hold a node or a lock, and of their tenants; knows who was active lately.
 
     A subject holds a quota as long as it has an account, a tenant until it has been idle for some epochs.
     """
@@ -58,7 +58,7 @@ class Accounts:
     def open(self, scope: Scope, epoch: int) -> Account:
         """Return the account of a view that starts a request now."""
         account = self.owner(scope)
-        account.leases += 1
+        account.locks += 1
         if not account.is_public:
             for each in (account, account.holder, account.holder.tenant):
                 self._touch(each, epoch)
@@ -79,12 +79,12 @@ class Accounts:
 
     def close(self, account: Account) -> None:
         """End a request of the view."""
-        account.leases -= 1
+        account.locks -= 1
         self.forget_if_empty(account)
 
     def forget_if_empty(self, account: Account) -> None:
         """Drop an account that nothing refers to, so that invented names leave nothing behind."""
-        if account.leases or account.nodes or account.views or account.is_public:
+        if account.locks or account.nodes or account.views or account.is_public:
             return
         if account.is_shared:
             if self._tenants.pop(account.scope[0], None) is not None:

@@ -58,7 +58,7 @@ class Candidate(Protocol):
 
     @property
     def uses(self) -> int:
-        """Leases that covered it."""
+        """LockTable that covered it."""
 
 
 C = TypeVar("C", bound=Candidate)

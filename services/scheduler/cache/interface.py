@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         CacheUsage,
         CandidateId,
         Insertion,
-        Lease,
         NodeSnapshot,
         OwnerSnapshot,
+        PrefixLock,
         PromotionCandidate,
     )
 
@@ -69,7 +69,7 @@ class PrefixCache(Protocol):
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in nodes that a lease holds. O(1)."""
+        """Device pages in nodes that a lock holds. O(1)."""
 
     @property
     def soft_free_pages(self) -> int:
@@ -97,41 +97,41 @@ class PrefixCache(Protocol):
         may_promote: bool = True,
         priority: int = 0,
         session: str | None = None,
-    ) -> Lease:
+    ) -> PrefixLock:
         """Match, lock and touch the longest prefix in a view; once, when a row is admitted.
 
-        The row gets a reference on each of the lease's pages and gives them back with the rest of its table.
+        The row gets a reference on each of the lock's pages and gives them back with the rest of its table.
 
         Args:
             view: What the request may find, and whose evidence it is.
             token_ids: [tokens] int32, the row's known ids.
             repeated: A further commit of one request (after a retraction, or another of its choices): no new hit.
-            may_promote: Whether what is inserted through the lease may be evidence that lets others find it.
+            may_promote: Whether what is inserted through the lock may be evidence that lets others find it.
             priority: The request's priority, where the order of eviction looks at it.
             session: The conversation that the request belongs to, where its user may want it forgotten.
         """
 
-    def commit_nothing(self, view: View) -> Lease:
-        """Return a lease for a row that may neither read the cache nor add to it; `insert` through it keeps nothing."""
+    def commit_nothing(self, view: View) -> PrefixLock:
+        """Return a lock for a row that may neither read the cache nor add to it; `insert` through it keeps nothing."""
 
-    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
-        """Add the whole pages of `token_ids` below the lease, which it replaces by one that covers them.
+    def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+        """Add the whole pages of `token_ids` below the lock, which it replaces by one that covers them.
 
         Args:
-            lease: The row's current lease.
+            lock: The row's current lock.
             token_ids: [tokens] int32, the row's ids whose KV is computed or planned, from its first on.
             pages: [at least tokens // page_size] int32, the row's page table.
             prompt_tokens: How many of the row's ids are its prompt; generated ones are no evidence of publicness.
         """
 
-    def release(self, lease: Lease) -> None:
-        """Unlock the lease's path. The row's page references are the row's to release."""
+    def release(self, lock: PrefixLock) -> None:
+        """Unlock the lock's path. The row's page references are the row's to release."""
 
     def evict(self, pages: int) -> int:
         """Free at least so many pages of unlocked nodes, or all there are; return how many became free."""
 
     def flush(self) -> int:
-        """Drop everything that no lease holds; return how many pages became free."""
+        """Drop everything that no lock holds; return how many pages became free."""
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
         """Drop all that is private to a subject, in all of its views, also while its rows run; return the pages freed.
@@ -170,7 +170,7 @@ class PrefixCache(Protocol):
         """Totals of the tree. O(tenants)."""
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lease; consume it before the cache changes."""
+        """Yield the public, the tenants and each view with a node or a lock; consume it before the cache changes."""
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes in one view, or all nodes: parents before children.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.types import Lease, LeaseId
+from services.scheduler.cache.types import LockId, PrefixLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Hold:
-    """What stands behind a lease: the path up to `node` is locked; None for a lease on nothing.
+class LockedPath:
+    """The path that a prefix lock protects, up to `node`; None for a lock on nothing.
 
-    Through a closed hold nothing more is inserted: the row's path has left its view while it ran, and
+    Through a closed path nothing more is inserted: the row's path has left its view while it ran, and
     `node` is what is left of it. `held` are the pages of the rest, protected as long as the row may read them.
     """
 
@@ -35,49 +35,51 @@ class Hold:
     is_closed: bool = False
 
 
-class Leases:
-    """Owns the holds of all leases."""
+class LockTable:
+    """Owns the locked paths of all prefix locks."""
 
     def __init__(self, page_size: int) -> None:
-        """Start without leases."""
+        """Start without locks."""
         self._page_size = page_size
         self._next = 0
-        self._holds: dict[LeaseId, Hold] = {}
+        self._paths: dict[LockId, LockedPath] = {}
 
-    def open(self, hold: Hold, view: View, pages: PageIds, shared_pages: tuple[int, int] = (0, 0)) -> Lease:
-        """Return a new lease on `pages`; `shared_pages` says how many are public, and then the tenant's."""
+    def open(
+        self, locked: LockedPath, view: View, pages: PageIds, shared_pages: tuple[int, int] = (0, 0)
+    ) -> PrefixLock:
+        """Return a new lock on `pages`; `shared_pages` says how many are public, and then the tenant's."""
         pages.flags.writeable = False
         public, tenant = (count * self._page_size for count in shared_pages)
-        lease = Lease(LeaseId(self._next), view, len(pages) * self._page_size, pages, public, tenant)
+        lock = PrefixLock(LockId(self._next), view, len(pages) * self._page_size, pages, public, tenant)
         self._next += 1
-        self._holds[lease.lease_id] = hold
-        return lease
+        self._paths[lock.lock_id] = locked
+        return lock
 
-    def hold(self, lease: Lease) -> Hold:
-        """Return what a living lease holds."""
-        assert lease.lease_id in self._holds, f"lease {lease.lease_id} was released or replaced before"
-        return self._holds[lease.lease_id]
+    def path_of(self, lock: PrefixLock) -> LockedPath:
+        """Return the path that a living lock protects."""
+        assert lock.lock_id in self._paths, f"lock {lock.lock_id} was released or replaced before"
+        return self._paths[lock.lock_id]
 
-    def close(self, lease: Lease) -> Hold:
-        """End a lease; return what it held."""
-        hold = self.hold(lease)
-        del self._holds[lease.lease_id]
-        return hold
+    def close(self, lock: PrefixLock) -> LockedPath:
+        """End a lock; return its path."""
+        locked = self.path_of(lock)
+        del self._paths[lock.lock_id]
+        return locked
 
-    def all(self) -> Iterable[Hold]:
-        """Return all holds, oldest lease first."""
-        return self._holds.values()
+    def all(self) -> Iterable[LockedPath]:
+        """Return all locked paths, oldest lock first."""
+        return self._paths.values()
 
     def repoint(self, moved: Mapping[Node, Node]) -> None:
         """Follow nodes that another node with the same end has taken the place of."""
-        for hold in self._holds.values():
-            while hold.node is not None and hold.node in moved:
-                hold.node = moved[hold.node]
+        for locked in self._paths.values():
+            while locked.node is not None and locked.node in moved:
+                locked.node = moved[locked.node]
 
 
-def orphan(store: NodeStore, hold: Hold, above: Node, pages: PageIds) -> None:
-    """Let a hold go on with the path to `above` alone, whose locks it keeps; `pages` are those of the rest."""
+def orphan(store: NodeStore, locked: LockedPath, above: Node, pages: PageIds) -> None:
+    """Shorten a locked path to `above` and keep its locks; `pages` are those of the rest, which stay protected."""
     store.use.hold(pages)
-    hold.held = pages if hold.held is None else np.concatenate([hold.held, pages])
-    hold.node = above
-    hold.is_closed = True
+    locked.held = pages if locked.held is None else np.concatenate([locked.held, pages])
+    locked.node = above
+    locked.is_closed = True

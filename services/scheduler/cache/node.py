@@ -75,7 +75,7 @@ class Account:
     views: int = 0
     live_pages: int = 0
     nodes: int = 0
-    leases: int = 0
+    locks: int = 0
     last_epoch: int = 0
     is_active: bool = False
     tops: dict[Node, None] = field(default_factory=dict)
@@ -156,9 +156,9 @@ class Node:
     counters of each tenant (or subject, see `Account.party`), of which `hit_cur` to `u_pre` are the totals, and
     `tenants`, those that had it as TENANT before, with its generation there.
 
-    `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the leases: neither copy of
+    `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the locks: neither copy of
     it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
-    accounting: children that are LIVE, children with a copy on the host, leases that covered the node, its entry in the
+    accounting: children that are LIVE, children with a copy on the host, locks that covered the node, its entry in the
     eviction queue (0: none), and whether its pages may be named by other nodes, too.
 
     Only the root has no parent while it lives; a node without key is dead.

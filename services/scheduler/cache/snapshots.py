@@ -58,7 +58,7 @@ def owner_snapshot(account: Account, host_pages: int) -> OwnerSnapshot:
         device_pages=account.live_pages,
         host_pages=host_pages,
         nodes=account.nodes,
-        leases=account.leases,
+        locks=account.locks,
         last_epoch=account.last_epoch,
         is_active=account.is_active,
     )

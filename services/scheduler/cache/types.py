@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.types import TokenIds
 
-LeaseId = NewType("LeaseId", int)
+LockId = NewType("LeaseId", int)
 NodeId = NewType("NodeId", int)
 CandidateId = NewType("CandidateId", int)
 # Where a node is visible: () everywhere, (tenant,) in a tenant's views, (tenant, subject, salt) in one view.
@@ -36,14 +36,14 @@ def view_of(scope: Scope) -> View:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """A row's hold on its path in the cache: no node of it is evicted until the lease is released.
+class PrefixLock:
+    """A row's locked path on its path in the cache: no node of it is evicted until the lock is released.
 
-    Opaque: the cache knows by `lease_id` where it points and may move it (`pages` is what it covered when made).
+    Opaque: the cache knows by `lock_id` where it points and may move it (`pages` is what it covered when made).
     `pages` is [matched_tokens / page_size] int32, read-only.
     """
 
-    lease_id: LeaseId
+    lock_id: LockId
     view: View
     matched_tokens: int
     pages: PageIds
@@ -56,7 +56,7 @@ class Lease:
 class Insertion:
     """What an insert did.
 
-    `lease` replaces the one passed in. `pages` is the row's page table prefix as the cache knows it: canonical pages
+    `lock` replaces the one passed in. `pages` is the row's page table prefix as the cache knows it: canonical pages
     where the cache had them already. `duplicates` are the caller's pages that `pages` does not use, each reported
     once, in the insert that finds it; the row's table differs from `pages` from index `first_duplicate` on. The cache
     has changed no reference of the row's. A row that goes on has to be repointed, and then
@@ -64,7 +64,7 @@ class Insertion:
     its own pages. `canonical` are the pages that stand in for `duplicates`, in the same order.
     """
 
-    lease: Lease
+    lock: PrefixLock
     pages: PageIds
     duplicates: PageIds
     canonical: PageIds
@@ -140,7 +140,7 @@ class OwnerSnapshot:
     device_pages: int
     host_pages: int
     nodes: int
-    leases: int
+    locks: int
     last_epoch: int
     is_active: bool
 

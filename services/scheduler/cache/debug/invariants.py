@@ -102,7 +102,7 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     """Number 6, and that shared pages are known as such."""
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
-    held = {page for hold in cache.leases.all() if hold.held is not None for page in hold.held.tolist()} & joint
+    held = {page for locked in cache.locks.all() if locked.held is not None for page in locked.held.tolist()} & joint
     needed = [node for node in nodes if node.lock_ref or node.host_ref]
     protected = {page for node in needed for page in node.pages.tolist()} | held
     live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
@@ -141,7 +141,7 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         views = sum(other.tenant is account for other in everyone.all()) if account.is_shared else 0
         if views != account.views:
             yield f"{account.scope} has {views} views, counted {account.views}"
-        if not (account.is_public or owned or account.leases or views):
+        if not (account.is_public or owned or account.locks or views):
             yield f"{account.scope} has an account and nothing in it"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.types import Scope
 
 
-class Vigilance:
+class ProbeDetector:
     """Counts hits on shared nodes, and tests each window when it closes.
 
     Probing shows as many hits by few subjects. That alone is no sign: three users of an app may ask ten thousand times.

@@ -15,7 +15,7 @@ from services.scheduler.cache.types import CacheEventKind, NodeState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.locks import Leases
+    from services.scheduler.cache.locks import LockTable
     from services.scheduler.cache.node import Account, Creator, Node, Quarantine
     from services.scheduler.cache.sharing.demotion import DemotedChains
     from services.scheduler.cache.store import NodeStore
@@ -41,11 +41,11 @@ class _History:
 class Promoter:
     """Promotes at epoch boundaries, where nodes have grown: to TENANT, and from there to PUBLIC."""
 
-    def __init__(self, store: NodeStore, leases: Leases, demoted: DemotedChains) -> None:
-        """Work on the nodes of `store`, for whose holders `leases` are repointed."""
+    def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains) -> None:
+        """Work on the nodes of `store`, for whose holders `locks` are repointed."""
         self.reviews = Reviews(store.config, store.tree.page_size)
         self._store = store
-        self._leases = leases
+        self._locks = locks
         self._demoted = demoted
         self._moved: dict[Node, Node] = {}
 
@@ -107,7 +107,7 @@ class Promoter:
 
     def _settle(self) -> None:
         if self._moved:
-            self._leases.repoint(self._moved)
+            self._locks.repoint(self._moved)
             self._moved = {}
 
     def _promote_at(self, parent: Node, page: bytes) -> list[Node]:

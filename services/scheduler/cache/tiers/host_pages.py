@@ -53,7 +53,7 @@ class HostEntry:
 
     @property
     def uses(self) -> int:
-        """Leases that covered it."""
+        """LockTable that covered it."""
         return self.node.uses
 
 

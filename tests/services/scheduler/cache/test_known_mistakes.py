@@ -42,7 +42,7 @@ def test_missing_user_is_checked_like_any_other_owner(name: CacheName) -> None:
     assert driver.peek(NOBODY, [*TEXT, 0]) == 0
     assert driver.peek(ANN, [9, 9, 9, 9, 0]) == 0
     assert driver.peek(NOBODY, [9, 9, 9, 9, 0]) == 4
-    assert driver.admit(NOBODY, [*TEXT, 0]).lease.matched_tokens == 0
+    assert driver.admit(NOBODY, [*TEXT, 0]).lock.matched_tokens == 0
 
 
 @pytest.mark.parametrize("name", PRIVATE_MODES)
@@ -81,7 +81,7 @@ def test_key_with_one_wrong_token_never_matches_its_page(place: int, change: int
     driver.serve(ANN, TEXT)
     wrong = [token + change * (at == place) for at, token in enumerate(TEXT)]
     assert driver.peek(ANN, [*wrong, 0]) == place // 2 * 2
-    assert driver.admit(ANN, [*wrong, 0]).lease.matched_tokens == place // 2 * 2
+    assert driver.admit(ANN, [*wrong, 0]).lock.matched_tokens == place // 2 * 2
 
 
 @pytest.mark.parametrize("name", PRIVATE_MODES)

@@ -65,7 +65,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a row's lease stands for: the first `length` tokens."""
+    """What a row's lock stands for: the first `length` tokens."""
 
     view: Scope
     ids: list[int]

@@ -156,8 +156,8 @@ def test_log_whose_writer_could_not_keep_up_says_so() -> None:
         ([b"no json"], "line 1"),
         ([b"[1]"], "no JSON object"),
         ([b'{"operation": "open", "version": 99}'], "version 99"),
-        ([b'{"operation": "open", "version": 2, "cache": "other", "config": {}}'], "unknown cache"),
-        ([b'{"operation": "open", "version": 2, "cache": "shared"}'], "lacks or misnames"),
+        ([b'{"operation": "open", "version": 3, "cache": "other", "config": {}}'], "unknown cache"),
+        ([b'{"operation": "open", "version": 3, "cache": "shared"}'], "lacks or misnames"),
         ([encode_header("shared", 2, 4, PLAIN), b'{"operation": "dance", "number": 1}'], "unknown operation"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_backup_is_worth_nothing_once_the_copy_above_it_has_gone() -> None:
     driver.serve(ANN, [*A, *B])
     (backup,) = driver.tier.plan_backups()
     (shared,) = (node for node, _ in driver.radix.store.tree.walk() if node.is_shared)
-    Demoter(driver.radix.store, driver.radix.leases).demote(shared)
+    Demoter(driver.radix.store, driver.radix.locks).demote(shared)
     driver.check()
     driver.done(backup)
     driver.check()
