@@ -13,6 +13,8 @@ from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache.types import PUBLIC_SCOPE, VIEW_PARTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.limits import SubjectLimits
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.types import Scope
@@ -42,6 +44,7 @@ class Accounts:
         self._choices = choices or SharingChoices()
         self._views: dict[Scope, Account] = {}
         self._tenants: dict[str, Account] = {}
+        self._activation_listeners: list[Callable[[Holder], None]] = []
         # By the epoch of their last activity, oldest first.
         self._active: OrderedDict[Account | Holder, None] = OrderedDict()
 
@@ -95,6 +98,10 @@ class Accounts:
         self._leave(account.holder)
         account.tenant.views -= 1
         self.forget_if_empty(account.tenant)
+
+    def on_activation(self, listener: Callable[[Holder], None]) -> None:
+        """Call `listener` with each subject and tenant that becomes active, from now on."""
+        self._activation_listeners.append(listener)
 
     def pop_idle(self, epoch: int) -> list[Holder]:
         """Return the subjects and tenants whose activity ended before `epoch`, once each."""
@@ -208,6 +215,8 @@ class Accounts:
         self._active[each] = None
         if isinstance(each, Holder):
             self._count_tenant(each, 1)
+            for listener in self._activation_listeners:
+                listener(each)
 
     def _end_activity(self, each: Account | Holder) -> None:
         if each.is_active:
