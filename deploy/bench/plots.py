@@ -142,7 +142,7 @@ def _draw_tenants(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def _draw_costs(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Growth of the cost of a request with the tree."""
+    """Inserter of the cost of a request with the tree."""
     axes = figure.subplots()
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for entry in entries:

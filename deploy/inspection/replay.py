@@ -10,12 +10,12 @@ import orjson
 from rich.table import Table
 
 from deploy.bench.report import output_console
-from services.scheduler.cache.replay import LogError, replay
+from services.scheduler.cache.debug.replay import LogError, replay
 
 if TYPE_CHECKING:
     import argparse
 
-    from services.scheduler.cache.replay import Difference
+    from services.scheduler.cache.debug.replay import Difference
 
 SHOWN_CHARACTERS = 400
 DIFFERENT, UNREADABLE = 1, 2

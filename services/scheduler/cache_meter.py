@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.scheduler import metrics
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.interface import Lease, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.times import OperationTimes
 
@@ -27,13 +28,13 @@ class CacheMeter:
         self._calls: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
 
-    def note_start(self, sequence: Sequence, lease: Lease) -> None:
+    def note_start(self, sequence: Sequence, lock: PrefixLock) -> None:
         """Count what a sequence found when it got its first row. What was loaded lies behind all the rest."""
-        loaded = min(sequence.host_tokens, lease.matched_tokens)
+        loaded = min(sequence.host_tokens, lock.matched_tokens)
         stored = min(sequence.storage_tokens, loaded)
-        public, tenant = lease.public_tokens, lease.tenant_tokens
+        public, tenant = lock.public_tokens, lock.tenant_tokens
         for tier, tokens in (
-            ("device", lease.matched_tokens - loaded),
+            ("device", lock.matched_tokens - loaded),
             ("host", loaded - stored),
             ("storage", stored),
         ):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from common.wire import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
-from services.scheduler.cache.interface import CacheEventKind, NodeState, Visibility
+from services.scheduler.cache.types import CacheEventKind, NodeState, Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.types import View
-    from services.scheduler.cache.accounting import Accounting
-    from services.scheduler.cache.interface import CacheEvent, NodeSnapshot, OwnerSnapshot, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.storage_tier import StorageTier
+    from services.scheduler.cache.types import Accounting, CacheEvent, NodeSnapshot, OwnerSnapshot
     from services.scheduler.cache_meter import CacheMeter
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import Session
@@ -125,7 +125,7 @@ def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.Owne
         device_pages=owner.device_pages,
         host_pages=owner.host_pages,
         nodes=owner.nodes,
-        leases=owner.leases,
+        locks=owner.locks,
         last_epoch=owner.last_epoch,
         active=owner.is_active,
     )

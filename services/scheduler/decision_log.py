@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
-from services.scheduler.cache.replay import encode, encode_end
+from services.scheduler.cache.debug.replay import encode, encode_end
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from services.scheduler.cache.decisions import Decision
+    from services.scheduler.cache.debug.decisions import Decision
 
 # Decisions that may wait for the disk: seconds of a busy scheduler, and some tens of MB at most.
 BUFFERED_DECISIONS = 8_192

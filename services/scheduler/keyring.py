@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.object_keys import KEY_BYTES, ObjectKeys, ScopeKeys, scope_keys, scope_tag
+from services.scheduler.cache.types import PUBLIC_SCOPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.types import Scope
 
 # "PKey": what tells a keyring from other databases.
 _APPLICATION_ID = 0x504B6579

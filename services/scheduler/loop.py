@@ -13,12 +13,12 @@ from common.logs import get_logger
 from common.reloading import Reloading
 from common.types import Admission, RequestId
 from services.scheduler import metrics
+from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode_header
 from services.scheduler.cache.factory import make_allocator, make_cache, resolve_host
 from services.scheduler.cache.factory import resolve as resolve_cache
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode_header
-from services.scheduler.cache.sampling import InvariantSampler
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
 from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
@@ -295,8 +295,8 @@ class SchedulerLoop:
         metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
         metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
         metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at)
-        if self.meter is not None and sequence.lease is not None:
-            self.meter.note_start(sequence, sequence.lease)
+        if self.meter is not None and sequence.lock is not None:
+            self.meter.note_start(sequence, sequence.lock)
 
     def _push(self) -> None:
         """Hand what has gathered to the detokenizer; while it is away, nothing of it is owed to anybody."""

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from common.settings import SchedulerSettings
     from common.types import TokenIds, View
-    from services.scheduler.cache.interface import CacheEvent, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.types import CacheEvent
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.credentials import Credentials

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.interface import CacheEvent
+    from services.scheduler.cache.types import CacheEvent
 
 # Events that may wait for a slow watcher: some tens of MB with the nodes they show.
 MAX_QUEUED_EVENTS = 65_536

@@ -100,7 +100,7 @@ class Grove:
         assert fresh is not None, "memory is sized for all requests"
         table = np.concatenate([lease.pages, fresh])
         between = clock()
-        lease = cache.insert(lease, request.token_ids, table, len(request.token_ids)).lease
+        lease = cache.insert(lease, request.token_ids, table, len(request.token_ids)).lock
         times.append(clock() - between + times[-1])
         between = clock()
         cache.release(lease)

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler.cache.replay import replay
+from services.scheduler.cache.debug.replay import replay
 from tests.e2e.conftest import serve
 from tests.e2e.ring import ask
 from tests.fakes.redis_process import RedisProcess

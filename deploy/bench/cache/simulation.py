@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from deploy.bench.records import BenchRequest
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.factory import CacheName
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import PrefixLock
 
 TENANT = "tenant"
 
@@ -50,7 +50,7 @@ class _Row:
 
     request: BenchRequest
     ids: TokenIds
-    lease: Lease
+    lock: PrefixLock
     table: PageIds
 
 
@@ -124,18 +124,18 @@ class Simulation:
         if pages - matched // self._machine.page_size > self._available:
             return False
         between = clock()
-        lease = self.cache.commit(view, prompt_ids)
+        lock = self.cache.commit(view, prompt_ids)
         committed = clock()
-        fresh = self._try_allocate(pages - len(lease.pages))
+        fresh = self._try_allocate(pages - len(lock.pages))
         if fresh is None:
-            self.cache.release(lease)
-            self.allocator.release(lease.pages)
+            self.cache.release(lock)
+            self.allocator.release(lock.pages)
             return False
         self._tally.note("peek", peeked - started)
         self._tally.note("commit", committed - between)
-        self._tally.start(request, lease.matched_tokens, now)
-        row = _Row(request, ids, lease, np.concatenate([lease.pages, fresh]))
-        prefill_s = (tokens - lease.matched_tokens) / self._machine.prefill_tokens_per_s
+        self._tally.start(request, lock.matched_tokens, now)
+        row = _Row(request, ids, lock, np.concatenate([lock.pages, fresh]))
+        prefill_s = (tokens - lock.matched_tokens) / self._machine.prefill_tokens_per_s
         self._at(now + prefill_s, lambda due: self._prefilled(row, due))
         return True
 
@@ -147,15 +147,15 @@ class Simulation:
         if row.request.answer is not None:
             self._insert(row, len(row.ids) - 1)
         before = self._clock()
-        self.cache.release(row.lease)
+        self.cache.release(row.lock)
         self._tally.note("release", self._clock() - before)
         self.allocator.release(row.table)
 
     def _insert(self, row: _Row, computed: int) -> None:
         before = self._clock()
-        insertion = self.cache.insert(row.lease, row.ids[:computed], row.table, row.request.input_tokens)
+        insertion = self.cache.insert(row.lock, row.ids[:computed], row.table, row.request.input_tokens)
         self._tally.note("insert", self._clock() - before)
-        row.lease = insertion.lease
+        row.lock = insertion.lock
         if insertion.first_duplicate is not None:
             row.table[insertion.first_duplicate : len(insertion.pages)] = insertion.pages[insertion.first_duplicate :]
             self.allocator.exchange(insertion.duplicates, insertion.canonical)

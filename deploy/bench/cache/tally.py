@@ -11,7 +11,7 @@ import numpy as np
 from common.types import Subject, View
 from deploy.bench.cache.simulation import TENANT
 from deploy.bench.records import Segment
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +101,7 @@ class Tally:
     """Is told what happens in a simulation; `figures` sums it up."""
 
     def __init__(self, rules: Rules, ideal: IdealCache) -> None:
-        """Hold what is found against `rules` and an ideal cache."""
+        """LockedPath what is found against `rules` and an ideal cache."""
         self._rules = rules
         self._ideal = ideal
         self._sums = _Sums()

@@ -3,131 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import InitVar, dataclass, field
-from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING
 
 from common.limits import Limits
-from common.types import Sharing, Subject, View
-from services.scheduler.cache.sharing import SharingChoices
+from common.types import Sharing, Subject
+from services.scheduler.cache.node import Account, Holder
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import PUBLIC_SCOPE, VIEW_PARTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.limits import SubjectLimits
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.node import Node
-
-# Where a node is visible: () everywhere, (tenant,) in a tenant's views, (tenant, subject, salt) in one view.
-Scope = tuple[str, ...]
-# (tenant, name) of a subject.
-SubjectKey = tuple[str, ...]
-PUBLIC_SCOPE: Scope = ()
-_VIEW_PARTS = 3
-
-
-def scope_of(view: View) -> Scope:
-    """Return the scope of a view's own nodes."""
-    return view.subject.tenant, view.subject.name, view.salt
-
-
-def view_of(scope: Scope) -> View:
-    """Return the view whose own nodes have this scope."""
-    tenant, subject, salt = scope
-    return View(Subject(tenant, subject), salt)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Holder:
-    """A tenant, or a subject of one, as the holder of a quota; one object each, so holders compare by identity.
-
-    What a tenant's subjects share is held by a holder of its own beside them, and so is the public, as a tenant and as
-    its only subject: such a holder `is_common`, and no quota limits it.
-
-    `number` orders holders by their first request. `share` and `floor` are shares of a tier's pages; a tenant without
-    `share` gets an equal part of what the others leave (see `EvictionQueue`). `members` counts the accounts of a
-    subject, and the subjects of a tenant.
-    """
-
-    scope: Scope
-    number: int
-    is_common: bool = False
-    parent: Holder | None = None
-    share: float | None = None
-    floor: float = 0.0
-    members: int = 0
-    last_epoch: int = 0
-    is_active: bool = False
-
-    @property
-    def tenant(self) -> Holder:
-        """The tenant that a subject belongs to; a tenant itself."""
-        return self if self.parent is None else self.parent
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Account:
-    """An owner of nodes: a view, a tenant or the public. There is one object per scope; owners compare by identity.
-
-    `tenant` is the account of a view's tenant; a tenant's and the public's is itself. `sharing` is a tenant's choice as
-    of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its LIVE nodes,
-    counted as if nobody else held them: what others hold must not show in a quota. `tops` are its nodes below nodes
-    of other owners; the public has none. `holder` is whose quota its pages count against: all views of a subject have
-    the same.
-    """
-
-    scope: Scope
-    of_tenant: InitVar[Account | None] = None
-    of_holder: InitVar[Holder | None] = None
-    tenant: Account = field(init=False)
-    subject: SubjectKey = field(init=False)
-    holder: Holder = field(init=False)
-    sharing: Sharing | None = None
-    views: int = 0
-    live_pages: int = 0
-    nodes: int = 0
-    leases: int = 0
-    last_epoch: int = 0
-    is_active: bool = False
-    tops: dict[Node, None] = field(default_factory=dict)
-    has_sessions: bool = False
-    _fingerprint: int | None = None
-
-    def __post_init__(self, of_tenant: Account | None, of_holder: Holder | None) -> None:
-        """Derive what follows from the scope."""
-        self.tenant = self if of_tenant is None else of_tenant
-        self.subject = self.scope[:2]
-        # An account that is only looked with holds nothing.
-        self.holder = Holder(self.subject, -1) if of_holder is None else of_holder
-
-    @property
-    def is_public(self) -> bool:
-        """Whether every view sees its nodes."""
-        return not self.scope
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is a tenant or the public, whose nodes more than one view sees."""
-        return len(self.scope) < _VIEW_PARTS
-
-    @property
-    def fingerprint(self) -> int:
-        """64 bits that stand for the subject in counters, or for the tenant; equal in every process and run."""
-        if self._fingerprint is None:
-            text = "".join(f"{len(part)}:{part}" for part in self.subject).encode("utf-8", "surrogatepass")
-            self._fingerprint = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-        return self._fingerprint
-
-    @property
-    def party(self) -> Scope:
-        """Whose use of PUBLIC nodes is judged together with this view's: its tenant's, or its subject's alone.
-
-        Where a tenant shares nothing, its subjects must not have an effect on each other.
-        """
-        return self.subject if self.tenant.sharing is Sharing.NONE else self.scope[:1]
+    from services.scheduler.cache.types import Scope
 
 
 class Accounts:
-    """Owns the accounts of all views that hold a node or a lease, and of their tenants; knows who was active lately.
+    """Owns the accounts of all views that hold a node or a lock, and of their tenants; knows who was active lately.
 
     A subject holds a quota as long as it has an account, a tenant until it has been idle for some epochs.
     """
@@ -150,6 +44,7 @@ class Accounts:
         self._choices = choices or SharingChoices()
         self._views: dict[Scope, Account] = {}
         self._tenants: dict[str, Account] = {}
+        self._activation_listeners: list[Callable[[Holder], None]] = []
         # By the epoch of their last activity, oldest first.
         self._active: OrderedDict[Account | Holder, None] = OrderedDict()
 
@@ -166,7 +61,7 @@ class Accounts:
     def open(self, scope: Scope, epoch: int) -> Account:
         """Return the account of a view that starts a request now."""
         account = self.owner(scope)
-        account.leases += 1
+        account.locks += 1
         if not account.is_public:
             for each in (account, account.holder, account.holder.tenant):
                 self._touch(each, epoch)
@@ -176,7 +71,7 @@ class Accounts:
         """Return the account that nodes of `scope` are to be hung under."""
         if not scope:
             return self.public
-        if len(scope) < _VIEW_PARTS:
+        if len(scope) < VIEW_PARTS:
             return self._tenant(scope[0])
         account = self._views.get(scope)
         if account is None:
@@ -187,12 +82,12 @@ class Accounts:
 
     def close(self, account: Account) -> None:
         """End a request of the view."""
-        account.leases -= 1
+        account.locks -= 1
         self.forget_if_empty(account)
 
     def forget_if_empty(self, account: Account) -> None:
         """Drop an account that nothing refers to, so that invented names leave nothing behind."""
-        if account.leases or account.nodes or account.views or account.is_public:
+        if account.locks or account.nodes or account.views or account.is_public:
             return
         if account.is_shared:
             if self._tenants.pop(account.scope[0], None) is not None:
@@ -203,6 +98,10 @@ class Accounts:
         self._leave(account.holder)
         account.tenant.views -= 1
         self.forget_if_empty(account.tenant)
+
+    def on_activation(self, listener: Callable[[Holder], None]) -> None:
+        """Call `listener` with each subject and tenant that becomes active, from now on."""
+        self._activation_listeners.append(listener)
 
     def pop_idle(self, epoch: int) -> list[Holder]:
         """Return the subjects and tenants whose activity ended before `epoch`, once each."""
@@ -316,6 +215,8 @@ class Accounts:
         self._active[each] = None
         if isinstance(each, Holder):
             self._count_tenant(each, 1)
+            for listener in self._activation_listeners:
+                listener(each)
 
     def _end_activity(self, each: Account | Holder) -> None:
         if each.is_active:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import (
+from services.scheduler.cache.types import (
     CacheEventKind,
     CacheUsage,
     Insertion,
-    Lease,
-    LeaseId,
+    LockId,
     NodeSnapshot,
     OwnerSnapshot,
+    PrefixLock,
 )
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+    from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
 _NO_PAGES.flags.writeable = False
@@ -39,12 +39,12 @@ class ChunkCache:
     host = None
 
     def __init__(self, page_size: int) -> None:
-        """Start without leases."""
+        """Start without locks."""
         self.page_size = page_size
         self.epoch = 0
         self.events = CacheEvents()
         self._next_lease = 0
-        self._leases: set[LeaseId] = set()
+        self._locks: set[LockId] = set()
 
     def view_of(self, view: View) -> None:
         """Return None: nothing is found."""
@@ -62,28 +62,28 @@ class ChunkCache:
         may_promote: bool = True,
         priority: int = 0,
         session: str | None = None,
-    ) -> Lease:
-        """Return a lease on nothing."""
+    ) -> PrefixLock:
+        """Return a lock on nothing."""
         return self.commit_nothing(view)
 
-    def commit_nothing(self, view: View) -> Lease:
-        """Return a lease on nothing."""
-        lease = Lease(LeaseId(self._next_lease), view, 0, _NO_PAGES)
+    def commit_nothing(self, view: View) -> PrefixLock:
+        """Return a lock on nothing."""
+        lock = PrefixLock(LockId(self._next_lease), view, 0, _NO_PAGES)
         self._next_lease += 1
-        self._leases.add(lease.lease_id)
-        return lease
+        self._locks.add(lock.lock_id)
+        return lock
 
-    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+    def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
         """Keep nothing: the row's pages remain its own."""
-        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released before"
+        assert lock.lock_id in self._locks, f"lock {lock.lock_id} was released before"
         whole = len(token_ids) // self.page_size
         assert len(pages) >= whole, "a row's page table covers its tokens"
-        return Insertion(lease, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
+        return Insertion(lock, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
 
-    def release(self, lease: Lease) -> None:
-        """End a lease."""
-        assert lease.lease_id in self._leases, f"lease {lease.lease_id} was released before"
-        self._leases.remove(lease.lease_id)
+    def release(self, lock: PrefixLock) -> None:
+        """End a lock."""
+        assert lock.lock_id in self._locks, f"lock {lock.lock_id} was released before"
+        self._locks.remove(lock.lock_id)
 
     def evict(self, pages: int) -> int:
         """Return 0: there is nothing to free."""

@@ -133,6 +133,6 @@ class CacheConfig:
             "creators_limit must hold the evidence of a promotion": self.creators_limit >= highest,
             "merge_group_limit must be at least 2": self.merge_group_limit >= 2,
         }
-        wrong = [message for message, holds in checks.items() if not holds]
+        wrong = [message for message, paths in checks.items() if not paths]
         if wrong:
             raise ConfigurationError("; ".join(wrong))

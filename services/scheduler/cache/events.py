@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind
+from services.scheduler.cache.types import CacheEvent, CacheEventKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.scheduler.cache.interface import NodeSnapshot
+    from services.scheduler.cache.types import NodeSnapshot
 
 
 class CacheEvents:

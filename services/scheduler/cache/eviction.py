@@ -13,8 +13,9 @@ from services.scheduler.cache.config import EvictionPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-    from services.scheduler.cache.accounts import Account, Accounts, Holder
+    from services.scheduler.cache.accounts import Accounts
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.node import Account, Holder
 
 # What is lower goes first.
 Coldness = tuple[int, ...]
@@ -57,7 +58,7 @@ class Candidate(Protocol):
 
     @property
     def uses(self) -> int:
-        """Leases that covered it."""
+        """Prefix locks that covered it."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -188,6 +189,7 @@ class EvictionQueue(Generic[C]):
         self._reserved_pages = 0
         self._version = accounts.version
         self._limits_version = accounts.limits_version
+        accounts.on_activation(self._note_floor)
 
     # --- who has how much ---
 
@@ -204,6 +206,8 @@ class EvictionQueue(Generic[C]):
         if pages > 0:
             self._note(subject)
         else:
+            # A subject that is within its floor now makes way for one of its tenant that may be colder.
+            self._note_tenant(tenant)
             self._forget_if_empty(subject)
 
     def excess(self, account: Account) -> int:
@@ -256,6 +260,8 @@ class EvictionQueue(Generic[C]):
             if not tenant.candidates:
                 for ranking in (self._by_coldness, self._by_size, self._by_excess):
                     ranking.drop(tenant)
+            # The next subject may be within its floor and yet colder.
+            self._note_tenant(tenant)
         elif len(subject.heap) > 2 * subject.candidates + _SPARE_ENTRIES:
             subject.heap = [entry for entry in subject.heap if entry[2].queued == entry[1]]
             heapq.heapify(subject.heap)
@@ -357,6 +363,12 @@ class EvictionQueue(Generic[C]):
             if not subject.holder.is_common:
                 subject.tenant.by_size.note(subject)
         self._note_tenant(subject.tenant)
+
+    def _note_floor(self, holder: Holder) -> None:
+        """A subject has become active, and with it its floor: another of its tenant may be the next, and colder."""
+        tenant = self._tenants.get(holder.tenant)
+        if tenant is not None:
+            self._note_tenant(tenant)
 
     def _note_tenant(self, tenant: TenantHolding[C]) -> None:
         if not tenant.candidates:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.settings import CacheSettings
     from common.steps import WindowPool
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.cache.sharing import SharingChoices
+    from services.scheduler.cache.sharing.choices import SharingChoices
 
 CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
 

@@ -1,18 +1,20 @@
-"""Nodes of the tree: a run of pages, who sees it, and what is known of its use."""
+"""Nodes of the tree (a run of pages, its visibility and its counters) and the accounts that own them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.scheduler.cache.interface import NodeState, Visibility
+from common.types import Sharing
+from services.scheduler.cache.sharing.counters import Window
+from services.scheduler.cache.types import VIEW_PARTS, NodeState, Visibility
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account, Scope, SubjectKey
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.counters import DistinctCount, Window
-    from services.scheduler.cache.interface import NodeId
+    from services.scheduler.cache.sharing.counters import DistinctCount
+    from services.scheduler.cache.types import NodeId, Scope, SubjectKey
 
 # Children by first page; several owners' children with the same page stand side by side in a dict of their own. So
 # a child is found by (page, owner): one owner's child never takes the place of another's. A PUBLIC child is always the
@@ -22,6 +24,96 @@ Children = dict[bytes, "Node | dict[Account, Node]"]
 _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
 # Views of one creator that keep what is demoted.
 _SALTS_PER_CREATOR = 4
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Holder:
+    """A tenant, or a subject of one, as the holder of a quota; one object each, so holders compare by identity.
+
+    What a tenant's subjects share is held by a holder of its own beside them, and so is the public, as a tenant and as
+    its only subject: such a holder `is_common`, and no quota limits it.
+
+    `number` orders holders by their first request. `share` and `floor` are shares of a tier's pages; a tenant without
+    `share` gets an equal part of what the others leave (see `EvictionQueue`). `members` counts the accounts of a
+    subject, and the subjects of a tenant.
+    """
+
+    scope: Scope
+    number: int
+    is_common: bool = False
+    parent: Holder | None = None
+    share: float | None = None
+    floor: float = 0.0
+    members: int = 0
+    last_epoch: int = 0
+    is_active: bool = False
+
+    @property
+    def tenant(self) -> Holder:
+        """The tenant that a subject belongs to; a tenant itself."""
+        return self if self.parent is None else self.parent
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Account:
+    """An owner of nodes: a view, a tenant or the public. There is one object per scope; owners compare by identity.
+
+    `tenant` is the account of a view's tenant; a tenant's and the public's is itself. `sharing` is a tenant's choice as
+    of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its LIVE nodes,
+    counted as if nobody else held them: what others hold must not show in a quota. `tops` are its nodes below nodes
+    of other owners; the public has none. `holder` is whose quota its pages count against: all views of a subject have
+    the same.
+    """
+
+    scope: Scope
+    of_tenant: InitVar[Account | None] = None
+    of_holder: InitVar[Holder | None] = None
+    tenant: Account = field(init=False)
+    subject: SubjectKey = field(init=False)
+    holder: Holder = field(init=False)
+    sharing: Sharing | None = None
+    views: int = 0
+    live_pages: int = 0
+    nodes: int = 0
+    locks: int = 0
+    last_epoch: int = 0
+    is_active: bool = False
+    tops: dict[Node, None] = field(default_factory=dict)
+    has_sessions: bool = False
+    _fingerprint: int | None = None
+
+    def __post_init__(self, of_tenant: Account | None, of_holder: Holder | None) -> None:
+        """Derive what follows from the scope."""
+        self.tenant = self if of_tenant is None else of_tenant
+        self.subject = self.scope[:2]
+        # An account that is only looked with holds nothing.
+        self.holder = Holder(self.subject, -1) if of_holder is None else of_holder
+
+    @property
+    def is_public(self) -> bool:
+        """Whether every view sees its nodes."""
+        return not self.scope
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a tenant or the public, whose nodes more than one view sees."""
+        return len(self.scope) < VIEW_PARTS
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits that stand for the subject in counters, or for the tenant; equal in every process and run."""
+        if self._fingerprint is None:
+            text = "".join(f"{len(part)}:{part}" for part in self.subject).encode("utf-8", "surrogatepass")
+            self._fingerprint = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        return self._fingerprint
+
+    @property
+    def party(self) -> Scope:
+        """Whose use of PUBLIC nodes is judged together with this view's: its tenant's, or its subject's alone.
+
+        Where a tenant shares nothing, its subjects must not have an effect on each other.
+        """
+        return self.subject if self.tenant.sharing is Sharing.NONE else self.scope[:1]
 
 
 class Creator(NamedTuple):
@@ -64,9 +156,9 @@ class Node:
     counters of each tenant (or subject, see `Account.party`), of which `hit_cur` to `u_pre` are the totals, and
     `tenants`, those that had it as TENANT before, with its generation there.
 
-    `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the leases: neither copy of
+    `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the locks: neither copy of
     it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
-    accounting: children that are LIVE, children with a copy on the host, leases that covered the node, its entry in the
+    accounting: children that are LIVE, children with a copy on the host, locks that covered the node, its entry in the
     eviction queue (0: none), and whether its pages may be named by other nodes, too.
 
     Only the root has no parent while it lives; a node without key is dead.
@@ -143,6 +235,11 @@ class Node:
         """Whether it has left the tree."""
         return not self.key and self.parent is not None
 
+    @property
+    def distinct_users(self) -> int:
+        """Distinct subjects with hits in the node's epoch; an estimate never exceeds the hits."""
+        return min(self.u_cnt_l.count, self.hit_cur) if self.u_cnt_l is not None else 0
+
     def is_hidden_from(self, viewer: Account) -> bool:
         """Whether a shared node is not in the view of `viewer`, as its subject or its tenant seems to have probed it.
 
@@ -167,6 +264,21 @@ class Node:
         self.creators[subject] = (
             Creator(epoch, (salt,), evidence) if known is None else known.also(epoch, salt, evidence)
         )
+
+    def roll_over(self, epoch: int) -> None:
+        """Begin `epoch` in the counters: the window before it becomes `pre`, older ones are dropped."""
+        gap = epoch - self.epoch
+        if not gap:
+            return
+        assert gap > 0, "epochs only advance"
+        self.hit_pre, self.u_pre = (self.hit_cur, self.distinct_users) if gap == 1 else (0, 0)
+        self.hit_cur, self.u_cnt_l = 0, None
+        self.epoch = epoch
+        if self.parties is not None:
+            closed = self.parties.items() if gap == 1 else ()
+            self.parties = {
+                party: Window(0, None, window.hits, window.distinct_users) for party, window in closed if window.hits
+            } or None
 
     def copy_history_to(self, other: Node) -> None:
         """Give `other`, a part of the same edge, everything but place, key and pages; nothing mutable is shared."""

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.types import Scope
 
 KEY_BYTES = 32
 _LENGTH = struct.Struct("<Q")

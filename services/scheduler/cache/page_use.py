@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,11 +20,11 @@ _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
 class PageUse:
     """Owns the totals, and with them the changes of `lock_ref` and `host_ref` from and to 0, and of `state`.
 
-    A page is protected if a locked node, one that a transfer needs, or a hold names it, else evictable if a LIVE node
-    does, else soft-free. The pages of most nodes are named by no other node: for these the totals change by the edge's
-    length. Only the pages of nodes marked `joint` are counted one by one, and a page that one joint node names is never
-    in a node that is not joint. A hold keeps pages protected for a row whose path has left its view while others' nodes
-    still name them.
+    A page is protected if a locked node, one that a transfer needs, or a locked path names it, else evictable if a LIVE
+    node does, else soft-free. The pages of most nodes are named by no other node: for these the totals change by the
+    edge's length. Only the pages of nodes marked `joint` are counted one by one, and a page that one joint node names
+    is never in a node that is not joint. A hold keeps pages protected for a row whose path has left its view while
+    others' nodes still name them.
     """
 
     def __init__(self, capacity: int) -> None:

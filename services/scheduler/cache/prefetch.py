@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.types import Scope
 
 # A run that came whole is followed by one so many times as long: few round trips where much is there, and where
 # nothing is, one page of the host tier was kept free for it.

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import NO_PAGES
 from common.types import Sharing
-from services.scheduler.cache.accounts import PUBLIC_SCOPE, scope_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
-from services.scheduler.cache.demotion import Demoter
-from services.scheduler.cache.growth import Growth
-from services.scheduler.cache.interface import CacheEventKind, CacheUsage, Insertion
+from services.scheduler.cache.insertion import Inserter
 from services.scheduler.cache.keys import PagedKey
-from services.scheduler.cache.leases import NO_PAGES, Hold, Leases, orphan
-from services.scheduler.cache.merging import compress_chains, merge_private_subtree
-from services.scheduler.cache.pins import Pins
-from services.scheduler.cache.promotion import Promoter
+from services.scheduler.cache.locks import LockedPath, LockTable, orphan
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
+from services.scheduler.cache.sharing.demotion import Demoter
+from services.scheduler.cache.sharing.merging import compress_chains, merge_private_subtree
+from services.scheduler.cache.sharing.pins import Pins
+from services.scheduler.cache.sharing.probe_detection import ProbeDetector
+from services.scheduler.cache.sharing.promotion import Promoter
 from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.vigilance import Vigilance
+from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind, CacheUsage, Insertion, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,22 +30,27 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.accounts import Account, Scope
     from services.scheduler.cache.events import CacheEvents
-    from services.scheduler.cache.interface import Lease, NodeSnapshot, OwnerSnapshot
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
-    from services.scheduler.cache.sharing import SharingChoices
+    from services.scheduler.cache.sharing.choices import SharingChoices
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import Match
+    from services.scheduler.cache.types import (
+        CandidateId,
+        NodeSnapshot,
+        OwnerSnapshot,
+        PrefixLock,
+        PromotionCandidate,
+        Scope,
+    )
     from services.scheduler.cache.window_pages import WindowPages
 
 
 class RadixCache:
     """Keeps to `PrefixCache`; `config.mode` says who finds what.
 
-    The work on one request is here; what happens at an epoch boundary is `promotion.py`, `vigilance.py`, `demotion.py`
+    The work on one request is here; what happens at an epoch boundary is `promotion.py`, `detector.py`, `demotion.py`
     and `merging.py`.
     """
 
@@ -64,12 +69,12 @@ class RadixCache:
         self.page_size = page_size
         self.config = config or CacheConfig()
         self.store = NodeStore(allocator, page_size, self.config, choices)
-        self.leases = Leases(page_size)
-        self._demoter = Demoter(self.store, self.leases)
-        self._promoter = Promoter(self.store, self.leases, self._demoter.demoted)
-        self._vigilance = Vigilance(self.store, self._demoter)
+        self.locks = LockTable(page_size)
+        self._demoter = Demoter(self.store, self.locks)
+        self._promoter = Promoter(self.store, self.locks, self._demoter.demoted)
+        self._detector = ProbeDetector(self.store, self._demoter)
         self._pins = Pins(page_size)
-        self._growth = Growth(self.store, self._promoter, self._vigilance, self._pins)
+        self._inserter = Inserter(self.store, self._promoter, self._detector, self._pins)
         self._is_shared = self.config.mode is Mode.SHARED
         self._is_user_aware = self.config.mode is Mode.USER_AWARE
         self._has_priorities = self.config.eviction is EvictionPolicy.PRIORITY
@@ -95,7 +100,7 @@ class RadixCache:
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in nodes that a lease holds."""
+        """Device pages in nodes that a lock holds."""
         return self.store.use.protected
 
     @property
@@ -128,7 +133,7 @@ class RadixCache:
         may_promote: bool = True,
         priority: int = 0,
         session: str | None = None,
-    ) -> Lease:
+    ) -> PrefixLock:
         """Match, lock, revive and touch the longest prefix, and count the hit on what is shared of it."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
         key = PagedKey(token_ids, self.page_size)
@@ -137,65 +142,64 @@ class RadixCache:
         pages = self.store.tree.path_pages(node, self.store.tree.root)
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
-            self._vigilance.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
-        hold = Hold(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
-        tag_path(hold)
+            self._detector.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
+        locked = LockedPath(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
+        tag_path(locked)
         if self._has_priorities:
-            hold.priority = priority
-            self._growth.raise_priority(node, priority)
+            locked.priority = priority
+            self._inserter.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.leases.open(hold, view, pages, self.store.tree.shared_pages(node))
+        return self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
 
-    def commit_nothing(self, view: View) -> Lease:
-        """Return a lease on nothing, through which nothing is inserted."""
+    def commit_nothing(self, view: View) -> PrefixLock:
+        """Return a lock on nothing, through which nothing is inserted."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
-        return self.leases.open(Hold(account, None), view, NO_PAGES)
+        return self.locks.open(LockedPath(account, None), view, NO_PAGES)
 
-    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
-        """Add the whole pages of `token_ids` below the lease; see `PrefixCache.insert`."""
-        hold = self.leases.hold(lease)
+    def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+        """Add the whole pages of `token_ids` below the lock; see `PrefixCache.insert`."""
+        locked = self.locks.path_of(lock)
         key = PagedKey(token_ids, self.page_size)
         assert len(pages) >= key.pages, "a row's page table covers its tokens"
-        first, above = len(lease.pages), hold.node
-        if above is None or hold.is_closed:
-            return Insertion(lease, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
+        first, above = len(lock.pages), locked.node
+        if above is None or locked.is_closed:
+            return Insertion(lock, pages[: key.pages].copy(), NO_PAGES, NO_PAGES)
         if key.pages <= first:
-            return Insertion(lease, lease.pages, NO_PAGES, NO_PAGES)
-        if self.host is not None:
-            self.host.restore(above, hold.account, key, first, pages)
-        match = self.store.tree.match(above, hold.account, key, first, key.pages, Reach.COMPUTED)
+            return Insertion(lock, lock.pages, NO_PAGES, NO_PAGES)
+        self.store.tier.restore(above, locked.account, key, first, pages)
+        match = self.store.tree.match(above, locked.account, key, first, key.pages, Reach.COMPUTED)
         prompt_pages = min(prompt_tokens // self.page_size, key.pages)
         deepest = self._end_of(match)
         found = NO_PAGES
         if match.pages > first:
             found = self.store.tree.path_pages(deepest, above)
             if self._is_user_aware:
-                self._growth.claim(hold, deepest, match.pages, prompt_pages)
+                self._inserter.claim(locked, deepest, match.pages, prompt_pages)
         added = pages[match.pages : key.pages]
         if len(added):
-            deepest = self._growth.grow(hold, deepest, key, added, prompt_pages)
+            deepest = self._inserter.grow(locked, deepest, key, added, prompt_pages)
         self.store.lock_path(deepest, above)
-        self._enforce_quota(hold.account)
-        self.leases.close(lease)
-        hold.node = deepest
-        tag_path(hold)
-        known = np.concatenate([lease.pages, found, added])
-        renewed = self.leases.open(hold, lease.view, known)
+        self._enforce_quota(locked.account)
+        self.locks.close(lock)
+        locked.node = deepest
+        tag_path(locked)
+        known = np.concatenate([lock.pages, found, added])
+        renewed = self.locks.open(locked, lock.view, known)
         own = pages[first : match.pages]
         replaced = np.flatnonzero(own != found) if len(found) else NO_PAGES
         if not len(replaced):
             return Insertion(renewed, known, NO_PAGES, NO_PAGES)
         return Insertion(renewed, known, own[replaced], found[replaced], first + int(replaced[0]))
 
-    def release(self, lease: Lease) -> None:
-        """Unlock the lease's path."""
-        hold = self.leases.close(lease)
-        if hold.node is not None:
-            self.store.unlock_path(hold.node, self.store.tree.root)
-        if hold.held is not None:
-            self.store.use.give_up(hold.held)
-        self._enforce_quota(hold.account)
-        self.store.accounts.close(hold.account)
+    def release(self, lock: PrefixLock) -> None:
+        """Unlock the lock's path."""
+        locked = self.locks.close(lock)
+        if locked.node is not None:
+            self.store.unlock_path(locked.node, self.store.tree.root)
+        if locked.held is not None:
+            self.store.use.give_up(locked.held)
+        self._enforce_quota(locked.account)
+        self.store.accounts.close(locked.account)
 
     # --- memory ---
 
@@ -207,10 +211,9 @@ class RadixCache:
         return freed
 
     def flush(self) -> int:
-        """Drop everything that no lease holds; return how many pages became free."""
+        """Drop everything that no lock holds; return how many pages became free."""
         freed = self._free(self.store.allocator.capacity + 1)
-        if self.host is not None:
-            self.host.flush()
+        self.store.tier.flush()
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
@@ -223,22 +226,20 @@ class RadixCache:
         if self._is_shared:
             return 0
         accounts = self.store.accounts.of_subject(subject)
-        storage = None if self.host is None else self.host.storage
-        if storage is not None:
-            storage.forget(subject, accounts)
+        self.store.tier.forget(subject, accounts)
         freed = sum(self._forget(account, session) for account in accounts)
         if session is None:
             self._forget_creator(subject)
-        elif storage is not None:
-            storage.renew(accounts)
+        else:
+            self.store.tier.renew(accounts)
         return freed
 
     def _forget(self, account: Account, session: str | None) -> int:
-        for hold in self.leases.all():
-            is_meant = session is None or (hold.sessions is not None and session in hold.sessions)
+        for locked in self.locks.all():
+            is_meant = session is None or (locked.sessions is not None and session in locked.sessions)
             # A row of a session that was forgotten before may still be on what this one had in common with it.
-            if hold.account is account and hold.node is not None and (is_meant or hold.is_closed):
-                self._close(hold, hold.node, session)
+            if locked.account is account and locked.node is not None and (is_meant or locked.is_closed):
+                self._close(locked, locked.node, session)
         if session is not None:
             return forget_session(self.store, account, session)
         return sum(self.store.remove_below(top) for top in list(account.tops))
@@ -267,9 +268,9 @@ class RadixCache:
         while (excess := queue.excess(account)) > 0 and (node := queue.first_of(account)) is not None:
             self.store.soften(node, excess)
 
-    def _close(self, hold: Hold, node: Node, session: str | None) -> None:
-        """Take that part of its path from a hold which goes with its subject, or with a session of it."""
-        hold.is_closed = True
+    def _close(self, locked: LockedPath, node: Node, session: str | None) -> None:
+        """Take that part of its path from a locked path which goes with its subject, or with a session of it."""
+        locked.is_closed = True
         above = node
         while not above.is_shared and (session is None or is_left_by(above, session)):
             assert above.parent is not None, "the root is public"
@@ -278,7 +279,7 @@ class RadixCache:
             return
         pages = self.store.tree.path_pages(node, above)
         self.store.unlock_path(node, above)
-        orphan(self.store, hold, above, pages)
+        orphan(self.store, locked, above, pages)
 
     # --- epochs and the operator ---
 
@@ -290,7 +291,7 @@ class RadixCache:
         self.store.epoch = epoch
         if self._is_user_aware:
             self._follow_choices()
-            self._vigilance.close()
+            self._detector.close()
         if self.config.mode.allows_pins:
             for pin in self._pins.activate():
                 self._promoter.publish_pin(pin)
@@ -304,8 +305,7 @@ class RadixCache:
             compress_chains(self.store)
         idle = self.store.accounts.pop_idle(epoch)
         self.store.queue.begin_epoch(epoch, idle)
-        if self.host is not None:
-            self.host.pages.queue.begin_epoch(epoch, idle)
+        self.store.tier.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
         """Apply other quotas and floors from now on."""
@@ -365,10 +365,10 @@ class RadixCache:
         )
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lease."""
+        """Yield the public, the tenants and each view with a node or a lock."""
         accounts = self.store.accounts
         for account in (accounts.public, *accounts.tenants(), *accounts.all()):
-            yield owner_snapshot(account, 0 if self.host is None else self.host.pages.pages_of(account))
+            yield owner_snapshot(account, self.store.tier.pages_of(account))
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
         """Yield the nodes in one view, or all nodes: parents before children."""

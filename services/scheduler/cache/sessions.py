@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.leases import Hold
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.locks import LockedPath
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
 
 # More sessions of one view than this have a node in common only if it belongs to none of them, such as a prompt of the
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
 SESSIONS_PER_NODE = 16
 
 
-def tag_path(hold: Hold) -> None:
-    """Note that a lease's session, or a request without one, has used its path: a private node is all its users'."""
-    account, node = hold.account, hold.node
-    if hold.sessions is not None:
+def tag_path(locked: LockedPath) -> None:
+    """Note that a lock's session, or a request without one, has used its path: a private node is all its users'."""
+    account, node = locked.account, locked.node
+    if locked.sessions is not None:
         account.has_sessions = True
     elif not account.has_sessions:
         return
     while node is not None and node.owner is account and not node.is_public:
         if node.sessions is not None:
-            both = None if hold.sessions is None else node.sessions | hold.sessions
+            both = None if locked.sessions is None else node.sessions | locked.sessions
             node.sessions = both if both is not None and len(both) <= SESSIONS_PER_NODE else None
         node = node.parent
 
@@ -35,7 +34,7 @@ def is_left_by(node: Node, session: str) -> bool:
 
 
 def forget_session(store: NodeStore, account: Account, session: str) -> int:
-    """Drop what only this session has used; return how many pages became free. No lease of it may hold a node."""
+    """Drop what only this session has used; return how many pages became free. No lock of it may hold a node."""
     freed = 0
     for top in list(account.tops):
         for node in reversed([top, *(node for node, _ in store.tree.walk(top))]):

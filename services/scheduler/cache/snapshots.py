@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.accounts import view_of
-from services.scheduler.cache.counters import distinct
-from services.scheduler.cache.interface import NodeSnapshot, OwnerSnapshot, Visibility
+from services.scheduler.cache.types import NodeSnapshot, OwnerSnapshot, Visibility, view_of
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.tree import PageTree
 
 
@@ -34,7 +31,7 @@ def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
         token_ids=np.frombuffer(node.key, np.int32),
         state=node.state,
         hits=node.hit_cur,
-        users=distinct(node),
+        users=node.distinct_users,
         previous_hits=node.hit_pre,
         previous_users=node.u_pre,
         epoch=node.epoch,
@@ -61,7 +58,7 @@ def owner_snapshot(account: Account, host_pages: int) -> OwnerSnapshot:
         device_pages=account.live_pages,
         host_pages=host_pages,
         nodes=account.nodes,
-        leases=account.leases,
+        locks=account.locks,
         last_epoch=account.last_epoch,
         is_active=account.is_active,
     )

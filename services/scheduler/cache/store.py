@@ -6,22 +6,21 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.accounts import Accounts
-from services.scheduler.cache.counters import roll_over
 from services.scheduler.cache.events import CacheEvents
 from services.scheduler.cache.eviction import EvictionQueue
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.page_use import PageUse
 from services.scheduler.cache.snapshots import node_snapshot
+from services.scheduler.cache.tiers.observer import NoTier
 from services.scheduler.cache.tree import PageTree
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.sharing import SharingChoices
-    from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.tiers.observer import TierObserver
 
 _LIVE, _SOFT_FREE, _ON_HOST = NodeState.LIVE, NodeState.SOFT_FREE, NodeState.ON_HOST
 
@@ -43,8 +42,8 @@ class NodeStore:
         self.tree = PageTree(page_size, self.accounts.public)
         self.use = PageUse(allocator.capacity)
         self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity, self.accounts)
-        # Set by the host tier, if there is one.
-        self.host: HostTier | None = None
+        # Replaced by a host tier when it is made.
+        self.tier: TierObserver = NoTier()
         self.events = CacheEvents()
         self.epoch = 0
         # Soft-free nodes, the ones freed first in front; a node always stands behind its descendants. Upper halves of
@@ -74,13 +73,12 @@ class NodeStore:
 
     def attach_on_host(self, parent: Node, owner: Account, key: bytes, host_pages: PageIds) -> Node:
         """Hang a new leaf below `parent` that is on the host alone, with a reference on each of its pages."""
-        assert self.host is not None
         node = self.tree.attach(parent, owner, key, host_pages[:0])
         node.state = _ON_HOST
         parent.live_children -= 1
         node.epoch = self.epoch
         owner.nodes += 1
-        self.host.pages.keep(node, host_pages)
+        self.tier.keep(node, host_pages)
         self.use.enter(node)
         self.touch(node)
         self.loose[parent] = None
@@ -105,8 +103,7 @@ class NodeStore:
         if node in self.fresh:
             self.fresh[upper] = None
         self.loose[upper] = None
-        if self.host is not None:
-            self.host.split(node, upper)
+        self.tier.split(node, upper)
         self.emit(CacheEventKind.SPLIT, upper)
         self.emit(CacheEventKind.SPLIT, node)
         return upper
@@ -141,8 +138,7 @@ class NodeStore:
             else:
                 self.use.unlock(at)
                 self.offer(at)
-                if self.host is not None:
-                    self.host.note(at)
+                self.tier.note(at)
             assert at.parent is not None
             at = at.parent
 
@@ -159,7 +155,7 @@ class NodeStore:
         while node.parent is not None:
             node.last_access = self._clock
             if node.epoch != self.epoch:
-                roll_over(node, self.epoch)
+                node.roll_over(self.epoch)
             node = node.parent
 
     # --- logical free ---
@@ -173,8 +169,7 @@ class NodeStore:
         self._charge(node.owner, -len(node.pages))
         self.soft[node] = None
         upper.live_children -= 1
-        if self.host is not None:
-            self.host.note(node)
+        self.tier.note(node)
         self.emit(CacheEventKind.SOFT_FREED, node)
         self.offer(upper)
 
@@ -240,8 +235,7 @@ class NodeStore:
         else:
             self.soft.pop(leaf, None)
         self.use.leave(leaf)
-        if self.host is not None:
-            self.host.leave(leaf)
+        self.tier.leave(leaf)
         parent, owner = leaf.parent, leaf.owner
         pages = self.tree.detach(leaf)
         owner.nodes -= 1
@@ -266,8 +260,7 @@ class NodeStore:
         assert old is not None
         self.queue.discard(parent)
         self.tree.rehang(node, parent)
-        if self.host is not None:
-            self.host.ledger.rehang(node, old)
+        self.tier.rehang(node, old)
         self.offer(parent)
         self.offer(old)
         self.emit(CacheEventKind.MERGED, node)
@@ -281,9 +274,7 @@ class NodeStore:
             account.nodes += sign
             self._charge(account, sign * len(node.pages))
         self.tree.hand_over(node, owner)
-        if self.host is not None:
-            self.host.pages.hand_over(node)
-            self.host.copied(node)
+        self.tier.hand_over(node)
         self.accounts.forget_if_empty(former)
 
     def set_pages(self, node: Node, pages: PageIds) -> int:
@@ -303,8 +294,7 @@ class NodeStore:
             self.use.leave(half)
         self.tree.absorb_child(node, child)
         child.joint = child.joint or node.joint
-        if self.host is not None:
-            self.host.pages.absorb(node)
+        self.tier.absorb(node)
         self.use.enter(child)
         node.owner.nodes -= 1
         self.emit(CacheEventKind.MERGED, node)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from services.scheduler.cache.interface import NodeId, NodeState
 from services.scheduler.cache.keys import TOKEN_BYTES
 from services.scheduler.cache.node import Node
+from services.scheduler.cache.types import NodeId, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account
     from services.scheduler.cache.keys import PagedKey
+    from services.scheduler.cache.node import Account
 
 _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 

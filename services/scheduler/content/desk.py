@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.cache.reviews import PromotionCandidate
+    from services.scheduler.cache.types import PromotionCandidate
     from services.scheduler.content.checker import Answer, ContentChecker
 
 POLL_S = 0.25

@@ -8,7 +8,8 @@ import numpy as np
 
 from common.steps import NO_PAGES, PageReplacement
 from common.types import CacheMode
-from services.scheduler.cache.accounting import Accounting, AuditReport, account, audit, repair
+from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
+from services.scheduler.cache.types import Accounting
 from services.scheduler.core.load_back import LoadBack
 from services.scheduler.core.row_windows import RowWindows
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds, View
-    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.types import LockId, PrefixLock
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
@@ -59,7 +61,7 @@ class KvMemory:
         self.retractions = 0
         self.leaked_pages = 0
         # What sessions hold between their turns, as a row would hold it.
-        self._pins: dict[LeaseId, Lease] = {}
+        self._pins: dict[LockId, PrefixLock] = {}
 
     @property
     def available_pages(self) -> int:
@@ -105,35 +107,35 @@ class KvMemory:
         if self.loads is not None:
             self.loads.end_prefetch(sequence)
 
-    def try_admit(self, sequence: Sequence, spare_pages: int) -> Lease | None:
+    def try_admit(self, sequence: Sequence, spare_pages: int) -> PrefixLock | None:
         """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
         pages = self.pages_of(len(sequence.token_ids))
         spare_pages = spare_pages if self._has_pages else 0
         if not self._fits(pages - self.match(sequence) // self.cache.page_size, spare_pages):
             return None
-        lease = self._commit(sequence)
+        lock = self._commit(sequence)
         if self.windows is not None:
-            self.windows.enter(lease)
+            self.windows.enter(lock)
         # Only now is it known how much of the prefix was counted as evictable before.
-        if not self._fits(pages - len(lease.pages), spare_pages):
-            self._give_up(lease)
+        if not self._fits(pages - len(lock.pages), spare_pages):
+            self._give_up(lock)
             return None
-        sequence.lease = lease
+        sequence.lock = lock
         self.end_prefetch(sequence)
-        return lease
+        return lock
 
     def _fits(self, pages: int, spare_pages: int) -> bool:
         is_in_window = self.windows is None or self.windows.fits(pages, spare_pages)
         return is_in_window and pages + spare_pages <= self.available_pages
 
-    def _give_up(self, lease: Lease) -> None:
+    def _give_up(self, lock: PrefixLock) -> None:
         """Undo a commit that no row has come of."""
-        self._release(lease)
+        self._release(lock)
         if self.windows is not None:
-            self.windows.leave(lease)
-        self.allocator.release(lease.pages)
+            self.windows.leave(lock)
+        self.allocator.release(lock.pages)
 
-    def _commit(self, sequence: Sequence) -> Lease:
+    def _commit(self, sequence: Sequence) -> PrefixLock:
         request = sequence.request
         if request.cache_mode is CacheMode.NONE:
             return self.cache.commit_nothing(request.view)
@@ -170,8 +172,8 @@ class KvMemory:
         if self.windows is None:
             return NO_PAGES
         assert sequence.row is not None
-        assert sequence.lease is not None
-        return self.windows.begin(sequence.row, sequence.lease, rows)
+        assert sequence.lock is not None
+        return self.windows.begin(sequence.row, sequence.lock, rows)
 
     def slide_windows(self, rows: RowTable) -> None:
         """Give back what rows do not see any more, where layers attend to a window only; before each plan."""
@@ -184,15 +186,15 @@ class KvMemory:
         Where the cache had the same tokens already, the row goes on with the cache's pages and its own are freed; the
         returned replacements tell the workers.
         """
-        row, lease = sequence.row, sequence.lease
+        row, lock = sequence.row, sequence.lock
         assert row is not None
-        assert lease is not None
+        assert lock is not None
         if not self._has_pages:
             return []
         computed = int(rows.computed[row])
         table = rows.page_table(row)
-        insertion = self._insert(lease, rows.tokens(row, computed), table, sequence.prompt_tokens)
-        sequence.lease = insertion.lease
+        insertion = self._insert(lock, rows.tokens(row, computed), table, sequence.prompt_tokens)
+        sequence.lock = insertion.lock
         if insertion.first_duplicate is None:
             return []
         first = insertion.first_duplicate
@@ -206,42 +208,42 @@ class KvMemory:
         return [PageReplacement(row, first, changed, self.windows.after_repointing(row, first, len(changed), rows))]
 
     def free(self, sequence: Sequence, rows: RowTable) -> None:
-        """Give back the row's hold on its pages and on its path in the cache."""
-        row, lease = sequence.row, sequence.lease
+        """Give back the row's locked path on its pages and on its path in the cache."""
+        row, lock = sequence.row, sequence.lock
         assert row is not None
-        assert lease is not None
-        self._release(lease)
+        assert lock is not None
+        self._release(lock)
         if self.windows is not None:
             self.windows.end(row, rows)
         self.allocator.release(rows.page_table(row))
         rows.page_count[row] = 0
-        sequence.lease = None
+        sequence.lock = None
 
-    def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> Lease | None:
-        """Hold what the principal's view covers of a path that has just been computed; None if that is nothing.
+    def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> PrefixLock | None:
+        """LockedPath what the principal's view covers of a path that has just been computed; None if that is nothing.
 
         A hold like a row's, with a reference on each page, so that it outlives whatever happens to the tree.
         """
         if len(token_ids) < 2:
             return None
-        lease = self.cache.commit(view, token_ids, repeated=True, priority=priority, session=session)
-        if not len(lease.pages):
-            self._release(lease)
+        lock = self.cache.commit(view, token_ids, repeated=True, priority=priority, session=session)
+        if not len(lock.pages):
+            self._release(lock)
             return None
         if self.windows is not None:
-            self.windows.enter(lease)
-        self._pins[lease.lease_id] = lease
-        return lease
+            self.windows.enter(lock)
+        self._pins[lock.lock_id] = lock
+        return lock
 
-    def unpin(self, lease: Lease) -> None:
-        """Give up such a hold."""
-        del self._pins[lease.lease_id]
-        self._give_up(lease)
+    def unpin(self, lock: PrefixLock) -> None:
+        """Give up such a locked path."""
+        del self._pins[lock.lock_id]
+        self._give_up(lock)
 
     @property
     def pinned_pages(self) -> int:
         """Page references of all such holds."""
-        return sum(len(lease.pages) for lease in self._pins.values())
+        return sum(len(lock.pages) for lock in self._pins.values())
 
     def account(self, rows: RowTable) -> Accounting:
         """Take the device's accounts in O(rows)."""
@@ -278,7 +280,7 @@ class KvMemory:
             for sequence in rows.occupants()
             if sequence.row is not None
         }
-        tables |= {f"session lease {number}": lease.pages for number, lease in self._pins.items()}
+        tables |= {f"session lock {number}": lock.pages for number, lock in self._pins.items()}
         if self.loads is not None:
             tables |= self.loads.host.ledger.tables()
         return audit(self.allocator, self.cache, tables)

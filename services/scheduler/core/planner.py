@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.billing import Billing
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
@@ -97,7 +97,7 @@ class Planner:
                 return self.plan(now, epoch, decode_step_s, idle=idle)
             if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
                 return None
-        # Whoever could start has started above, so a lease delays nobody.
+        # Whoever could start has started above, so a lock delays nobody.
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
         steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
@@ -151,7 +151,7 @@ class Planner:
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
     def _lease_steps(self, decode_step_s: float | None) -> int:
-        """Return how many steps fill the lease time; an unmeasured step is taken for a long one."""
+        """Return how many steps fill the lock time; an unmeasured step is taken for a long one."""
         if not decode_step_s:
             return 1
         return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
@@ -170,7 +170,7 @@ class Planner:
         """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
         if steps <= 1:
             return 1
-        # A lease longer than any row has tokens left would only be ended early.
+        # A lock longer than any row has tokens left would only be ended early.
         left = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0))
         steps = min(steps, left + 1)
         if steps > 1 and self._try_advance(live, steps - 1, grants):
@@ -264,12 +264,12 @@ class Planner:
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
                 held_back += 1
                 continue
-            lease = self._memory.try_admit(sequence, spare_pages=self._rows.running)
-            if lease is None:
+            lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
+            if lock is None:
                 self._lacks_memory = True
                 self.preemption.note_refusal(sequence)
                 break
-            opens.append(self._open(sequence, lease, now))
+            opens.append(self._open(sequence, lock, now))
             twins.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
@@ -286,16 +286,16 @@ class Planner:
     def _free_slots(self) -> int:
         return min(self._rows.free_slots, self.limits.rows - self._rows.running)
 
-    def _open(self, sequence: Sequence, lease: Lease, now: float) -> RowOpen:
+    def _open(self, sequence: Sequence, lock: PrefixLock, now: float) -> RowOpen:
         self._queue.remove(sequence)
-        row = self._rows.open(sequence, self.next_step, lease.pages, lease.matched_tokens)
+        row = self._rows.open(sequence, self.next_step, lock.pages, lock.matched_tokens)
         sequence.phase = Phase.PREFILL
         sequence.loads = 0
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(lease.matched_tokens, sequence.prompt_tokens)
-            self._billing.start(sequence, lease.matched_tokens)
+            sequence.cached_tokens = min(lock.matched_tokens, sequence.prompt_tokens)
+            self._billing.start(sequence, lock.matched_tokens)
         request = sequence.request
         stop_ids = request.stop.stop_token_ids
         # Behind a complete grammar nothing but the end can follow: there it is put off as long as possible.
@@ -308,8 +308,8 @@ class Planner:
             request_id=request.request_id,
             token_ids=sequence.token_ids,
             prompt_tokens=sequence.prompt_tokens,
-            computed_tokens=lease.matched_tokens,
-            pages=lease.pages,
+            computed_tokens=lock.matched_tokens,
+            pages=lock.pages,
             window_pages=self._memory.begin_window(sequence, self._rows),
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,

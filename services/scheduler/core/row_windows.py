@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import RowSlot
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import PrefixLock
     from services.scheduler.cache.window_pages import WindowPages
     from services.scheduler.core.rows import RowTable
 
@@ -33,18 +33,18 @@ class RowWindows:
         """Whether a row that needs so many new pages could go on: it needs no more at once than its window."""
         return min(pages, self.pool.row_pages(0)) + spare_pages <= self.pool.available_pages
 
-    def enter(self, lease: Lease) -> None:
-        """Hold what the next token behind a lease's pages sees."""
-        self.pool.need(lease.pages[self._first_seen(lease) :])
+    def enter(self, lock: PrefixLock) -> None:
+        """LockedPath what the next token behind a lock's pages sees."""
+        self.pool.need(lock.pages[self._first_seen(lock) :])
 
-    def leave(self, lease: Lease) -> None:
+    def leave(self, lock: PrefixLock) -> None:
         """Undo `enter`."""
-        self.pool.release(lease.pages[self._first_seen(lease) :])
+        self.pool.release(lock.pages[self._first_seen(lock) :])
 
-    def begin(self, row: RowSlot, lease: Lease, rows: RowTable) -> PageIds:
+    def begin(self, row: RowSlot, lock: PrefixLock, rows: RowTable) -> PageIds:
         """Take note that what `enter` holds is a row's now; return the twins."""
-        rows.window_first[row] = first = self._first_seen(lease)
-        return self.pool.twins_of(lease.pages[first:])
+        rows.window_first[row] = first = self._first_seen(lock)
+        return self.pool.twins_of(lock.pages[first:])
 
     def slide(self, rows: RowTable) -> None:
         """Give back what the next passes of running rows do not need any more."""
@@ -63,19 +63,19 @@ class RowWindows:
         self.pool.release(self._needed(row, rows, first))
 
     def after_repointing(self, row: RowSlot, first: int, count: int, rows: RowTable) -> PageIds:
-        """Hold them; return the twins of those of the `count` pages from `first` on that it needs."""
+        """LockedPath them; return the twins of those of the `count` pages from `first` on that it needs."""
         self.pool.need(self._needed(row, rows, first))
         return self.pool.twins_of(rows.pages[row, max(first, int(rows.window_first[row])) : first + count])
 
-    def faults(self, rows: RowTable, leases: Iterable[Lease], device_pages: int) -> list[str]:
-        """Return what is wrong with the pool, where besides rows `leases` hold what the next token sees."""
+    def faults(self, rows: RowTable, locks: Iterable[PrefixLock], device_pages: int) -> list[str]:
+        """Return what is wrong with the pool, where besides rows `locks` hold what the next token sees."""
         tables = [self._needed(sequence.row, rows) for sequence in rows.occupants() if sequence.row is not None]
-        tables += [lease.pages[self._first_seen(lease) :] for lease in leases]
+        tables += [lock.pages[self._first_seen(lock) :] for lock in locks]
         needed = np.bincount(np.concatenate([NO_PAGES, *tables]), minlength=device_pages)
         return self.pool.faults(needed)
 
     def _needed(self, row: RowSlot, rows: RowTable, first: int = 0) -> PageIds:
         return rows.page_table(row)[max(first, int(rows.window_first[row])) :]
 
-    def _first_seen(self, lease: Lease) -> int:
-        return self.pool.first_seen(lease.matched_tokens)
+    def _first_seen(self, lock: PrefixLock) -> int:
+        return self.pool.first_seen(lock.matched_tokens)

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from common.transfers import TransferId
     from common.types import RowSlot, SamplingParams, ScheduleRequest, TokenIds
-    from services.scheduler.cache.interface import Lease
     from services.scheduler.cache.tiers.storage_reads import Fetch
+    from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.scoring import PromptScoring
     from services.scheduler.core.session import Session
 
@@ -49,7 +49,7 @@ class Sequence:
     leader: Sequence | None = None
     phase: Phase = Phase.WAITING
     row: RowSlot | None = None
-    lease: Lease | None = None
+    lock: PrefixLock | None = None
     # The first admission's prefix hit: what the requester is told and billed; a retraction does not change it.
     cached_tokens: int | None = None
     started_at: float | None = None

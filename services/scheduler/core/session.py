@@ -10,7 +10,7 @@ from common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from common.types import SessionGrant, SessionTurn, TokenIds, View
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import PrefixLock
 
 # Turns that later ones can continue; what is older has long been continued.
 KEPT_TURNS = 16
@@ -47,7 +47,7 @@ class FinishedTurn:
 class Session:
     """A conversation of `view`, which counts against what the view's subject and its tenant may have.
 
-    `pin` holds the path of the turn that ended last, as a row's lease would. `expires_at` is None as long as requests
+    `pin` holds the path of the turn that ended last, as a row's lock would. `expires_at` is None as long as requests
     of the session are open, and set by the first look at the clock after that.
     """
 
@@ -56,7 +56,7 @@ class Session:
     grant: SessionGrant
     turns: int = 0
     open_requests: int = 0
-    pin: Lease | None = None
+    pin: PrefixLock | None = None
     expires_at: float | None = None
     history: OrderedDict[str, FinishedTurn] = field(default_factory=OrderedDict)
 

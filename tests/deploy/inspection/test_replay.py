@@ -7,7 +7,7 @@ import pytest
 
 from deploy.cli import main
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.replay import encode_header
+from services.scheduler.cache.debug.replay import encode_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ COMMIT = {
         "priority": 0,
         "session": None,
     },
-    "outcome": {"lease": 0, "pages": []},
+    "outcome": {"lock": 0, "pages": []},
     "events": [],
 }
 
@@ -40,12 +40,12 @@ def test_sound_log_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_difference_is_shown_and_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
-    wrong = {**COMMIT, "outcome": {"lease": 7, "pages": []}}
+    wrong = {**COMMIT, "outcome": {"lock": 7, "pages": []}}
     log.write_bytes(b"\n".join([HEADER, orjson.dumps(wrong)]))
     assert main(["cache", "replay", str(log)]) == 1
     output = capsys.readouterr().out
     assert "first difference: operation 1 (commit), line 2" in output
-    assert "outcome.lease" in output
+    assert "outcome.lock" in output
 
 
 @pytest.mark.parametrize("content", [b"", b"neither json", None])

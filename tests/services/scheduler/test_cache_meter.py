@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.interface import Lease, LeaseId
+from services.scheduler.cache.types import LockId, PrefixLock
 from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.times import OperationTimes
 from tests.services.scheduler.policy.waiting import waiting_sequence
@@ -29,7 +29,7 @@ def test_found_tokens_are_counted_by_tier_and_visibility(
     sequence = waiting_sequence(1)
     sequence.host_tokens, sequence.storage_tokens = host, storage
     pages = np.zeros(matched // 16, np.int32)
-    meter.note_start(sequence, Lease(LeaseId(1), View(Subject("tenant", "ann")), matched, pages, public))
+    meter.note_start(sequence, PrefixLock(LockId(1), View(Subject("tenant", "ann")), matched, pages, public))
     assert meter.hit_tokens == found
 
 

@@ -6,7 +6,14 @@ import pytest
 from common.types import CacheMode, Subject, View
 from common.wire import cache_mode_from_wire, cache_mode_to_wire
 from protos.gen.pando.v1 import scheduler_pb2
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeSnapshot, NodeState, Visibility
+from services.scheduler.cache.types import (
+    CacheEvent,
+    CacheEventKind,
+    NodeId,
+    NodeSnapshot,
+    NodeState,
+    Visibility,
+)
 from services.scheduler.convert_cache import Disclosure, event_to_wire, node_to_wire
 
 NODE = NodeSnapshot(

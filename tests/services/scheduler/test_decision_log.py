@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import ConfigurationError
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode_header, replay
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode_header, replay
 from services.scheduler.decision_log import DecisionLog
 from tests.services.scheduler.cache.driver import ANN, BOB, PLAIN, Driver
 

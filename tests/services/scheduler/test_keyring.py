@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import ConfigurationError
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
+from services.scheduler.cache.types import PUBLIC_SCOPE
 from services.scheduler.keyring import Keyring
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind
+from services.scheduler.cache.types import CacheEvent, CacheEventKind
 from services.scheduler.watching import EventBacklog
 
 

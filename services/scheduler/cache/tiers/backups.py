@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.interface import NodeState
 from services.scheduler.cache.tiers.config import WritePolicy
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from common.transfers import Transfer

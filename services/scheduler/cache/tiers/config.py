@@ -46,6 +46,6 @@ class HostConfig:
             "the window of backups must hold a page": self.window_pages >= 1,
             "host reserve_share must be in (0, 1]": 0 < self.reserve_share <= 1,
         }
-        wrong = [message for message, holds in checks.items() if not holds]
+        wrong = [message for message, paths in checks.items() if not paths]
         if wrong:
             raise ConfigurationError("; ".join(wrong))

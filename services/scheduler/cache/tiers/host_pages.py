@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.eviction import EvictionQueue
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.pages import PageAllocator
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
 
 _ON_HOST = NodeState.ON_HOST
@@ -54,7 +53,7 @@ class HostEntry:
 
     @property
     def uses(self) -> int:
-        """Leases that covered it."""
+        """LockTable that covered it."""
         return self.node.uses
 
 

@@ -6,26 +6,23 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.accounting import Accounting
-from services.scheduler.cache.accounts import scope_of
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.tiers.backups import Backups
 from services.scheduler.cache.tiers.host_pages import HostPages
 from services.scheduler.cache.tiers.ledger import TransferLedger
 from services.scheduler.cache.tiers.loads import Loads
 from services.scheduler.cache.tiers.storage_tier import StorageTier
+from services.scheduler.cache.types import Accounting, CacheEventKind, NodeState, scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
-    from common.types import TokenIds, View
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.decisions import Facts, Recorder
+    from common.types import Subject, TokenIds, View
+    from services.scheduler.cache.debug.decisions import Facts, Recorder
     from services.scheduler.cache.keys import PagedKey
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tiers.ledger import OpenTransfer
@@ -59,7 +56,7 @@ class HostTier:
         self._view_of = view_of
         self._backups = Backups(store, self.pages, self.ledger, config)
         self._loads = Loads(store, self.ledger)
-        store.host = self
+        store.tier = self
 
     @property
     def skipped_pages(self) -> int:
@@ -210,46 +207,75 @@ class HostTier:
                 kept += len(host_pages)
         return kept
 
-    # --- what the cache tells ---
+    # --- TierObserver ---
+
+    def keep(self, node: Node, host_pages: PageIds) -> None:
+        self.pages.keep(node, host_pages)
 
     def note(self, node: Node) -> None:
-        """A node that nobody uses any more has been used, or was marked as free."""
         if node.host_pages is None:
             self._backups.note(node)
 
-    def copied(self, node: Node) -> None:
-        """A node has got a copy, or with its copy another owner."""
-        if self.storage is not None and node.host_pages is not None:
-            self.storage.note(node)
-
-    def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
-        """A row has computed the pages [first, key.pages) of its key; see `Loads.restore`."""
-        if self.pages.references:
-            self._loads.restore(above, account, key, first, pages)
-
     def split(self, node: Node, upper: Node) -> None:
-        """A node has been split."""
         self.pages.split(node, upper)
         self.ledger.split(node, upper)
 
+    def absorb(self, node: Node) -> None:
+        self.pages.absorb(node)
+
+    def rehang(self, node: Node, old: Node) -> None:
+        self.ledger.rehang(node, old)
+
     def take_over(self, node: Node, other: Node) -> None:
-        """A node's children hang below another with the same parent and tokens now, and the node is about to leave."""
         self.ledger.follow(node, other)
         self.pages.hand_on(node, other)
 
+    def hand_over(self, node: Node) -> None:
+        self.pages.hand_over(node)
+        self.copied(node)
+
     def leave(self, leaf: Node) -> None:
-        """A leaf is about to leave the tree."""
         self.ledger.leave(leaf)
         if leaf.host_pages is not None:
             self.pages.drop(leaf)
 
     def strip(self, top: Node) -> None:
-        """What hangs below a node is to be given to others: only what is on the device can be."""
         for node in reversed([top, *(node for node, _ in self._store.tree.walk(top))]):
             if node.state is _ON_HOST and node is not top:
                 self._store.remove(node)
             elif node.host_pages is not None and node.state is not _ON_HOST:
                 self.pages.drop(node)
+
+    def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
+        if self.pages.references:
+            self._loads.restore(above, account, key, first, pages)
+
+    def begin_epoch(self, epoch: int, idle: Sequence[Holder]) -> None:
+        self.pages.queue.begin_epoch(epoch, idle)
+
+    def pages_of(self, account: Account) -> int:
+        return self.pages.pages_of(account)
+
+    def revoke(self, account: Account) -> None:
+        if self.storage is not None:
+            self.storage.demote(account)
+
+    def distrust(self, fingerprints: Iterable[int]) -> None:
+        if self.storage is not None:
+            self.storage.distrust(fingerprints)
+
+    def forget(self, subject: Subject, accounts: Iterable[Account]) -> None:
+        if self.storage is not None:
+            self.storage.forget(subject, accounts)
+
+    def renew(self, accounts: Iterable[Account]) -> None:
+        if self.storage is not None:
+            self.storage.renew(accounts)
+
+    def copied(self, node: Node) -> None:
+        """Have a node's new copy stored, or a copy that has got another owner."""
+        if self.storage is not None and node.host_pages is not None:
+            self.storage.note(node)
 
 
 def _facts(transfer: Transfer) -> Facts:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.interface import NodeState
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.tree import Reach
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.transfers import Transfer, TransferId
     from common.types import TokenIds
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
 

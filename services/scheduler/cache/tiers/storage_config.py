@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Scope
     from services.scheduler.cache.object_keys import ObjectKeys
+    from services.scheduler.cache.types import Scope
 
 
 class PrefetchPolicy(Enum):

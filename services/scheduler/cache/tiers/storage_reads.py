@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
 from common.types import Sharing
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.config import Mode
-from services.scheduler.cache.interface import CacheEventKind
 from services.scheduler.cache.keys import PagedKey, chain_hashes
 from services.scheduler.cache.prefetch import Prefetch, RateLimit
 from services.scheduler.cache.tree import Reach
+from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck
     from common.types import TokenIds
-    from services.scheduler.cache.accounts import Account, Scope
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.prefetch import Run
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
     from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
+    from services.scheduler.cache.types import Scope
 
 # Subjects whose probing is remembered.
 REMEMBERED_SUSPECTS = 65_536

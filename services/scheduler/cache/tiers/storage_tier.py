@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from common.transfers import Transfer, TransferAck
     from common.types import Subject, TokenIds
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.transfers import Transfer
-    from services.scheduler.cache.accounts import Account
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.ledger import TransferLedger
     from services.scheduler.cache.tiers.storage_config import PageNames

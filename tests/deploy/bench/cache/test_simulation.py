@@ -11,9 +11,9 @@ from deploy.bench.cache.simulation import Machine, Simulation
 from deploy.bench.cache.tally import CacheFigures, Rules, Tally, jain_index
 from deploy.bench.records import BenchRequest, Segment, Session
 from deploy.bench.workloads.ideal import IdealCache
-from services.scheduler.cache.accounting import audit
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 
 if TYPE_CHECKING:

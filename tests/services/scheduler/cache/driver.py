@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.factory import CacheName, make_cache
-from services.scheduler.cache.interface import Visibility
-from services.scheduler.cache.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.types import Sharing
-    from services.scheduler.cache.interface import Insertion, Lease, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.types import Insertion, PrefixLock
 
 ANN = View(Subject("tenant", "ann"))
 BOB = View(Subject("tenant", "bob"))
@@ -40,7 +41,7 @@ def int32(values: object) -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    lease: Lease
+    lock: PrefixLock
     ids: np.ndarray
     table: np.ndarray
 
@@ -65,28 +66,28 @@ class Driver:
     def admit(self, view: View, ids: list[int], *, may_use_cache: bool = True, **options: Any) -> Row:
         array = int32(ids)
         cache = self.cache
-        lease = cache.commit(view, array, **options) if may_use_cache else cache.commit_nothing(view)
-        missing = -(-len(ids) // self.cache.page_size) - len(lease.pages)
+        lock = cache.commit(view, array, **options) if may_use_cache else cache.commit_nothing(view)
+        missing = -(-len(ids) // self.cache.page_size) - len(lock.pages)
         if missing > self.allocator.free_pages:
             self.cache.evict(missing - self.allocator.free_pages)
         fresh = self.allocator.try_allocate(missing)
         assert fresh is not None
-        return Row(lease, array, np.concatenate([lease.pages, fresh]))
+        return Row(lock, array, np.concatenate([lock.pages, fresh]))
 
     def insert(self, row: Row, tokens: int | None = None, *, prompt_tokens: int | None = None) -> Insertion:
         prompt_tokens = len(row.ids) if prompt_tokens is None else prompt_tokens
-        insertion = self.cache.insert(row.lease, row.ids[:tokens], row.table, prompt_tokens)
-        row.lease = insertion.lease
+        insertion = self.cache.insert(row.lock, row.ids[:tokens], row.table, prompt_tokens)
+        row.lock = insertion.lock
         return insertion
 
     def end(self, row: Row) -> None:
-        self.cache.release(row.lease)
+        self.cache.release(row.lock)
         self.allocator.release(row.table)
 
     def serve(self, view: View, ids: list[int], *, prompt_tokens: int | None = None, **options: Any) -> int:
         """Run a row from admission to its end; return how many of its tokens were cached."""
         row = self.admit(view, ids, **options)
-        cached = row.lease.matched_tokens
+        cached = row.lock.matched_tokens
         self.insert(row, prompt_tokens=prompt_tokens)
         self.end(row)
         return cached

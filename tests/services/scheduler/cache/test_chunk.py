@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.cache.accounting import account
+from services.scheduler.cache.debug.audit import account
 from tests.services.scheduler.cache.driver import ANN, Driver
 
 
@@ -34,8 +34,8 @@ def test_there_is_nothing_to_evict_or_flush() -> None:
 def test_released_lease_is_dead() -> None:
     driver = Driver("chunk")
     row = driver.admit(ANN, [1, 2])
-    driver.cache.release(row.lease)
+    driver.cache.release(row.lock)
     with pytest.raises(AssertionError, match="released before"):
-        driver.cache.release(row.lease)
+        driver.cache.release(row.lock)
     with pytest.raises(AssertionError, match="released before"):
         driver.insert(row)

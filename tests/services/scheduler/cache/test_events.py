@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 from services.scheduler.cache.events import CacheEvents
-from services.scheduler.cache.interface import CacheEvent, CacheEventKind, NodeId, NodeSnapshot
+from services.scheduler.cache.types import (
+    CacheEvent,
+    CacheEventKind,
+    NodeId,
+    NodeSnapshot,
+)
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver
 
 

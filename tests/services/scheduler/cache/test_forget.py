@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 
 SYSTEM = [1, 2, 3, 4, 5, 6]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.factory import CacheName
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def remembered(cache: RadixCache) -> int:
     store = cache.store
     accounts = [*store.accounts.all(), store.accounts.public]
     entries = store.queue.entries + sum(len(account.tops) for account in accounts)
-    lists = (store.soft, store.touched, store.fresh, store.loose, cache._vigilance._tries)
+    lists = (store.soft, store.touched, store.fresh, store.loose, cache._detector._tries)
     return store.tree.node_count + len(store.accounts) + entries + sum(map(len, lists))
 
 
@@ -102,10 +102,10 @@ def test_invented_users_who_try_continuations_of_a_shared_prompt_fill_no_memory(
     driver.next_epoch()
     for number in range(2_000):
         driver.end(driver.admit(View(Subject("tenant", f"{number}")), [1, 2, number, number, 0]))
-    assert len(driver.radix._vigilance._tries) == 100
+    assert len(driver.radix._detector._tries) == 100
     assert remembered(driver.radix) < 1_000
     driver.next_epoch()
-    assert driver.radix._vigilance._tries == {}
+    assert driver.radix._detector._tries == {}
     assert_exact(driver)
 
 

@@ -15,7 +15,6 @@ import pytest
 
 import services.scheduler.cache as package
 from common.types import Subject, View
-from services.scheduler.cache.counters import distinct
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def test_missing_user_is_checked_like_any_other_owner(name: CacheName) -> None:
     assert driver.peek(NOBODY, [*TEXT, 0]) == 0
     assert driver.peek(ANN, [9, 9, 9, 9, 0]) == 0
     assert driver.peek(NOBODY, [9, 9, 9, 9, 0]) == 4
-    assert driver.admit(NOBODY, [*TEXT, 0]).lease.matched_tokens == 0
+    assert driver.admit(NOBODY, [*TEXT, 0]).lock.matched_tokens == 0
 
 
 @pytest.mark.parametrize("name", PRIVATE_MODES)
@@ -82,7 +81,7 @@ def test_key_with_one_wrong_token_never_matches_its_page(place: int, change: int
     driver.serve(ANN, TEXT)
     wrong = [token + change * (at == place) for at, token in enumerate(TEXT)]
     assert driver.peek(ANN, [*wrong, 0]) == place // 2 * 2
-    assert driver.admit(ANN, [*wrong, 0]).lease.matched_tokens == place // 2 * 2
+    assert driver.admit(ANN, [*wrong, 0]).lock.matched_tokens == place // 2 * 2
 
 
 @pytest.mark.parametrize("name", PRIVATE_MODES)
@@ -126,7 +125,7 @@ def test_halves_of_a_split_count_on_by_themselves() -> None:
     driver.serve(EVE, [1, 2, 3, 4, 0])
     driver.next_epoch(0)
     upper, lower = [node for node, _ in driver.radix.store.tree.walk() if node.is_shared]
-    assert (distinct(upper), distinct(lower)) == (2, 1)
+    assert (upper.distinct_users, lower.distinct_users) == (2, 1)
     assert upper.u_cnt_l is not lower.u_cnt_l
     assert upper.creators is not lower.creators
     upper.creators.clear()  # type: ignore[union-attr]  # PUBLIC nodes have some

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounts import Account
-from services.scheduler.cache.interface import Visibility
+from services.scheduler.cache.node import Account
+from services.scheduler.cache.types import Visibility
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def probe(driver: Driver, view: View, times: int = 20) -> int:
     hits = 0
     for _ in range(times):
         row = driver.admit(view, [*TEXT, 7, 7])
-        hits += row.lease.matched_tokens >= len(TEXT)
+        hits += row.lock.matched_tokens >= len(TEXT)
         driver.end(row)
     return hits
 
@@ -122,7 +122,7 @@ class TestLevels:
         assert driver.tenants == [[*TEXT, 9, 9]]
         assert finds(driver, ACME[5], BLUE[0], STRANGER) == [6, 0, 0]
         row = driver.admit(ACME[5], [*TEXT, 0])
-        assert (row.lease.public_tokens, row.lease.tenant_tokens) == (0, 6)
+        assert (row.lock.public_tokens, row.lock.tenant_tokens) == (0, 6)
         driver.end(row)
         assert {(owner.view, owner.tenant) for owner in driver.cache.owners() if owner.nodes} == {(None, "acme")}
         assert driver.cache.usage.tenant_pages == 4

@@ -7,7 +7,7 @@ import pytest
 
 from common.types import Subject, View
 from services.scheduler.cache.config import EvictionPolicy
-from services.scheduler.cache.interface import CacheEventKind, NodeState
+from services.scheduler.cache.types import CacheEventKind, NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
 
 
@@ -36,7 +36,7 @@ class TestSoftFree:
             driver.serve(ANN, ids)
         free = driver.allocator.free_pages
         row = driver.admit(ANN, [1, 2, 3, 4, 0])
-        assert row.lease.matched_tokens == 4
+        assert row.lock.matched_tokens == 4
         assert soft(driver) == []
         assert driver.allocator.free_pages == free - 1
         driver.check(row)
@@ -47,7 +47,7 @@ class TestSoftFree:
         driver.cache.evict(2)
         assert driver.cache.soft_free_pages == 6
         row = driver.admit(ANN, [*range(8), 99])
-        assert row.lease.matched_tokens == 8
+        assert row.lock.matched_tokens == 8
         assert driver.cache.soft_free_pages == 4
         driver.check(row)
 

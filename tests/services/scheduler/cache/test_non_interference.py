@@ -215,7 +215,7 @@ class TestRevocation:
     def probe(self, driver: Driver, prober: View) -> int:
         row = driver.admit(prober, [*SECRET, 0])
         driver.end(row)
-        return row.lease.matched_tokens
+        return row.lock.matched_tokens
 
 
 CROWD = (1, 2, 1, 2, 1, 2, 1, 2)
@@ -345,4 +345,4 @@ class TestGuessCost:
         right_pages = next((at for at in range(4) if guess[at * page_size :][:page_size] != text[:page_size]), 4)
         assert driver.peek(EVE, [*guess, 0]) == right_pages * page_size
         row = driver.admit(EVE, [*guess, 0])
-        assert row.lease.matched_tokens == right_pages * page_size
+        assert row.lock.matched_tokens == right_pages * page_size

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.object_keys import ObjectKeys, scope_keys, scope_tag
+from services.scheduler.cache.types import PUBLIC_SCOPE
 
 SECRET, SEED, CHAIN = b"s" * 32, b"r" * 32, b"c" * 32
 # The public, a tenant, and views of subjects.

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.cache.accounts import PUBLIC_SCOPE
 from services.scheduler.cache.prefetch import Prefetch, RateLimit, Run
+from services.scheduler.cache.types import PUBLIC_SCOPE
 
 ANN = ("t", "ann")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.transfers import TransferAck
 from common.types import Subject, View
-from services.scheduler.cache.accounts import Account, Accounts
+from services.scheduler.cache.accounts import Accounts
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.debug.replay import replay
 from services.scheduler.cache.eviction import EvictionQueue, queue_violations
-from services.scheduler.cache.interface import NodeState
-from services.scheduler.cache.replay import replay
 from services.scheduler.cache.tiers.config import HostConfig
+from services.scheduler.cache.types import NodeState
 from tests.examples import examples
+from tests.services.scheduler.cache.debug.test_replay import RecordedDriver
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
-from tests.services.scheduler.cache.test_replay import RecordedDriver
+
+if TYPE_CHECKING:
+    from services.scheduler.cache.node import Account
 
 VICTIM = View(Subject("tenant", "user/victim"))
 KEY = Subject("tenant", "key/rival")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.interface import Visibility
+from services.scheduler.cache.types import Visibility
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
 
@@ -40,15 +40,15 @@ class TestMatching:
         first = driver.admit(ANN, [1, 2, 3, 4, 5])
         driver.insert(first)
         second = driver.admit(ANN, [1, 2, 3, 4, 6])
-        assert second.lease.pages.tolist() == first.table[:2].tolist()
-        assert second.lease.matched_tokens == 4
-        assert second.lease.view == ANN
+        assert second.lock.pages.tolist() == first.table[:2].tolist()
+        assert second.lock.matched_tokens == 4
+        assert second.lock.view == ANN
 
     def test_lease_pages_cannot_be_written_to(self) -> None:
         driver = Driver()
         driver.serve(ANN, [1, 2, 3, 4])
         with pytest.raises(ValueError, match="read-only"):
-            driver.admit(ANN, [1, 2, 3]).lease.pages[0] = 9
+            driver.admit(ANN, [1, 2, 3]).lock.pages[0] = 9
 
 
 class TestIsolation:
@@ -114,7 +114,7 @@ class TestIsolation:
         driver = Driver()
         driver.serve(ANN, [1, 2, 3, 4])
         row = driver.admit(ANN, [1, 2, 3, 4, 5, 6], may_use_cache=False)
-        assert row.lease.matched_tokens == 0
+        assert row.lock.matched_tokens == 0
         insertion = driver.insert(row)
         assert insertion.pages.tolist() == row.table.tolist()
         assert len(insertion.duplicates) == 0
@@ -177,8 +177,8 @@ class TestTree:
     def test_insert_without_a_new_whole_page_keeps_the_lease(self) -> None:
         driver = Driver()
         row = driver.admit(ANN, [1, 2, 3, 4])
-        lease = driver.insert(row, 3).lease
-        assert driver.insert(row, 3).lease == lease
+        lock = driver.insert(row, 3).lock
+        assert driver.insert(row, 3).lock == lock
         driver.end(row)
         assert driver.violations() == []
 

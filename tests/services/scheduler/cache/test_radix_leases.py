@@ -44,7 +44,7 @@ def test_duplicates_outlive_everything_while_the_row_names_them() -> None:
     driver.insert(first)
     driver.insert(second)
     driver.end(first)
-    driver.cache.release(second.lease)
+    driver.cache.release(second.lock)
     driver.cache.flush()
     # The row was not repointed: nobody else may get its pages.
     others = driver.allocator.try_allocate(driver.allocator.free_pages)
@@ -69,15 +69,15 @@ def test_repointed_row_holds_the_canonical_pages() -> None:
 def test_released_lease_cannot_be_released_again() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
-    driver.cache.release(row.lease)
+    driver.cache.release(row.lock)
     with pytest.raises(AssertionError, match="released or replaced before"):
-        driver.cache.release(row.lease)
+        driver.cache.release(row.lock)
 
 
 def test_replaced_lease_is_dead() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3, 4])
-    old = row.lease
+    old = row.lock
     driver.insert(row)
     with pytest.raises(AssertionError, match="released or replaced before"):
         driver.cache.release(old)
@@ -90,7 +90,7 @@ def test_table_shorter_than_the_tokens_is_an_assertion() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3, 4])
     with pytest.raises(AssertionError, match="page table"):
-        driver.cache.insert(row.lease, row.ids, row.table[:1], 4)
+        driver.cache.insert(row.lock, row.ids, row.table[:1], 4)
 
 
 def test_the_tree_keeps_its_pages_whatever_the_row_does_to_its_table() -> None:
@@ -100,4 +100,4 @@ def test_the_tree_keeps_its_pages_whatever_the_row_does_to_its_table() -> None:
     pages = row.table[:2].tolist()
     row.table[:] = 0
     assert insertion.pages.tolist() == pages
-    assert driver.admit(ANN, [1, 2, 3, 4, 5]).lease.pages.tolist() == pages
+    assert driver.admit(ANN, [1, 2, 3, 4, 5]).lock.pages.tolist() == pages

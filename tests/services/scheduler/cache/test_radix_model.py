@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
 from services.scheduler.cache.config import Mode
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from tests.examples import examples
@@ -20,7 +20,7 @@ from tests.services.scheduler.cache.driver import PLAIN
 from tests.services.scheduler.cache.oracle import NaiveCache, Path
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.types import PrefixLock
 
 PAGE_SIZE = 2
 CAPACITY = 30
@@ -36,7 +36,7 @@ class Row:
     ids: list[int]
     prompt_tokens: int
     computed: int
-    lease: Lease
+    lock: PrefixLock
     table: list[int]
     # What the oracle has locked for it; None for a row that may not use the cache.
     locked: list[Path] | None
@@ -64,14 +64,14 @@ class CacheMachine(RuleBasedStateMachine):
         view = View(Subject("tenant", user))
         if may_use_cache:
             locked = self.oracle.matched(user, ids)
-            lease = self.cache.commit(view, int32(ids))
-            assert lease.pages.tolist() == self.oracle.pages(locked)
+            lock = self.cache.commit(view, int32(ids))
+            assert lock.pages.tolist() == self.oracle.pages(locked)
             self.oracle.lock(locked)
         else:
             locked = None
-            lease = self.cache.commit_nothing(view)
-            assert lease.matched_tokens == 0
-        row = Row(user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), locked)
+            lock = self.cache.commit_nothing(view)
+            assert lock.matched_tokens == 0
+        row = Row(user, ids, len(ids), lock.matched_tokens, lock, lock.pages.tolist(), locked)
         self.rows.append(row)
         if not self.grow(row):
             self.end(row)
@@ -143,8 +143,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def insert(self, row: Row, *, repoint: bool) -> None:
         before = list(row.table)
-        insertion = self.cache.insert(row.lease, int32(row.ids[: row.computed]), int32(row.table), row.prompt_tokens)
-        row.lease = insertion.lease
+        insertion = self.cache.insert(row.lock, int32(row.ids[: row.computed]), int32(row.table), row.prompt_tokens)
+        row.lock = insertion.lock
         if row.locked is None:
             assert insertion.pages.tolist() == row.table[: row.computed // PAGE_SIZE]
             assert not len(insertion.duplicates)
@@ -161,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, row: Row) -> None:
         self.rows.remove(row)
         self.allocator.release(int32(row.table))
-        self.cache.release(row.lease)
+        self.cache.release(row.lock)
         if row.locked is not None:
             self.oracle.release(row.locked)
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.types import Sharing
-from services.scheduler.cache.accounts import scope_of
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import scope_of
 from tests.services.scheduler.cache.driver import Driver, int32
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from common.types import View
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import NodeSnapshot
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.types import NodeSnapshot
     from tests.services.scheduler.cache.driver import Row
 
 PAGE_SIZE = 2
@@ -82,8 +82,8 @@ class World(Driver):
         ids = [*ask.ids, *ask.generated]
         waiting = self.peek(ask.user, list(ask.ids)) if ask.may_use_cache else 0
         row = self.admit(ask.user, ids[: len(ask.ids)], may_use_cache=ask.may_use_cache, **self._options(ask))
-        seen: list[Any] = [waiting, row.lease.matched_tokens]
-        ends = range(row.lease.matched_tokens + ask.chunk, len(ask.ids), ask.chunk)
+        seen: list[Any] = [waiting, row.lock.matched_tokens]
+        ends = range(row.lock.matched_tokens + ask.chunk, len(ask.ids), ask.chunk)
         seen += [self._insert(row, end, len(ask.ids)) for end in ends]
         missing = -(-len(ids) // PAGE_SIZE) - len(row.table)
         fresh = self.allocator.try_allocate(missing)
@@ -118,11 +118,11 @@ class World(Driver):
         for decision in self.decisions:
             given, outcome = decision.given, decision.outcome
             if "view" in given:
-                owner = owners[outcome["lease"]] = tuple(given["view"])
+                owner = owners[outcome["lock"]] = tuple(given["view"])
             elif decision.operation == "insert":
-                owner = owners[outcome["lease"]] = owners.pop(given["lease"])
+                owner = owners[outcome["lock"]] = owners.pop(given["lock"])
             elif decision.operation == "release":
-                owner = owners.pop(given["lease"])
+                owner = owners.pop(given["lock"])
             elif decision.operation == "advance":
                 lines.append(("advance", given["epoch"], public_changes(decision.events)))
                 continue
@@ -138,7 +138,7 @@ class World(Driver):
 
 
 def _logical(given: Facts, outcome: Facts) -> tuple[Any, ...]:
-    """Return the parts of a decision that do not number pages, leases or nodes."""
+    """Return the parts of a decision that do not number pages, locks or nodes."""
     ids: Any = given.get("token_ids", given.get("new_ids", ()))
     counts = [len(outcome[name]) for name in ("pages", "duplicates", "canonical") if name in outcome]
     return (*map(int, ids), given.get("tokens"), given.get("prompt_tokens"), *counts, outcome.get("first_duplicate"))

@@ -10,22 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounting import account, audit
-from services.scheduler.cache.accounts import scope_of
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.interface import NodeState, Visibility
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode, encode_header, replay
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode, encode_header, replay
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.types import NodeState, Visibility, scope_of
 from tests.services.scheduler.cache.driver import int32
 from tests.services.scheduler.cache.view_oracle import Entry, Held, Path, ViewOracle
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.decisions import Decision
-    from services.scheduler.cache.interface import Lease
+    from services.scheduler.cache.debug.decisions import Decision
+    from services.scheduler.cache.types import PrefixLock
 
 PAGE_SIZE = 2
 # Three subjects of one tenant, one of them in two views, two of another, and two tenants with a single one.
@@ -76,7 +75,7 @@ class Row:
     ids: list[int]
     prompt_tokens: int
     computed: int
-    lease: Lease
+    lock: PrefixLock
     table: list[int]
     # None for a row that may not use the cache.
     held: Held | None
@@ -114,14 +113,14 @@ class UserAwareMachine(RuleBasedStateMachine):
         view = user
         held = None
         if cache_mode == "none":
-            lease = self.cache.commit_nothing(view)
+            lock = self.cache.commit_nothing(view)
         else:
             held = self.oracle.commit(scope_of(user), ids, repeated=repeated, session=session)
             may_promote = cache_mode == "use"
-            lease = self.cache.commit(view, int32(ids), repeated=repeated, may_promote=may_promote, session=session)
-        assert lease.matched_tokens == (held.length if held else 0)
+            lock = self.cache.commit(view, int32(ids), repeated=repeated, may_promote=may_promote, session=session)
+        assert lock.matched_tokens == (held.length if held else 0)
         row = Row(
-            user, ids, len(ids), lease.matched_tokens, lease, lease.pages.tolist(), held, cache_mode == "use", session
+            user, ids, len(ids), lock.matched_tokens, lock, lock.pages.tolist(), held, cache_mode == "use", session
         )
         self.rows.append(row)
         if not self.grow(row):
@@ -271,8 +270,8 @@ class UserAwareMachine(RuleBasedStateMachine):
 
     def insert(self, row: Row, *, goes_on: bool) -> None:
         ids = row.ids[: row.computed]
-        insertion = self.cache.insert(row.lease, int32(ids), int32(row.table), row.prompt_tokens)
-        row.lease = insertion.lease
+        insertion = self.cache.insert(row.lock, int32(ids), int32(row.table), row.prompt_tokens)
+        row.lock = insertion.lock
         if row.held is None or row.held.is_closed:
             assert not len(insertion.duplicates)
             return
@@ -288,7 +287,7 @@ class UserAwareMachine(RuleBasedStateMachine):
     def end(self, row: Row) -> None:
         self.rows.remove(row)
         self.allocator.release(int32(row.table))
-        self.cache.release(row.lease)
+        self.cache.release(row.lock)
         if row.held is not None:
             self.oracle.release(row.held)
 

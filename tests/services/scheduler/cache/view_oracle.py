@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from common.types import Sharing
 
 if TYPE_CHECKING:
-    from services.scheduler.cache.accounts import Scope, SubjectKey
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.types import Scope, SubjectKey
 
 # All tokens from the first one to a page's last.
 Path = tuple[int, ...]
@@ -65,7 +65,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a row's lease stands for: the first `length` tokens."""
+    """What a row's lock stands for: the first `length` tokens."""
 
     view: Scope
     ids: list[int]

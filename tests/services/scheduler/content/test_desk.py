@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigurationError
-from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
+from services.scheduler.cache.types import CandidateId, PromotionCandidate
 from services.scheduler.content.checker import Answer
 from services.scheduler.content.desk import MAX_WAITING, ContentDesk
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver

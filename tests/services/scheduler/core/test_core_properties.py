@@ -39,16 +39,16 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(14, 40),
         depth=st.integers(1, 3),
-        lease=st.sampled_from([0.0, 0.004]),
+        lock=st.sampled_from([0.0, 0.004]),
         cache=st.sampled_from(["isolated", "shared", "chunk"]),
         preemptions=st.sampled_from([None, 0, 2]),
         jump=st.sampled_from([0, 1, 2, 9]),
     )
-    def start(self, pages: int, depth: int, lease: float, cache: str, preemptions: int | None, jump: int) -> None:
+    def start(self, pages: int, depth: int, lock: float, cache: str, preemptions: int | None, jump: int) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
-            lease_s=lease,
+            lease_s=lock,
             max_rows=4,
             max_step_tokens=40 if jump > 2 else 12,
             max_context=56,

@@ -347,7 +347,7 @@ SUBJECTS = [("a", "x"), ("a", "y"), ("b", "x"), ("c", "z")]
     depth=st.integers(1, 3),
     cache=st.sampled_from(["user_aware", "isolated", "chunk"]),
     weight=st.sampled_from([0.5, 1.0, 4.0]),
-    lease=st.sampled_from([0.0, 0.004]),
+    lock=st.sampled_from([0.0, 0.004]),
 )
 def test_whatever_makes_way_everything_ends_with_its_own_tokens(
     events: list[tuple[tuple[str, str], int, int, int, int]],
@@ -356,7 +356,7 @@ def test_whatever_makes_way_everything_ends_with_its_own_tokens(
     depth: int,
     cache: str,
     weight: float,
-    lease: float,
+    lock: float,
 ) -> None:
     harness = Harness(
         policy="fair",
@@ -368,7 +368,7 @@ def test_whatever_makes_way_everything_ends_with_its_own_tokens(
         depth=depth,
         cache=cache,  # type: ignore[arg-type]  # drawn from its names
         limits=Limits(tenants={"a": TenantLimits(weight=weight)}),
-        lease_s=lease,
+        lease_s=lock,
     )
     load = Load(harness)
     for (tenant, user), length, max_tokens, steps, priority in events:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.types import CacheMode, FinishReason, RequestId, Subject
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from tests.examples import examples
@@ -39,7 +39,7 @@ class HostTierMachine(RuleBasedStateMachine):
         policy=st.sampled_from(WritePolicy),
         ranks=st.integers(1, 3),
         depth=st.integers(1, 3),
-        lease=st.sampled_from([0.0, 0.004]),
+        lock=st.sampled_from([0.0, 0.004]),
         cache=st.sampled_from(["user_aware", "user_aware", "isolated", "shared"]),
         quota=st.sampled_from([0.25, 1.0]),
         merges=st.booleans(),
@@ -51,7 +51,7 @@ class HostTierMachine(RuleBasedStateMachine):
         policy: WritePolicy,
         ranks: int,
         depth: int,
-        lease: float,
+        lock: float,
         cache: str,
         quota: float,
         merges: bool,
@@ -61,7 +61,7 @@ class HostTierMachine(RuleBasedStateMachine):
             host=HostConfig(pages=host_pages, policy=policy, window_pages=8),
             ranks=ranks,
             depth=depth,
-            lease_s=lease,
+            lease_s=lock,
             max_step_tokens=12,
             max_context=56,
             cache=cache,  # type: ignore[arg-type]  # drawn from its names

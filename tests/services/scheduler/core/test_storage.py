@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.types import CacheMode, RequestId, View
-from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import CacheConfig, Mode
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.node import Account
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig

@@ -19,8 +19,8 @@ from tests.services.scheduler.core.test_host_tier_properties import HostTierMach
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Scope
     from services.scheduler.cache.object_keys import ObjectKeys
+    from services.scheduler.cache.types import Scope
     from tests.fakes.simulated_worker import SimulatedWorker
 
 

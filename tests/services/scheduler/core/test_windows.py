@@ -119,16 +119,16 @@ class WindowMachine(CoreMachine):
     @initialize(
         pages=st.integers(14, 40),
         depth=st.integers(1, 3),
-        lease=st.sampled_from([0.0, 0.004]),
+        lock=st.sampled_from([0.0, 0.004]),
         cache=st.sampled_from(["isolated", "shared", "user_aware", "chunk"]),
         window=st.integers(1, 30),
         spare=st.integers(2, 20),
     )
-    def start(self, pages: int, depth: int, lease: float, cache: str, window: int, spare: int) -> None:
+    def start(self, pages: int, depth: int, lock: float, cache: str, window: int, spare: int) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
-            lease_s=lease,
+            lease_s=lock,
             max_rows=4,
             max_step_tokens=12,
             max_context=56,

@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import Subject, View
-from services.scheduler.cache.accounting import account, audit
-from services.scheduler.cache.demotion import Demoter
-from services.scheduler.cache.interface import Lease, NodeState
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.audit import account, audit
+from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.sharing.demotion import Demoter
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.types import NodeState, PrefixLock
 from tests.examples import examples
 from tests.services.scheduler.cache.driver import PLAIN
 
@@ -52,7 +52,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.device: dict[int, Content] = {}
         self.hosted: dict[int, Content] = {}
         self.open: dict[int, Transfer] = {}
-        self.rows: list[tuple[Lease, list[int], PageIds]] = []
+        self.rows: list[tuple[PrefixLock, list[int], PageIds]] = []
 
     @initialize(host_pages=st.integers(1, 30), policy=st.sampled_from(WritePolicy), quota=st.sampled_from([0.2, 1.0]))
     def start(self, host_pages: int, policy: WritePolicy, quota: float) -> None:
@@ -77,19 +77,19 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule(user=USERS, ids=PROMPTS, private=st.booleans(), stays=st.sampled_from([False, False, True]))
     def serve(self, user: str, ids: list[int], private: bool, stays: bool) -> None:
         array = np.array(ids, np.int32)
-        lease = self.cache.commit(View(Subject("tenant", user)), array, may_promote=not private)
-        for index, page in enumerate(lease.pages.tolist()):
+        lock = self.cache.commit(View(Subject("tenant", user)), array, may_promote=not private)
+        for index, page in enumerate(lock.pages.tolist()):
             assert self.device[page] == tuple(ids[: (index + 1) * PAGE_SIZE])
-        fresh = self.allocate(-(-len(ids) // PAGE_SIZE) - len(lease.pages))
+        fresh = self.allocate(-(-len(ids) // PAGE_SIZE) - len(lock.pages))
         if fresh is None:
-            self.cache.release(lease)
-            self.allocator.release(lease.pages)
+            self.cache.release(lock)
+            self.allocator.release(lock.pages)
             return
-        table = np.concatenate([lease.pages, fresh])
+        table = np.concatenate([lock.pages, fresh])
         for index, page in enumerate(table.tolist()):
             self.device[page] = tuple(ids[: (index + 1) * PAGE_SIZE])
-        lease = self.cache.insert(lease, array, table, len(ids)).lease
-        self.rows.append((lease, ids, table))
+        lock = self.cache.insert(lock, array, table, len(ids)).lock
+        self.rows.append((lock, ids, table))
         if not stays or len(self.rows) > 2:
             self.end()
 
@@ -104,8 +104,8 @@ class HostTierMachine(RuleBasedStateMachine):
     @rule()
     def end(self) -> None:
         if self.rows:
-            lease, _, table = self.rows.pop()
-            self.cache.release(lease)
+            lock, _, table = self.rows.pop()
+            self.cache.release(lock)
             self.allocator.release(table)
 
     @rule(user=USERS, ids=PROMPTS, at_once=OFTEN)
@@ -168,7 +168,7 @@ class HostTierMachine(RuleBasedStateMachine):
         shared = [node for node, _ in self.cache.store.tree.walk() if node.is_shared]
         if shared and really:
             node = data.draw(st.sampled_from(shared))
-            Demoter(self.cache.store, self.cache.leases).demote(node)
+            Demoter(self.cache.store, self.cache.locks).demote(node)
 
     @rule(really=RARELY)
     def lose_workers(self, really: bool) -> None:

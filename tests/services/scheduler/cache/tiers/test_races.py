@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck
-from services.scheduler.cache.accounting import account, audit
-from services.scheduler.cache.demotion import Demoter
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.sharing.demotion import Demoter
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
+from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver, Row, int32
 
 if TYPE_CHECKING:
     from common.transfers import Transfer
-    from services.scheduler.cache.interface import NodeSnapshot
     from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import NodeSnapshot
 
 A, B, C = list(range(10, 22)), list(range(30, 42)), list(range(50, 62))  # six pages each
 
@@ -141,7 +141,7 @@ def test_a_backup_is_worth_nothing_once_the_copy_above_it_has_gone() -> None:
     driver.serve(ANN, [*A, *B])
     (backup,) = driver.tier.plan_backups()
     (shared,) = (node for node, _ in driver.radix.store.tree.walk() if node.is_shared)
-    Demoter(driver.radix.store, driver.radix.leases).demote(shared)
+    Demoter(driver.radix.store, driver.radix.locks).demote(shared)
     driver.check()
     driver.done(backup)
     driver.check()

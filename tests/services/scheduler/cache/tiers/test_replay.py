@@ -9,10 +9,10 @@ import pytest
 
 from common.types import Subject
 from services.scheduler.cache.config import CacheConfig, Mode
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import encode, encode_header, replay
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import encode, encode_header, replay
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from services.scheduler.core.core import SchedulerCore

@@ -20,7 +20,7 @@ from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from services.scheduler.cache.accounts import Scope
+    from services.scheduler.cache.types import Scope
 
 TEXT = [1, 2, 3, 4, 5, 6]
 PAGE_SIZE = 2

@@ -27,7 +27,7 @@ def probe(driver: Driver, user: View, times: int = 20) -> int:
     hits = 0
     for _ in range(times):
         row = driver.admit(user, [*SECRET, 7, 7, 9])
-        hits += row.lease.matched_tokens > 0
+        hits += row.lock.matched_tokens > 0
         driver.end(row)
     return hits
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.types import Subject, View
-from services.scheduler.cache.interface import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 
 DOCUMENT = list(range(20))

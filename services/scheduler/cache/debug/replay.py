@@ -15,27 +15,26 @@ import orjson
 from common.limits import Limits
 from common.transfers import TransferAck, TransferId
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.accounts import view_of
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.reviews import CandidateId
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.types import CandidateId, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from common.types import TokenIds
-    from services.scheduler.cache.accounts import Scope
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import Lease, LeaseId, PrefixCache
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import LockId, PrefixLock, Scope
 
-VERSION = 2
+VERSION = 3
 HEADER, END = "open", "lost"
 
 
@@ -164,8 +163,8 @@ class _Run:
         self._sharing: dict[str, Sharing] = {}
         choices = SharingChoices(lambda tenant: self._sharing.get(tenant, Sharing.TENANT))
         self._cache = RecordedCache(make(allocator, choices), allocator, self._decisions.append, choices)
-        self._leases: dict[LeaseId, Lease] = {}
-        self._ids: dict[LeaseId, TokenIds] = {}
+        self._locks: dict[LockId, PrefixLock] = {}
+        self._ids: dict[LockId, TokenIds] = {}
         self._operations: dict[str, Callable[[Facts], object]] = {
             "allocate": lambda given: allocator.try_allocate(given["count"]),
             "give_back": lambda given: allocator.release(_int32(given["pages"])),
@@ -174,7 +173,7 @@ class _Run:
             "commit": self._commit,
             "commit_nothing": lambda given: self._open(self._cache.commit_nothing(_view(given)), _int32([])),
             "insert": self._insert,
-            "release": lambda given: self._cache.release(self._leases.pop(given["lease"])),
+            "release": lambda given: self._cache.release(self._locks.pop(given["lock"])),
             "evict": lambda given: self._cache.evict(given["pages"]),
             "flush": lambda given: self._cache.flush(),
             "forget": lambda given: self._cache.forget(Subject(*given["subject"]), given["session"]),
@@ -245,7 +244,7 @@ class _Run:
 
     def _commit(self, given: Facts) -> None:
         ids = _int32(given["token_ids"])
-        lease = self._cache.commit(
+        lock = self._cache.commit(
             _view(given),
             ids,
             repeated=given["repeated"],
@@ -253,18 +252,18 @@ class _Run:
             priority=given["priority"],
             session=given["session"],
         )
-        self._open(lease, ids)
+        self._open(lock, ids)
 
-    def _open(self, lease: Lease, ids: TokenIds) -> None:
-        self._leases[lease.lease_id] = lease
-        self._ids[lease.lease_id] = ids
+    def _open(self, lock: PrefixLock, ids: TokenIds) -> None:
+        self._locks[lock.lock_id] = lock
+        self._ids[lock.lock_id] = ids
 
     def _insert(self, given: Facts) -> None:
-        lease = self._leases.pop(given["lease"])
-        ids = np.concatenate([self._ids.pop(lease.lease_id), _int32(given["new_ids"])])
+        lock = self._locks.pop(given["lock"])
+        ids = np.concatenate([self._ids.pop(lock.lock_id), _int32(given["new_ids"])])
         table = _int32(given["table"])
-        insertion = self._cache.insert(lease, ids[: given["tokens"]], table, given["prompt_tokens"])
-        self._open(insertion.lease, ids)
+        insertion = self._cache.insert(lock, ids[: given["tokens"]], table, given["prompt_tokens"])
+        self._open(insertion.lock, ids)
 
 
 def _decode(line: bytes, at: int) -> Facts:

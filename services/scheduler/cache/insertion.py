@@ -6,48 +6,48 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import Mode
-from services.scheduler.cache.interface import CacheEventKind
 from services.scheduler.cache.node import Creator
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import SubjectKey
     from services.scheduler.cache.keys import PagedKey
-    from services.scheduler.cache.leases import Hold
+    from services.scheduler.cache.locks import LockedPath
     from services.scheduler.cache.node import Node
-    from services.scheduler.cache.pins import Pins
-    from services.scheduler.cache.promotion import Promoter
+    from services.scheduler.cache.sharing.pins import Pins
+    from services.scheduler.cache.sharing.probe_detection import ProbeDetector
+    from services.scheduler.cache.sharing.promotion import Promoter
     from services.scheduler.cache.store import NodeStore
-    from services.scheduler.cache.vigilance import Vigilance
+    from services.scheduler.cache.types import SubjectKey
 
 
-class Growth:
-    """Hangs new pages below a lease's path, and notes who has computed what."""
+class Inserter:
+    """Hangs new pages below a lock's path, and notes who has computed what."""
 
-    def __init__(self, store: NodeStore, promoter: Promoter, vigilance: Vigilance, pins: Pins) -> None:
-        """Work on the nodes of `store`; tell `promoter` of evidence and `vigilance` of proof of knowledge."""
+    def __init__(self, store: NodeStore, promoter: Promoter, detector: ProbeDetector, pins: Pins) -> None:
+        """Work on the nodes of `store`; tell `promoter` of evidence and `detector` of proof of knowledge."""
         self._store = store
         self._promoter = promoter
-        self._vigilance = vigilance
+        self._detector = detector
         self._pins = pins
         self._is_user_aware = store.config.mode is Mode.USER_AWARE
         self._allows_pins = store.config.mode.allows_pins
 
-    def claim(self, hold: Hold, deepest: Node, end: int, prompt_pages: int) -> None:
-        """Note that a row has computed what its view already had, from below the hold to `deepest`.
+    def claim(self, locked: LockedPath, deepest: Node, end: int, prompt_pages: int) -> None:
+        """Note that a row has computed what its view already had, from below the locked path to `deepest`.
 
         Args:
-            hold: The row's hold.
+            locked: The row's locked path.
             deepest: The end of what was found.
             end: Its depth in pages.
             prompt_pages: How many of the row's pages are its prompt.
         """
         node = deepest
-        while node is not hold.node:
+        while node is not locked.node:
             start = end - node.size
             if node.is_shared:
-                self._vigilance.admit(node, hold.account, is_evidence=self._is_evidence(hold))
-            elif start < prompt_pages and self._is_evidence(hold):
+                self._detector.admit(node, locked.account, is_evidence=self._is_evidence(locked))
+            elif start < prompt_pages and self._is_evidence(locked):
                 upper = node if end <= prompt_pages else self._store.split(node, prompt_pages - start)
                 upper.prompt_epoch = self._store.epoch
                 self._promoter.note((upper,))
@@ -56,11 +56,11 @@ class Growth:
             assert node.parent is not None
             node = node.parent
 
-    def grow(self, hold: Hold, node: Node, key: PagedKey, pages: PageIds, prompt_pages: int) -> Node:
+    def grow(self, locked: LockedPath, node: Node, key: PagedKey, pages: PageIds, prompt_pages: int) -> Node:
         """Put new pages below `node`; return the node they end in.
 
         Args:
-            hold: The row's hold.
+            locked: The row's locked path.
             node: Where the tree ends for the row.
             key: The row's tokens.
             pages: The pages of the key's end.
@@ -75,9 +75,9 @@ class Growth:
             cuts.add(prompt_pages)
         begin = start
         for end in sorted(cuts):
-            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and self._is_evidence(hold)
+            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and self._is_evidence(locked)
             part = pages[begin - start : end - start]
-            node = self._add(hold, node, key.slice(begin, end), part, (is_evidence, end <= pinned))
+            node = self._add(locked, node, key.slice(begin, end), part, (is_evidence, end <= pinned))
             begin = end
         return node
 
@@ -87,45 +87,47 @@ class Growth:
             node.priority = max(node.priority, priority)
             node = node.parent
 
-    def _add(self, hold: Hold, node: Node, key: bytes, pages: PageIds, kind: tuple[bool, bool]) -> Node:
+    def _add(self, locked: LockedPath, node: Node, key: bytes, pages: PageIds, kind: tuple[bool, bool]) -> Node:
         is_evidence, is_pinned = kind
-        owner = self._store.accounts.public if is_pinned else hold.account
-        # Chunks of one prompt become one node, unless another lease or a child needs the boundary.
+        owner = self._store.accounts.public if is_pinned else locked.account
+        # Chunks of one prompt become one node, unless another lock or a child needs the boundary.
         if (
-            node is hold.node
+            node is locked.node
             and node.lock_ref == 1
             and not (node.children or node.joint or node.host_ref or node.host_pages is not None)
             and node.owner is owner
             and node.prompt_epoch == (self._store.epoch if is_evidence else None)
-            and (node.no_promote, node.pinned) == (not (hold.may_promote or is_pinned), is_pinned)
-            and node.sessions == (None if is_pinned else hold.sessions)
-            and (not is_pinned or self._is_own_work(node, hold))
+            and (node.no_promote, node.pinned) == (not (locked.may_promote or is_pinned), is_pinned)
+            and node.sessions == (None if is_pinned else locked.sessions)
+            and (not is_pinned or self._is_own_work(node, locked))
         ):
             self._store.extend(node, key, pages)
         else:
             parent, node = node, self._store.attach(node, owner, key, pages)
             node.prompt_epoch = self._store.epoch if is_evidence else None
-            node.no_promote, node.priority = not (hold.may_promote or is_pinned), hold.priority
-            node.sessions = None if is_pinned else hold.sessions
+            node.no_promote, node.priority = not (locked.may_promote or is_pinned), locked.priority
+            node.sessions = None if is_pinned else locked.sessions
             if is_pinned:
                 node.pinned, node.generation = True, parent.generation
-                node.creators = self._sole_creator(hold)
+                node.creators = self._sole_creator(locked)
         if self._is_user_aware and not is_pinned:
             self._promoter.note((node,))
         self._store.emit(CacheEventKind.INSERTED, node)
         return node
 
-    def _is_own_work(self, node: Node, hold: Hold) -> bool:
+    def _is_own_work(self, node: Node, locked: LockedPath) -> bool:
         """Whether all that is known of a public node is that this view has just computed it."""
         is_unused = not (node.hit_cur or node.hit_pre or node.quarantined or node.tenants)
-        return is_unused and node.creators == self._sole_creator(hold)
+        return is_unused and node.creators == self._sole_creator(locked)
 
-    def _sole_creator(self, hold: Hold) -> dict[SubjectKey, Creator]:
+    def _sole_creator(self, locked: LockedPath) -> dict[SubjectKey, Creator]:
         epoch = self._store.epoch
         return {
-            hold.account.subject: Creator(epoch, hold.account.scope[2:], epoch if self._is_evidence(hold) else None)
+            locked.account.subject: Creator(
+                epoch, locked.account.scope[2:], epoch if self._is_evidence(locked) else None
+            )
         }
 
-    def _is_evidence(self, hold: Hold) -> bool:
+    def _is_evidence(self, locked: LockedPath) -> bool:
         """Whether prompts of this row count: not those of a tenant that shares nothing."""
-        return hold.may_promote and hold.account.tenant.sharing is not Sharing.NONE
+        return locked.may_promote and locked.account.tenant.sharing is not Sharing.NONE

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.scheduler.cache.reviews import CandidateId
+from services.scheduler.cache.types import CandidateId
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -6,24 +6,20 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.eviction import queue_violations
-from services.scheduler.cache.interface import NodeState
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.scheduler.cache.accounts import Holder
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Holder, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 
-def host_violations(store: NodeStore) -> list[str]:
+def host_violations(store: NodeStore, host: HostTier) -> list[str]:
     """Return what is wrong with the host tier; the numbers are those of the specification. O(nodes and pages)."""
-    host = store.host
-    if host is None:
-        return []
     nodes = [node for node, _ in store.tree.walk()]
     found = [*_pages(host, nodes), *_transfers(host, nodes), *_queue(host, nodes), *_shares(host, nodes)]
     for node in nodes:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.scheduler.cache.accounting import account, audit, repair
+from services.scheduler.cache.debug.audit import account, audit, repair
 from tests.services.scheduler.cache.driver import ANN, BOB, Driver, int32
 
 
@@ -18,7 +18,7 @@ def test_the_four_terms_add_up_to_the_capacity() -> None:
 def test_a_forgotten_row_shows_as_unaccounted_references() -> None:
     driver = Driver()
     row = driver.admit(ANN, [1, 2, 3])
-    driver.cache.release(row.lease)
+    driver.cache.release(row.lock)
     accounting = account(driver.allocator, driver.cache, row_references=0)
     assert accounting.unaccounted_references == 2
     assert not accounting.is_exact

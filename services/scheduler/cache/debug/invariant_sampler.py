@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.invariants import node_violations
+from services.scheduler.cache.debug.invariants import node_violations
+from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.recorded import RecordedCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ class InvariantSampler:
 
     def _leaves(self, paths: int) -> Iterator[Node]:
         store, first = self._cache.store, self._turn * paths
-        held = [hold.node for hold in self._cache.leases.all() if hold.node is not None]
+        held = [locked.node for locked in self._cache.locks.all() if locked.node is not None]
         for number in range(first, first + paths):
             if held:
                 yield held[number % len(held)]

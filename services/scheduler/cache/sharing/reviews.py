@@ -8,31 +8,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.types import TokenIds
-    from services.scheduler.cache.accounts import Scope
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Node
-
-CandidateId = NewType("CandidateId", int)
-
-
-@dataclass(frozen=True, slots=True)
-class PromotionCandidate:
-    """A chain with enough evidence, from its first token on, [tokens] int32.
-
-    `tenant` is the one whose subjects are to share it, or empty for the public.
-    """
-
-    candidate_id: CandidateId
-    token_ids: TokenIds
-    tenant: str = ""
+    from services.scheduler.cache.types import Scope
 
 
 @dataclass(slots=True, eq=False)

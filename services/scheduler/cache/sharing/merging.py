@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import common_run
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import MIN_TENANTS
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes
-from services.scheduler.cache.leases import orphan
+from services.scheduler.cache.locks import orphan
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from common.steps import PageIds
-    from services.scheduler.cache.accounts import Account, Scope
-    from services.scheduler.cache.leases import Hold, Leases
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.locks import LockedPath, LockTable
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.types import Scope
 
 # What takes the place of a shared node, by the node and the copy's owner.
 _Copies = dict[tuple["Node", "Account"], "Node"]
@@ -61,11 +61,11 @@ class DemotedChains:
 class Demoter:
     """Turns TENANT subtrees private for those who computed them, and PUBLIC ones TENANT for those who shared them."""
 
-    def __init__(self, store: NodeStore, leases: Leases) -> None:
-        """Work on the nodes of `store`, whose holders are in `leases`."""
+    def __init__(self, store: NodeStore, locks: LockTable) -> None:
+        """Work on the nodes of `store`, whose holders are in `locks`."""
         self.demoted = DemotedChains(store.config.remembered_chains)
         self._store = store
-        self._leases = leases
+        self._locks = locks
 
     def demote(self, top: Node, *, is_suspect: bool = True) -> None:
         """Take a shared subtree out of the view of all but its heirs, who get nodes of their own on its pages.
@@ -73,7 +73,7 @@ class Demoter:
         The heirs of a TENANT node are its creators. Those of a PUBLIC node are the tenants that shared it, or share
         something below it, by their own evidence, and the creators of other tenants: so no tenant loses what is its.
 
-        Rows of heirs keep their paths. Rows of others keep their pages, through a closed hold; what others have
+        Rows of heirs keep their paths. Rows of others keep their pages, through a closed path; what others have
         private below it goes, as there is no path to it any more.
 
         Args:
@@ -86,18 +86,16 @@ class Demoter:
         assert above is not None
         if is_suspect:
             self._remember(top)
-        if store.host is not None:
-            if store.host.storage is not None:
-                store.host.storage.demote(owner)
-            store.host.strip(top)
+        store.tier.revoke(owner)
+        store.tier.strip(top)
         nodes = self._nodes(top)
-        holds = self._let_go(top, above)
+        paths = self._let_go(top, above)
         copies = self._copy(nodes, above, is_suspect=is_suspect)
         self._settle_children(nodes, copies)
         for node in reversed(nodes):
             store.remove(node, CacheEventKind.DEMOTED)
-        for hold, pages in holds:
-            self._take_hold(hold, pages, above, copies)
+        for locked, pages in paths:
+            self._take_hold(locked, pages, above, copies)
         for copy in copies.values():
             store.offer(copy)
             if owner.is_public:
@@ -122,14 +120,14 @@ class Demoter:
         hashes = chain_hashes(tree.path_key(top), tree.page_bytes)
         self.demoted.add(top.owner_id, hashes[-top.size], top.generation + 1)
 
-    def _let_go(self, top: Node, above: Node) -> list[tuple[Hold, PageIds]]:
+    def _let_go(self, top: Node, above: Node) -> list[tuple[LockedPath, PageIds]]:
         """Unlock the subtree; return its holds with their pages in it."""
         found = []
-        for hold in self._leases.all():
-            if hold.node is not None and self._store.tree.is_below(hold.node, top):
-                found.append((hold, self._store.tree.path_pages(hold.node, above)))
-                self._store.unlock_path(hold.node, above)
-        assert not top.lock_ref, "leases hold all locks"
+        for locked in self._locks.all():
+            if locked.node is not None and self._store.tree.is_below(locked.node, top):
+                found.append((locked, self._store.tree.path_pages(locked.node, above)))
+                self._store.unlock_path(locked.node, above)
+        assert not top.lock_ref, "every lock belongs to a row or a session"
         return found
 
     def _nodes(self, top: Node) -> list[Node]:
@@ -221,14 +219,14 @@ class Demoter:
                 else:
                     store.rehang(child, copy)
 
-    def _take_hold(self, hold: Hold, pages: PageIds, above: Node, copies: _Copies) -> None:
-        node = hold.node
+    def _take_hold(self, locked: LockedPath, pages: PageIds, above: Node, copies: _Copies) -> None:
+        node = locked.node
         assert node is not None
-        target = _place(copies, node, hold.account) if node.is_dead else node
+        target = _place(copies, node, locked.account) if node.is_dead else node
         if target is None:
-            orphan(self._store, hold, above, pages)
+            orphan(self._store, locked, above, pages)
             return
-        hold.node = target
+        locked.node = target
         self._store.lock_path(target, above)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds
-    from services.scheduler.cache.interface import CacheEvent, Lease, LeaseId
+    from services.scheduler.cache.types import CacheEvent, LockId, PrefixLock
 
 # Names to numbers, strings, lists of them and numpy arrays: what the operation was given, or what came of it.
 Facts = dict[str, Any]
@@ -45,7 +45,7 @@ class Recorder:
         self._sink = sink
         self._depth = 0
         self._events: list[Facts] = []
-        self._known: dict[LeaseId, int] = {}
+        self._known: dict[LockId, int] = {}
         self._choices: dict[str, str] = {}
         self._new_choices: Facts = {}
 
@@ -105,21 +105,21 @@ class Recorder:
             given = {**given, "sharing": choices}
         self._sink(Decision(name, given, outcome, events))
 
-    def open(self, lease: Lease, tokens: int) -> None:
+    def open(self, lock: PrefixLock, tokens: int) -> None:
         """Remember how many of the row's ids have been recorded."""
-        self._known[lease.lease_id] = tokens
+        self._known[lock.lock_id] = tokens
 
-    def new_ids(self, lease: Lease, token_ids: TokenIds) -> TokenIds:
+    def new_ids(self, lock: PrefixLock, token_ids: TokenIds) -> TokenIds:
         """Return the row's ids that have not been recorded."""
-        return token_ids[self._known[lease.lease_id] :].copy()
+        return token_ids[self._known[lock.lock_id] :].copy()
 
-    def replace(self, lease: Lease, renewed: Lease, tokens: int) -> None:
-        """Go on with a lease that stands in for another."""
-        self._known[renewed.lease_id] = max(self._known.pop(lease.lease_id), tokens)
+    def replace(self, lock: PrefixLock, renewed: PrefixLock, tokens: int) -> None:
+        """Go on with a lock that stands in for another."""
+        self._known[renewed.lock_id] = max(self._known.pop(lock.lock_id), tokens)
 
-    def close(self, lease: Lease) -> None:
+    def close(self, lock: PrefixLock) -> None:
         """Forget a row."""
-        del self._known[lease.lease_id]
+        del self._known[lock.lock_id]
 
 
 def _event(event: CacheEvent) -> Facts:

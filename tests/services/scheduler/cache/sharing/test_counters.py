@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import EXACT_SUBJECTS
-from services.scheduler.cache.counters import DistinctCount, distinct, roll_over
-from services.scheduler.cache.interface import NodeId
-from services.scheduler.cache.node import Node
+from services.scheduler.cache.node import Account, Node
+from services.scheduler.cache.sharing.counters import DistinctCount
+from services.scheduler.cache.types import NodeId
 from tests.services.scheduler.cache.driver import int32
 
 
@@ -55,25 +54,25 @@ def test_copies_count_on_by_themselves() -> None:
 
 def test_epoch_later_by_one_makes_the_window_the_one_before() -> None:
     node = node_with(hits=10, users=4, epoch=6)
-    roll_over(node, 7)
-    assert (node.hit_pre, node.u_pre, node.hit_cur, distinct(node), node.epoch) == (10, 4, 0, 0, 7)
+    node.roll_over(7)
+    assert (node.hit_pre, node.u_pre, node.hit_cur, node.distinct_users, node.epoch) == (10, 4, 0, 0, 7)
 
 
 def test_gap_of_several_epochs_forgets_the_window() -> None:
     node = node_with(hits=10, users=4, epoch=6)
-    roll_over(node, 8)
-    assert (node.hit_pre, node.u_pre, node.hit_cur, distinct(node), node.epoch) == (0, 0, 0, 0, 8)
+    node.roll_over(8)
+    assert (node.hit_pre, node.u_pre, node.hit_cur, node.distinct_users, node.epoch) == (0, 0, 0, 0, 8)
 
 
 def test_same_epoch_keeps_the_window() -> None:
     node = node_with(hits=10, users=4, epoch=6)
-    roll_over(node, 6)
-    assert (node.hit_cur, distinct(node)) == (10, 4)
+    node.roll_over(6)
+    assert (node.hit_cur, node.distinct_users) == (10, 4)
 
 
 def test_estimate_never_exceeds_the_hits() -> None:
     node = node_with(hits=70, users=70, epoch=0)
-    assert distinct(node) <= 70
+    assert node.distinct_users <= 70
 
 
 def test_fingerprints_tell_subjects_apart_by_both_parts() -> None:

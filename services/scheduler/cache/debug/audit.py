@@ -7,35 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.scheduler.cache.types import Accounting
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
     from common.steps import PageIds
-    from services.scheduler.cache.interface import NodeId, PrefixCache
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
-
-
-@dataclass(frozen=True, slots=True)
-class Accounting:
-    """One tier at one moment, in pages; free + soft_free + evictable + protected = capacity.
-
-    `protected` pages are named by running rows or locked nodes. `unaccounted_references` is how many references the
-    allocator counts beyond those of the rows and the cache: above 0 pages leak, below 0 a page may be freed in use.
-    """
-
-    capacity: int
-    free: int
-    soft_free: int
-    evictable: int
-    protected: int
-    unaccounted_references: int
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every reference has a holder and no pages are locked that are not in use."""
-        return self.unaccounted_references == 0 and self.protected >= 0
+    from services.scheduler.cache.types import NodeId
 
 
 def account(allocator: PageAllocator, cache: PrefixCache, row_references: int) -> Accounting:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.types import Subject, View
-from services.scheduler.cache.sampling import InvariantSampler
+from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
+from tests.services.scheduler.cache.debug.test_replay import RecordedDriver
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
-from tests.services.scheduler.cache.test_replay import RecordedDriver
 
 if TYPE_CHECKING:
     from collections.abc import Callable

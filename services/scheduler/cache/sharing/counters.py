@@ -6,12 +6,8 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING
 
 from services.scheduler.cache.config import EXACT_SUBJECTS
-
-if TYPE_CHECKING:
-    from services.scheduler.cache.node import Node
 
 _REGISTERS = 256
 _REGISTER_BITS = 8
@@ -102,24 +98,3 @@ class Window:
         """Return one that counts on by itself."""
         users = None if self.users is None else self.users.copy()
         return Window(self.hits, users, self.previous_hits, self.previous_users)
-
-
-def distinct(node: Node) -> int:
-    """Return the distinct subjects of a node's current epoch; an estimate never exceeds the hits."""
-    return min(node.u_cnt_l.count, node.hit_cur) if node.u_cnt_l is not None else 0
-
-
-def roll_over(node: Node, epoch: int) -> None:
-    """Begin `epoch` in a node's counters: the window before it becomes `pre`, an older one is forgotten."""
-    gap = epoch - node.epoch
-    if not gap:
-        return
-    assert gap > 0, "epochs only advance"
-    node.hit_pre, node.u_pre = (node.hit_cur, distinct(node)) if gap == 1 else (0, 0)
-    node.hit_cur, node.u_cnt_l = 0, None
-    node.epoch = epoch
-    if node.parties is not None:
-        closed = node.parties.items() if gap == 1 else ()
-        node.parties = {
-            party: Window(0, None, window.hits, window.distinct_users) for party, window in closed if window.hits
-        } or None

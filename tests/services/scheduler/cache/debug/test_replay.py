@@ -7,16 +7,22 @@ import orjson
 import pytest
 
 from common.types import Sharing
+from services.scheduler.cache.debug.recorded import RecordedCache
+from services.scheduler.cache.debug.replay import (
+    LogError,
+    encode,
+    encode_end,
+    encode_header,
+    replay,
+)
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.recorded import RecordedCache
-from services.scheduler.cache.replay import LogError, encode, encode_end, encode_header, replay
-from services.scheduler.cache.sharing import SharingChoices
+from services.scheduler.cache.sharing.choices import SharingChoices
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32
 
 if TYPE_CHECKING:
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.decisions import Decision
+    from services.scheduler.cache.debug.decisions import Decision
 
 SYSTEM = [1, 2, 3, 4, 5, 6]
 MODES: list[CacheName] = ["user_aware", "isolated_pinned", "isolated", "shared", "chunk"]
@@ -150,8 +156,8 @@ def test_log_whose_writer_could_not_keep_up_says_so() -> None:
         ([b"no json"], "line 1"),
         ([b"[1]"], "no JSON object"),
         ([b'{"operation": "open", "version": 99}'], "version 99"),
-        ([b'{"operation": "open", "version": 2, "cache": "other", "config": {}}'], "unknown cache"),
-        ([b'{"operation": "open", "version": 2, "cache": "shared"}'], "lacks or misnames"),
+        ([b'{"operation": "open", "version": 3, "cache": "other", "config": {}}'], "unknown cache"),
+        ([b'{"operation": "open", "version": 3, "cache": "shared"}'], "lacks or misnames"),
         ([encode_header("shared", 2, 4, PLAIN), b'{"operation": "dance", "number": 1}'], "unknown operation"),
     ],
 )

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from common.types import Sharing
-from services.scheduler.cache.counters import DistinctCount, Window, roll_over
-from services.scheduler.cache.interface import CacheEventKind
 from services.scheduler.cache.node import Quarantine
+from services.scheduler.cache.sharing.counters import DistinctCount, Window
+from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from services.scheduler.cache.accounts import Account, Scope
-    from services.scheduler.cache.demotion import Demoter
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.sharing.demotion import Demoter
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.types import Scope
 
 
-class Vigilance:
+class ProbeDetector:
     """Counts hits on shared nodes, and tests each window when it closes.
 
     Probing shows as many hits by few subjects. That alone is no sign: three users of an app may ask ten thousand times.
@@ -96,7 +96,7 @@ class Vigilance:
                 continue
             if not node.pinned and (found := dict(self._suspects(node))):
                 suspects[node] = found
-            roll_over(node, self._store.epoch)
+            node.roll_over(self._store.epoch)
         for (node, fingerprint), (account, tries) in self._tries.items():
             is_over = tries.count >= self._store.config.continuation_limit
             if is_over and node.is_shared and not (node.is_dead or node.pinned):
@@ -157,8 +157,7 @@ class Vigilance:
         for fingerprint, tenant in sorted(suspects.items()):
             quarantined[fingerprint] = Quarantine(epoch, tenant)
         store.emit(CacheEventKind.QUARANTINED, node)
-        if store.host is not None and store.host.storage is not None:
-            store.host.storage.distrust(sorted(suspects))
+        store.tier.distrust(sorted(suspects))
 
     def _judge(self, node: Node, tenants: set[str]) -> None:
         """Take a node from tenants of which several subjects have been quarantined lately."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.counters import distinct
+from services.scheduler.cache.debug.tier_invariants import host_violations
 from services.scheduler.cache.eviction import queue_violations
-from services.scheduler.cache.interface import NodeState
-from services.scheduler.cache.tiers.invariants import host_violations
+from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.scheduler.cache.accounts import Account, Holder
-    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.radix import RadixCache
 
 
@@ -26,7 +24,8 @@ def violations(cache: RadixCache) -> list[str]:
     """Return what is wrong with the tree, nothing if all is well. O(nodes and pages)."""
     nodes = [node for node, _ in cache.store.tree.walk()]
     found = [*_totals(cache, nodes), *_accounts(cache, nodes), *_queue(cache, nodes), *_soft(cache, nodes)]
-    found.extend(host_violations(cache.store))
+    if cache.host is not None:
+        found.extend(host_violations(cache.store, cache.host))
     for node in nodes:
         found.extend(node_violations(cache, node))
         found.extend(_children(cache, node))
@@ -84,7 +83,7 @@ def _use(cache: RadixCache, node: Node) -> Iterator[str]:
             yield f"{name} was used after its parent"
         if parent.state is not NodeState.LIVE and node.state is NodeState.LIVE:
             yield f"{name} is LIVE below a parent that is not"
-    if node.hit_cur < distinct(node) or (node.u_cnt_l is not None and node.hit_cur == 0):
+    if node.hit_cur < node.distinct_users or (node.u_cnt_l is not None and node.hit_cur == 0):
         yield f"{name} counts more users than hits"
     parties = (node.parties or {}).values()
     if node.is_public and node.hit_cur != sum(window.hits for window in parties):
@@ -103,7 +102,7 @@ def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
     """Number 6, and that shared pages are known as such."""
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
-    held = {page for hold in cache.leases.all() if hold.held is not None for page in hold.held.tolist()} & joint
+    held = {page for locked in cache.locks.all() if locked.held is not None for page in locked.held.tolist()} & joint
     needed = [node for node in nodes if node.lock_ref or node.host_ref]
     protected = {page for node in needed for page in node.pages.tolist()} | held
     live = {page for node in nodes if not node.is_soft_free for page in node.pages.tolist()} - protected
@@ -142,7 +141,7 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
         views = sum(other.tenant is account for other in everyone.all()) if account.is_shared else 0
         if views != account.views:
             yield f"{account.scope} has {views} views, counted {account.views}"
-        if not (account.is_public or owned or account.leases or views):
+        if not (account.is_public or owned or account.locks or views):
             yield f"{account.scope} has an account and nothing in it"
 
 

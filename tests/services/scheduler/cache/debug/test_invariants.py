@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.scheduler.cache.accounts import Account
 from services.scheduler.cache.config import CacheConfig, Mode
-from services.scheduler.cache.interface import NodeState
-from services.scheduler.cache.invariants import violations
+from services.scheduler.cache.debug.invariants import violations
+from services.scheduler.cache.node import Account
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, int32
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ def make_cache() -> RadixCache:
     cache = RadixCache(allocator, 2, CacheConfig(mode=Mode.ISOLATED))
     for view, ids in [(ANN, [1, 2, 3, 4]), (ANN, [1, 2, 5, 6]), (ANN, [1, 2, 7, 8]), (BOB, [1, 2])]:
         array = int32(ids)
-        lease = cache.commit(view, array)
-        fresh = allocator.try_allocate(len(ids) // 2 - len(lease.pages))
+        lock = cache.commit(view, array)
+        fresh = allocator.try_allocate(len(ids) // 2 - len(lock.pages))
         assert fresh is not None
-        cache.release(cache.insert(lease, array, int32([*lease.pages, *fresh]), len(ids)).lease)
+        cache.release(cache.insert(lock, array, int32([*lock.pages, *fresh]), len(ids)).lock)
     cache.commit(ANN, int32([1, 2, 3, 4, 0]))
     return cache
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.accounts import scope_of
-from services.scheduler.cache.decisions import Recorder
+from services.scheduler.cache.debug.decisions import Recorder
+from services.scheduler.cache.types import scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.decisions import Decision, Facts
-    from services.scheduler.cache.interface import (
+    from services.scheduler.cache.debug.decisions import Decision, Facts
+    from services.scheduler.cache.interface import EventSource, PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import (
         CacheUsage,
-        EventSource,
+        CandidateId,
         Insertion,
-        Lease,
         NodeSnapshot,
         OwnerSnapshot,
-        PrefixCache,
+        PrefixLock,
+        PromotionCandidate,
     )
-    from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.reviews import CandidateId, PromotionCandidate
-    from services.scheduler.cache.sharing import SharingChoices
-    from services.scheduler.cache.tiers.host_tier import HostTier
 
 
 class RecordedCache:
@@ -81,7 +81,7 @@ class RecordedCache:
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in nodes that a lease holds."""
+        """Device pages in nodes that a lock holds."""
         return self._cache.protected_pages
 
     @property
@@ -111,8 +111,8 @@ class RecordedCache:
         may_promote: bool = True,
         priority: int = 0,
         session: str | None = None,
-    ) -> Lease:
-        """Record what was asked for, and the lease."""
+    ) -> PrefixLock:
+        """Record what was asked for, and the lock."""
         given: Facts = {
             "view": list(scope_of(view)),
             "token_ids": token_ids.copy(),
@@ -122,48 +122,48 @@ class RecordedCache:
             "session": session,
         }
         with self._recorder.operation("commit", given) as outcome:
-            lease = self._cache.commit(
+            lock = self._cache.commit(
                 view, token_ids, repeated=repeated, may_promote=may_promote, priority=priority, session=session
             )
-            outcome.update(lease=lease.lease_id, pages=lease.pages)
-            self._recorder.open(lease, len(token_ids))
-        return lease
+            outcome.update(lock=lock.lock_id, pages=lock.pages)
+            self._recorder.open(lock, len(token_ids))
+        return lock
 
-    def commit_nothing(self, view: View) -> Lease:
-        """Record who asked for nothing, and the lease."""
+    def commit_nothing(self, view: View) -> PrefixLock:
+        """Record who asked for nothing, and the lock."""
         given = {"view": list(scope_of(view))}
         with self._recorder.operation("commit_nothing", given) as outcome:
-            lease = self._cache.commit_nothing(view)
-            outcome.update(lease=lease.lease_id)
-            self._recorder.open(lease, 0)
-        return lease
+            lock = self._cache.commit_nothing(view)
+            outcome.update(lock=lock.lock_id)
+            self._recorder.open(lock, 0)
+        return lock
 
-    def insert(self, lease: Lease, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
+    def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
         """Record what was inserted, and what the cache had already."""
         given = {
-            "lease": lease.lease_id,
+            "lock": lock.lock_id,
             "tokens": len(token_ids),
-            "new_ids": self._recorder.new_ids(lease, token_ids),
+            "new_ids": self._recorder.new_ids(lock, token_ids),
             "table": pages[: len(token_ids) // self.page_size].copy(),
             "prompt_tokens": prompt_tokens,
         }
         with self._recorder.operation("insert", given) as outcome:
-            insertion = self._cache.insert(lease, token_ids, pages, prompt_tokens)
+            insertion = self._cache.insert(lock, token_ids, pages, prompt_tokens)
             outcome.update(
-                lease=insertion.lease.lease_id,
+                lock=insertion.lock.lock_id,
                 pages=insertion.pages,
                 duplicates=insertion.duplicates,
                 canonical=insertion.canonical,
                 first_duplicate=insertion.first_duplicate,
             )
-            self._recorder.replace(lease, insertion.lease, len(token_ids))
+            self._recorder.replace(lock, insertion.lock, len(token_ids))
         return insertion
 
-    def release(self, lease: Lease) -> None:
-        """Record the end of a lease."""
-        with self._recorder.operation("release", {"lease": lease.lease_id}):
-            self._cache.release(lease)
-            self._recorder.close(lease)
+    def release(self, lock: PrefixLock) -> None:
+        """Record the end of a lock."""
+        with self._recorder.operation("release", {"lock": lock.lock_id}):
+            self._cache.release(lock)
+            self._recorder.close(lock)
 
     def evict(self, pages: int) -> int:
         """Record how much was wanted and freed."""
@@ -245,7 +245,7 @@ class RecordedCache:
         return self._cache.usage
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lease; not recorded."""
+        """Yield the public, the tenants and each view with a node or a lock; not recorded."""
         return self._cache.owners()
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 from common.types import Sharing
 from services.scheduler.cache.config import MIN_TENANTS
-from services.scheduler.cache.counters import Window
-from services.scheduler.cache.interface import CacheEventKind, NodeState
 from services.scheduler.cache.keys import chain_hashes, common_run
-from services.scheduler.cache.reviews import Reviews
+from services.scheduler.cache.sharing.counters import Window
+from services.scheduler.cache.sharing.reviews import Reviews
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from services.scheduler.cache.accounts import Account, Scope, SubjectKey
-    from services.scheduler.cache.demotion import DemotedChains
-    from services.scheduler.cache.leases import Leases
-    from services.scheduler.cache.node import Creator, Node, Quarantine
+    from services.scheduler.cache.locks import LockTable
+    from services.scheduler.cache.node import Account, Creator, Node, Quarantine
+    from services.scheduler.cache.sharing.demotion import DemotedChains
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.types import Scope, SubjectKey
 
 _ON_HOST = NodeState.ON_HOST
 
@@ -41,11 +41,11 @@ class _History:
 class Promoter:
     """Promotes at epoch boundaries, where nodes have grown: to TENANT, and from there to PUBLIC."""
 
-    def __init__(self, store: NodeStore, leases: Leases, demoted: DemotedChains) -> None:
-        """Work on the nodes of `store`, for whose holders `leases` are repointed."""
+    def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains) -> None:
+        """Work on the nodes of `store`, for whose holders `locks` are repointed."""
         self.reviews = Reviews(store.config, store.tree.page_size)
         self._store = store
-        self._leases = leases
+        self._locks = locks
         self._demoted = demoted
         self._moved: dict[Node, Node] = {}
 
@@ -107,7 +107,7 @@ class Promoter:
 
     def _settle(self) -> None:
         if self._moved:
-            self._leases.repoint(self._moved)
+            self._locks.repoint(self._moved)
             self._moved = {}
 
     def _promote_at(self, parent: Node, page: bytes) -> list[Node]:
@@ -280,6 +280,5 @@ class Promoter:
         canonical.last_access = max(canonical.last_access, half.last_access)
         canonical.priority = max(canonical.priority, half.priority)
         canonical.uses += half.uses
-        if store.host is not None:
-            store.host.take_over(half, canonical)
+        store.tier.take_over(half, canonical)
         store.remove(half)
