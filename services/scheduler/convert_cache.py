@@ -125,7 +125,7 @@ def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.Owne
         device_pages=owner.device_pages,
         host_pages=owner.host_pages,
         nodes=owner.nodes,
-        locks=owner.locks,
+        leases=owner.locks,
         last_epoch=owner.last_epoch,
         active=owner.is_active,
     )
