@@ -67,7 +67,9 @@ REFUSED = (401, 403)
 
 def of_every_endpoint(test: Callable[..., object]) -> Callable[..., object]:
     """Run for each endpoint, in the event loop that the module's gateways share."""
-    return pytest.mark.parametrize("endpoint", ACCESS)(pytest.mark.asyncio(loop_scope="module")(test))
+    in_one_loop: Callable[..., object] = pytest.mark.asyncio(loop_scope="module")(test)
+    parametrized: Callable[..., object] = pytest.mark.parametrize("endpoint", ACCESS)(in_one_loop)
+    return parametrized
 
 
 LOCALLY = {"host": "localhost:8000"}

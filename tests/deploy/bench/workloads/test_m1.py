@@ -19,7 +19,7 @@ SHAPE = M1Shape(users=500, apps=20)
 
 @pytest.fixture(scope="module")
 def sessions() -> list[Session]:
-    return list(islice(m1_stream(SHAPE), 20_000))
+    return list(islice(m1_stream(SHAPE), 40_000))
 
 
 def test_equal_seeds_are_equal_workloads() -> None:
