@@ -25,7 +25,7 @@ _STOP = b""
 
 
 class DecisionLog:
-    """Appends lines that `cache/replay.py` reads back.
+    """Appends lines that `cache/debug/replay.py` reads back.
 
     The file holds every prompt as token ids and the names of all users, so only its owner may read it. `note` never
     waits: what the disk is too slow for is lost, and the log ends there and says so, as a replay cannot skip anything.

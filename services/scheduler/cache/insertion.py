@@ -25,7 +25,7 @@ class Inserter:
     """Hangs new pages below a lock's path, and notes who has computed what."""
 
     def __init__(self, store: NodeStore, promoter: Promoter, detector: ProbeDetector, pins: Pins) -> None:
-        """Work on the nodes of `store`; tell `promoter` of evidence and `detector` of proof of knowledge."""
+        """Work on the nodes of `store`; report evidence to `promoter` and proof of knowledge to `detector`."""
         self._store = store
         self._promoter = promoter
         self._detector = detector

@@ -48,10 +48,9 @@ if TYPE_CHECKING:
 
 
 class RadixCache:
-    """Keeps to `PrefixCache`; `config.mode` says who finds what.
+    """Implements `PrefixCache`; `config.mode` decides which views find what.
 
-    The work on one request is here; what happens at an epoch boundary is `promotion.py`, `detector.py`, `demotion.py`
-    and `merging.py`.
+    The work on one request is here, the work at an epoch boundary in `sharing/`.
     """
 
     def __init__(
@@ -269,7 +268,7 @@ class RadixCache:
             self.store.soften(node, excess)
 
     def _close(self, locked: LockedPath, node: Node, session: str | None) -> None:
-        """Take that part of its path from a locked path which goes with its subject, or with a session of it."""
+        """Cut off the part of a locked path that is forgotten with its subject, or with one session of it."""
         locked.is_closed = True
         above = node
         while not above.is_shared and (session is None or is_left_by(above, session)):

@@ -37,7 +37,7 @@ def view_of(scope: Scope) -> View:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLock:
-    """A row's locked path on its path in the cache: no node of it is evicted until the lock is released.
+    """A row's lock on its path in the cache: no node of the path is evicted until the lock is released.
 
     Opaque: the cache knows by `lock_id` where it points and may move it (`pages` is what it covered when made).
     `pages` is [matched_tokens / page_size] int32, read-only.

@@ -208,7 +208,7 @@ class KvMemory:
         return [PageReplacement(row, first, changed, self.windows.after_repointing(row, first, len(changed), rows))]
 
     def free(self, sequence: Sequence, rows: RowTable) -> None:
-        """Give back the row's locked path on its pages and on its path in the cache."""
+        """Give back the row's references to its pages, and its prefix lock."""
         row, lock = sequence.row, sequence.lock
         assert row is not None
         assert lock is not None
@@ -220,7 +220,7 @@ class KvMemory:
         sequence.lock = None
 
     def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> PrefixLock | None:
-        """LockedPath what the principal's view covers of a path that has just been computed; None if that is nothing.
+        """Hold the part of a path just computed that the view covers; return None if it covers none.
 
         A hold like a row's, with a reference on each page, so that it outlives whatever happens to the tree.
         """
@@ -236,7 +236,7 @@ class KvMemory:
         return lock
 
     def unpin(self, lock: PrefixLock) -> None:
-        """Give up such a locked path."""
+        """Release a lock that `pin` returned."""
         del self._pins[lock.lock_id]
         self._give_up(lock)
 

@@ -34,7 +34,7 @@ class RowWindows:
         return min(pages, self.pool.row_pages(0)) + spare_pages <= self.pool.available_pages
 
     def enter(self, lock: PrefixLock) -> None:
-        """LockedPath what the next token behind a lock's pages sees."""
+        """Hold the window pages that the next token after a lock's pages attends to."""
         self.pool.need(lock.pages[self._first_seen(lock) :])
 
     def leave(self, lock: PrefixLock) -> None:
@@ -63,7 +63,7 @@ class RowWindows:
         self.pool.release(self._needed(row, rows, first))
 
     def after_repointing(self, row: RowSlot, first: int, count: int, rows: RowTable) -> PageIds:
-        """LockedPath them; return the twins of those of the `count` pages from `first` on that it needs."""
+        """Hold them; return the window pages of those of the `count` pages from `first` on that it needs."""
         self.pool.need(self._needed(row, rows, first))
         return self.pool.twins_of(rows.pages[row, max(first, int(rows.window_first[row])) : first + count])
 

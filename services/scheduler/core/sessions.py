@@ -209,12 +209,12 @@ class Sessions:
         return True
 
     def lose_pins(self) -> None:
-        """LockedPath nothing any more, as the memory behind it is gone; the sessions stay open."""
+        """Drop all that is held, as its memory is gone; the sessions stay open."""
         for session in self:
             self._let_go(session)
 
     def _pin(self, session: Session, token_ids: TokenIds, priority: int) -> None:
-        """LockedPath a path from now on, as far as capacity and quotas allow, in the place of what was held before."""
+        """Hold a path from now on, as far as capacity and quotas allow, in place of the one held before."""
         rules, view = self._rules, session.view
         room = min(
             session.grant.capacity_tokens,

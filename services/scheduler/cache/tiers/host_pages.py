@@ -53,7 +53,7 @@ class HostEntry:
 
     @property
     def uses(self) -> int:
-        """LockTable that covered it."""
+        """Prefix locks that covered it."""
         return self.node.uses
 
 
