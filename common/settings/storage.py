@@ -14,9 +14,9 @@ class StorageSettings(CacheSettings):
     """The storage tier: it requires a host tier, and `worker.storage` on every rank."""
 
     storage_prefetch: Literal["off", "best_effort", "timeout", "wait_complete"] = "timeout"
-    """What happens when a prompt arrives whose pages may be in storage. off: they are not loaded. best_effort: they are
-    loaded, but the request does not wait. timeout: the request waits up to storage_wait_ms. wait_complete: it waits
-    until they are loaded; the workers' storage_timeout_s bounds the time."""
+    """Loading of a new prompt's pages from storage. off: they are not loaded. best_effort: they are loaded, but the
+    request does not wait. timeout: the request waits up to storage_wait_ms. wait_complete: it waits until they are
+    loaded; the workers' storage_timeout_s bounds the time."""
     storage_wait_ms: float = Field(default=500.0, ge=0)
     """With storage_prefetch timeout: longest time in milliseconds that a request waits for its pages."""
     storage_min_tokens: int = Field(default=64, ge=1)
