@@ -56,7 +56,7 @@ class Transfer:
     """A sequence of pages to copy, in order.
 
     Page ids are [pages] int32, distinct within a transfer and empty for a tier that is not involved. `object_keys` are
-    opaque: the scheduler derives them from a secret; a worker only appends its rank, to distinguish the ranks' parts.
+    opaque: the scheduler derives them from a secret, and each rank derives the names of its own parts from them.
     `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty for DROP_FROM_STORAGE.
     """
 

@@ -603,7 +603,7 @@ class Transfer(_message.Message):
     def host_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def object_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Opaque names; a worker appends its rank, to distinguish the ranks' parts of a page."""
+        """Opaque names, from which each rank derives the names of its own parts of the pages."""
 
     def __init__(
         self,
