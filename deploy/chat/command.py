@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, help="0 to 2 (%(default)s)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
-    parser.add_argument("--prompt", metavar="TEXT", help="send this prompt, print the answer and exit; text on stdin has the same effect")
+    parser.add_argument("--prompt", metavar="TEXT", help="send this prompt (or text on stdin), print the answer, exit")
 
 
 def run(arguments: argparse.Namespace) -> int:

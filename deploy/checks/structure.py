@@ -44,7 +44,7 @@ COUNT_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Figures of one checkout, lengths in lines. `circular_files` counts files in circles, type-only imports included."""
+    """Figures of one checkout, lengths in lines. `circular_files` are in import circles, type-only ones included."""
 
     files: int
     lines: int

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         seen.add_argument("--fingerprint", metavar="HEX", help="only the view with this fingerprint")
     stats = actions.add_parser("stats", help="pages, owners, hits and events in numbers")
     stats.add_argument(
-        "--owners", type=int, default=SHOWN_OWNERS, help=f"number of owners to list, most pages first (default {SHOWN_OWNERS})"
+        "--owners", type=int, default=SHOWN_OWNERS, help=f"owners to list, most pages first (default {SHOWN_OWNERS})"
     )
     gone = actions.add_parser("forget", help="drop all private entries of a user; needs the admin token")
     gone.add_argument("subject", metavar="TENANT/SUBJECT", help="e.g. acme/user/ann, acme/key/KEYID, default/local")

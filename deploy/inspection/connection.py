@@ -57,7 +57,7 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admin-token",
         metavar="TOKEN",
-        help=f"the scheduler's admin_token, to see owners and token ids and to make changes (or {ADMIN_TOKEN_VARIABLE})",
+        help=f"the scheduler's admin_token, for owners, token ids and changes (or {ADMIN_TOKEN_VARIABLE})",
     )
 
 

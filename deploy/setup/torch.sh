@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs torch, and FlashInfer for GPUs, into the environment of the pip at $1: `torch.sh path/to/pip 2.13.0 cpu|gpu`.
 #
-# The default build on PyPI installs several gigabytes of CUDA packages, which a machine without a GPU does not need. The
-# CPU build is on PyTorch's own index: the script tries pip's configured index first, then that one.
+# The default build on PyPI installs several gigabytes of CUDA packages, which a machine without a GPU does not need.
+# The CPU build is on PyTorch's own index: the script tries pip's configured index first, then that one.
 set -euo pipefail
 pip=$1 version=$2 flavour=$3
 FLASHINFER_VERSION=0.6.11.post2

@@ -129,7 +129,7 @@ def common_help() -> str:
 def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
     parser.add_argument(
-        "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, in a subdirectory named by the port"
+        "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, which are in DIR/<port>"
     )
 
 

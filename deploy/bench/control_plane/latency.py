@@ -1,4 +1,4 @@
-"""What the hops add to an idle request's first token, and how soon a client that leaves is forgotten."""
+"""The time that the hops add to the first token of an idle server, and the time until an abort frees pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLL_S = 0.001
 
 
 async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Ask one chat at a time; what the worker's forward pass took, by its own clock, is taken off."""
+    """Send one chat at a time and subtract the time of the worker's forward pass, by the worker's clock."""
     bench = await Bench.connect(TargetOptions(ring.url, endpoint="chat"))
     added: list[float] = []
     try:
@@ -39,7 +39,7 @@ async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure
             step_s = (after.compute_s - before.compute_s) / (after.passes - before.passes)
             firsts = [first for record in result.records if (first := record.time_to_first_s) is not None]
             if len(firsts) < len(sessions):
-                raise RingStateError("a request brought no token")
+                raise RingStateError("a request had no output")
             added += [(first - step_s) * 1000 for first in firsts]
     finally:
         await bench.close()
@@ -47,12 +47,12 @@ async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure
 
 
 async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Leave in the middle of an answer and poll until the scheduler holds nothing for it any more."""
+    """Disconnect in the middle of an answer and poll until the scheduler has freed its row and pages."""
     bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
     times: list[float] = []
     try:
         for number in range(repeats * ABORTS_PER_REPEAT):
-            await ring.wait_for("an idle ring", is_idle)
+            await ring.wait_for("an idle scheduler", is_idle)
             await _leave_midway(bench, number)
             left = bench.clock.now()
             await ring.wait_for("the pages of an aborted request", is_idle, POLL_S)
@@ -63,7 +63,7 @@ async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure
 
 
 def is_idle(state: scheduler_pb2.GetStateResponse) -> bool:
-    """Whether nothing runs, nothing waits, and no page is held."""
+    """Whether no request runs or waits, and no page is protected."""
     held = sum(tier.protected_pages for tier in state.tiers)
     return not (state.running_rows or state.waiting_requests or held)
 
@@ -84,7 +84,7 @@ async def _leave_midway(bench: Bench, number: int) -> None:
     try:
         await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
-            raise RingStateError(f"an answer ended before it could be left: {asking.result()}")
+            raise RingStateError(f"an answer ended before it could be aborted: {asking.result()}")
     finally:
         asking.cancel()
         leaving.cancel()

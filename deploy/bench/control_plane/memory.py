@@ -1,4 +1,4 @@
-"""Memory that an open request costs in all services together."""
+"""Memory per open request in all services together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from deploy.bench.records import Session
 
 PROMPT_TOKENS = 256
-# What a process allocates once is in every count; the slope over them is what each request costs.
+# One-time allocations are included at every count, so the slope over the counts is the memory per request.
 COUNTS = (128, 256, 384, 512, 640)
 SETTLE_S = 0.5
 TARGET_KIB = 64.0
 
 
 async def measure_memory(ring: ObservedRing) -> list[Figure]:
-    """Hold ever more requests open while the scheduler is paused, and fit a line through the memory."""
+    """Hold increasing numbers of requests open while the scheduler is paused, and fit a line to the memory."""
     bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
     sessions = random_sessions(COUNTS[-1], PROMPT_TOKENS, 8, name="memory")
     await bench.warm_up(8, 8, PROMPT_TOKENS, 8)
@@ -53,7 +53,7 @@ def slope(memory_bytes: list[int]) -> float:
 async def _hold(
     ring: ObservedRing, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
 ) -> dict[str, int]:
-    """Open what is not open yet, wait until all wait in the scheduler, and return the memory of each service."""
+    """Open further requests until all `sessions` wait in the scheduler, and return each service's memory in bytes."""
     count = len(sessions)
     new = sessions[len(open_requests) :]
     open_requests += [asyncio.create_task(bench.client.send(session.requests[0])) for session in new]

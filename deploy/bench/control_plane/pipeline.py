@@ -1,4 +1,4 @@
-"""What the whole pipeline costs per token when the worker computes nothing: HTTP in, server-sent events out."""
+"""The cost of the whole pipeline per token, from HTTP request to server-sent events, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAVES = 3
 
 
 async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Stream as fast as everything goes and divide tokens by time, and by processor time."""
+    """Stream at full speed; report tokens per second, and per second of processor time."""
     bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
     rates: list[float] = []
     per_core: list[float] = []
@@ -46,7 +46,7 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
     finally:
         await bench.close()
     return [
-        Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client beside it", rates, "tok/s"),
+        Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client on the same machine", rates, "tok/s"),
         Figure.of("pipeline_output_per_core", "tokens per second of processor time", per_core, "tok/s"),
         *(Figure.of(f"pipeline_{name}_cpu", f"… {name}, per token", values, "µs") for name, values in shares.items()),
         Figure.of(
@@ -55,6 +55,11 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
             [cost * tokens for cost, tokens in zip(shares["gateway"], batching, strict=True)],
             "µs",
         ),
-        Figure.of("pipeline_tokens_per_event", "tokens per event: the fake outruns the pipeline", batching, "tokens"),
+        Figure.of(
+            "pipeline_tokens_per_event",
+            "tokens per event: the fake worker is faster than the pipeline",
+            batching,
+            "tokens",
+        ),
         Figure.of("pipeline_client_cpu", "… (this client, per token)", client, "µs"),
     ]

@@ -1,4 +1,4 @@
-"""Processor time of the scheduler per decode step, with every row running."""
+"""Processor time of the scheduler per decode step, with all rows running."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deploy.bench.workloads.random_text import random_sessions
 if TYPE_CHECKING:
     from deploy.bench.control_plane.observed_ring import ObservedRing
 
-# As long as a step of an 8B model with so many rows takes on a GPU, and long enough for the other services, which
-# share the processor here, to be done with the step before.
+# About the duration of a step of an 8B model with this many rows on a GPU, and long enough for the other services,
+# which share the processor, to finish the previous step.
 STEP_MS = 10.0
 PROMPT_TOKENS = 64
 WINDOW_STEPS = 60
@@ -22,7 +22,7 @@ TARGET_US = 400.0
 
 
 async def measure_scheduler_step(ring: ObservedRing, rows: int, repeats: int) -> list[Figure]:
-    """Keep `rows` rows decoding and divide the scheduler's time by the steps, `repeats` windows long."""
+    """Keep `rows` rows decoding and divide the scheduler's time by the number of steps, in `repeats` windows."""
     steps = WINDOW_STEPS * (repeats + 1) + 100
     requests = [session.requests[0] for session in random_sessions(rows, PROMPT_TOKENS, steps, name="step")]
     addresses = (ring.deployment.address_of("scheduler"), ring.deployment.address_of("detokenizer"))
