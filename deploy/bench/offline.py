@@ -140,15 +140,15 @@ async def _measure(
         temperature = TEMPERATURE if arguments.workload == "w1" else 0.0
     cache_mode = CacheMode.NONE if arguments.no_cache else CacheMode.DEFAULT
     prompts = PromptMaker()
-    async with RingClient(*addresses) as ring:
+    async with RingClient(*addresses) as client:
         warm_up = random_sessions(WARM_UP_REQUESTS, WARM_UP_TOKENS, WARM_UP_TOKENS, name="warm-up")
         first = [session.requests[0] for session in warm_up]
         runs: list[OfflineRun] = []
         for batch in (first, *[requests] * arguments.repeats):
             encoded = schedule_requests(batch, prompts, temperature, cache_mode)
-            records = await ring.start(encoded)
+            records = await client.start(encoded)
             async with following_tokens(records, sum(request.output_tokens for request in batch)):
-                await ring.finish(arguments.timeout)
+                await client.finish(arguments.timeout)
             runs.append(evaluate(batch, records))
         return runs[1:]
 

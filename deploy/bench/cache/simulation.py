@@ -116,7 +116,7 @@ class Simulation:
         if pages > self._machine.device_pages:
             self._tally.refuse(request)
             return True
-        view = View(Subject(TENANT, request.user or "nobody"))
+        view = View(Subject(TENANT, request.user or "anonymous"))
         clock, prompt_ids = self._clock, ids[:tokens]
         started = clock()
         matched = self.cache.peek(view, prompt_ids)

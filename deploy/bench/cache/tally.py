@@ -131,7 +131,7 @@ class Tally:
         evident = hit.evident if self._rules.by_evidence else 0
         pinned = first.tokens if self._rules.by_pins and first.role == "system" else 0
         self._sums.crossing += max(matched - max(hit.own, evident, pinned), 0)
-        user = self._users.setdefault(request.user or "nobody", _User())
+        user = self._users.setdefault(request.user or "anonymous", _User())
         user.asked += request.input_tokens
         user.found += matched
         if first.role == "system" and first.key not in self._seen:

@@ -73,12 +73,12 @@ def plan_parts(arguments: argparse.Namespace) -> list[tuple[float, list[Measure]
     """Return, for each deployment to start, the duration of its steps in milliseconds and its measurements."""
     repeats = arguments.repeats
     idle: dict[str, Measure] = {
-        "latency": lambda ring: measure_added_latency(ring, repeats),
-        "abort": lambda ring: measure_abort_latency(ring, repeats),
+        "latency": lambda observed: measure_added_latency(observed, repeats),
+        "abort": lambda observed: measure_abort_latency(observed, repeats),
     }
     groups: list[tuple[float, dict[str, Measure]]] = [
-        (STEP_MS, {"step": lambda ring: measure_scheduler_step(ring, arguments.rows, repeats)}),
-        (0.0, {"pipeline": lambda ring: measure_pipeline(ring, repeats)}),
+        (STEP_MS, {"step": lambda observed: measure_scheduler_step(observed, arguments.rows, repeats)}),
+        (0.0, {"pipeline": lambda observed: measure_pipeline(observed, repeats)}),
         (IDLE_STEP_MS, idle),
         # In a new deployment: a process that was busy before frees memory while requests allocate some.
         (IDLE_STEP_MS, {"memory": measure_memory}),
@@ -121,7 +121,7 @@ def _measure_in_deployment(
     with LaunchedDeployment(arguments.config, arguments.overrides, defaults) as deployment:
 
         async def measure_all() -> list[Figure]:
-            async with ObservedRing(deployment) as ring:
-                return [figure for measure in measures for figure in await measure(ring)]
+            async with ObservedRing(deployment) as observed:
+                return [figure for measure in measures for figure in await measure(observed)]
 
         return asyncio.run(measure_all()), deployment.model

@@ -25,17 +25,17 @@ CHUNKS_BEFORE_LEAVING = 5
 POLL_S = 0.001
 
 
-async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_added_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
     """Send one chat at a time and subtract the time of the worker's forward pass, by the worker's clock."""
-    bench = await Bench.connect(TargetOptions(ring.url, endpoint="chat"))
+    bench = await Bench.connect(TargetOptions(observed.url, endpoint="chat"))
     added: list[float] = []
     try:
         await bench.warm_up(5, 1, PROMPT_TOKENS, 4)
         for repeat in range(repeats):
             sessions = random_sessions(REQUESTS_PER_REPEAT, PROMPT_TOKENS, 4, name=f"latency/{repeat}")
-            before = await ring.step_totals()
+            before = await observed.step_totals()
             result = await bench.closed_loop(sessions, 1)
-            after = await ring.step_totals()
+            after = await observed.step_totals()
             step_s = (after.compute_s - before.compute_s) / (after.passes - before.passes)
             firsts = [first for record in result.records if (first := record.time_to_first_s) is not None]
             if len(firsts) < len(sessions):
@@ -46,16 +46,16 @@ async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure
     return [Figure.of("added_ttft", "added to the first token by all hops, idle", added, "ms", TARGET_ADDED_MS)]
 
 
-async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_abort_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
     """Disconnect in the middle of an answer and poll until the scheduler has freed its row and pages."""
-    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     times: list[float] = []
     try:
         for number in range(repeats * ABORTS_PER_REPEAT):
-            await ring.wait_for("an idle scheduler", is_idle)
+            await observed.wait_for("an idle scheduler", is_idle)
             await _leave_midway(bench, number)
             left = bench.clock.now()
-            await ring.wait_for("the pages of an aborted request", is_idle, POLL_S)
+            await observed.wait_for("the pages of an aborted request", is_idle, POLL_S)
             times.append((bench.clock.now() - left) * 1000)
     finally:
         await bench.close()

@@ -19,9 +19,9 @@ STREAMS = 64
 WAVES = 3
 
 
-async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_pipeline(observed: ObservedRing, repeats: int) -> list[Figure]:
     """Stream at full speed; report tokens per second, and per second of processor time."""
-    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     rates: list[float] = []
     per_core: list[float] = []
     shares: dict[str, list[float]] = {}
@@ -31,9 +31,9 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
         await bench.warm_up(STREAMS, STREAMS, PROMPT_TOKENS, 16)
         for repeat in range(repeats):
             sessions = random_sessions(STREAMS * WAVES, PROMPT_TOKENS, OUTPUT_TOKENS, name=f"pipeline/{repeat}")
-            before, client_before = ring.cpu_seconds(), time.process_time()
+            before, client_before = observed.cpu_seconds(), time.process_time()
             result = await bench.closed_loop(sessions, STREAMS)
-            after, client_after = ring.cpu_seconds(), time.process_time()
+            after, client_after = observed.cpu_seconds(), time.process_time()
             if failed := [record for record in result.records if record.error is not None]:
                 raise RingStateError(f"{len(failed)} requests failed, such as: {failed[0].message}")
             tokens = sum(record.output_tokens for record in result.records)

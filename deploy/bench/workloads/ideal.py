@@ -46,7 +46,7 @@ class IdealCache:
 
     def ask(self, request: BenchRequest) -> IdealHit:
         """Return the hit of a prompt, then store the prompt."""
-        user = request.user or f"nobody-{len(self._known)}"
+        user = request.user or f"anonymous-{len(self._known)}"
         segments = request.segments
         found = [0, 0, 0]
         goes_on = [True, True, True]
