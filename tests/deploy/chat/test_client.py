@@ -57,7 +57,7 @@ def test_a_server_without_usage_still_chats(server: FakeOpenAIServer) -> None:
         ("unheard-of", "404: no model"),
         ("error-midway", "the worker died"),
         ("no-done", "the answer is incomplete"),
-        ("breaks-off", "broke"),
+        ("breaks-off", "failed"),
         ("not-json", "unreadable"),
     ],
 )
