@@ -1,6 +1,6 @@
-"""What detokenizers send to gateways, as values without protobuf.
+"""The values that detokenizers send to gateways, free of protobuf types.
 
-They are made for every row of every step: named tuples cost a third of frozen dataclasses.
+They are named tuples because one is created per row and step, at a third of the cost of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TokenText(NamedTuple):
-    """A token's log probability and its own bytes, which may be a part of a character."""
+    """A token's log probability and its bytes, which may be an incomplete UTF-8 character."""
 
     token_id: int
     logprob: float
@@ -22,20 +22,20 @@ class TokenText(NamedTuple):
 
 
 class LogprobText(NamedTuple):
-    """A generated token, and the most likely ones, best first."""
+    """A token with its log probability, and the most likely alternatives, best first."""
 
     token: TokenText
     top: tuple[TokenText, ...] = ()
-    # Log probabilities of the ids that the request named, in its order.
+    # Log probabilities of the ids that the request named, in the request's order.
     asked: tuple[float, ...] = ()
-    # Place of a prompt's token among all ids, from 1.
+    # Rank of a prompt's token among all ids, from 1; None for generated tokens.
     rank: int | None = None
 
 
 class PromptLogprobsText(NamedTuple):
-    """Consecutive tokens of a prompt from position `first` on; `lead` is the token before, which has none.
+    """Log probabilities of consecutive prompt tokens, starting at position `first`.
 
-    The lead comes in a choice's first part.
+    `lead` is the token before them, which has no log probability; only a choice's first part carries it.
     """
 
     first: int
@@ -45,26 +45,26 @@ class PromptLogprobsText(NamedTuple):
 
 
 class PromptUsage(NamedTuple):
-    """Length of a prompt, and how much of it came from the cache."""
+    """Token counts of a prompt: all, and those that came from the cache."""
 
     prompt_tokens: int
     cached_tokens: int
 
 
 class Delta(NamedTuple):
-    """What one step added to one choice.
+    """The output that one step added to one choice.
 
-    `text` is what became certain: it may be empty and may belong to earlier tokens.
+    `text` is the text that became final: it may be empty, and it may stem from tokens of earlier deltas.
     """
 
     request_id: RequestId
     choice_index: int
-    # Generated tokens of the choice before this delta's.
+    # Number of tokens that the choice generated before this delta.
     first_token_index: int
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[LogprobText] = ()
     prompt_usage: PromptUsage | None = None
     finish: Finish | None = None
-    # Before the choice's first token.
+    # Sent before the choice's first token.
     prompt_logprobs: PromptLogprobsText | None = None

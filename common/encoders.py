@@ -1,4 +1,4 @@
-"""Which models are encoders: they embed texts, and generate none."""
+"""Detection of encoder models, which embed text and do not generate it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENCODER_FAMILIES = ("bert", "roberta", "xlm-roberta")
 
 
 def is_encoder_directory(path: Path) -> bool:
-    """Whether a model directory holds an encoder; False where its config.json cannot be read."""
+    """Whether a model directory holds an encoder; False if its config.json cannot be read."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -23,12 +23,12 @@ def is_encoder_directory(path: Path) -> bool:
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an encoder of a family that is served."""
+    """Whether a config.json describes an encoder of a supported family."""
     return config.get("model_type") in ENCODER_FAMILIES
 
 
 def first_position(config: Mapping[str, Any]) -> int:
-    """Return the row of the position table that a text's first token gets: RoBERTa counts from behind the padding's."""
+    """Return the position id of a text's first token: RoBERTa's positions start after the padding token's id."""
     if config.get("model_type") == "bert":
         return 0
     padding = config.get("pad_token_id")
@@ -36,9 +36,9 @@ def first_position(config: Mapping[str, Any]) -> int:
 
 
 def encoder_context(config: Mapping[str, Any]) -> int:
-    """Return how many tokens an encoder takes.
+    """Return the longest input of an encoder, in tokens.
 
     Raises:
-        KeyError: the config does not say.
+        KeyError: the config has no `max_position_embeddings`.
     """
     return int(config["max_position_embeddings"]) - first_position(config)

@@ -1,4 +1,4 @@
-"""The error tree. Each error knows its `ErrorCode`; the tables here map codes to gRPC status and HTTP code."""
+"""The error tree. Each class has an `ErrorCode`; the tables below map codes to gRPC status and HTTP status."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from common.types import ErrorCode, RequestFailure
 
 
 class PandoError(Exception):
-    """An error that may be shown to the caller; anything else that is raised is a defect of ours."""
+    """An error whose message may be shown to the caller; any other exception is a bug in Pando."""
 
     code = ErrorCode.INTERNAL
     retryable = False
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
-        """Keep what was wrong and what would be right (`message`), and the request field at fault (`param`)."""
+        """Store a `message` that names the problem and a valid value, and `param`, the request field at fault."""
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_ms = retry_after_ms
 
     def to_failure(self) -> RequestFailure:
-        """Return this error as a value that a stream can carry."""
+        """Return this error as a value that can be sent on a stream."""
         return RequestFailure(self.code, self.message, self.param, self.retryable, self.retry_after_ms)
 
 
@@ -42,60 +42,60 @@ class ContextLengthError(PandoError):
 
 
 class UnauthenticatedError(PandoError):
-    """The credential is absent or wrong."""
+    """The credential is missing or wrong."""
 
     code = ErrorCode.UNAUTHENTICATED
 
 
 class PermissionDeniedError(PandoError):
-    """The credential is valid, but not for this."""
+    """The credential is valid but does not permit this operation."""
 
     code = ErrorCode.PERMISSION_DENIED
 
 
 class QueueFullError(PandoError):
-    """Too many requests wait already."""
+    """Too many requests are already waiting."""
 
     code = ErrorCode.QUEUE_FULL
     retryable = True
 
 
 class RequestTimeoutError(PandoError):
-    """A waiting or running time limit passed."""
+    """The limit on a request's waiting time or run time has passed."""
 
     code = ErrorCode.TIMEOUT
     retryable = True
 
 
 class UnavailableError(PandoError):
-    """A service of the ring is away; the same request may succeed later."""
+    """A service of the pipeline is unreachable; the same request may succeed later."""
 
     code = ErrorCode.UNAVAILABLE
     retryable = True
 
 
 class DeviceMemoryError(PandoError):
-    """The device's memory does not suffice for the request, however small its steps are made."""
+    """The device has too little memory for the request, even with the smallest steps."""
 
     code = ErrorCode.OUT_OF_MEMORY
     retryable = True
 
 
 class ConfigurationError(Exception):
-    """A setting is unknown, malformed or contradicts another; the process must not start."""
+    """A setting is unknown, malformed or in conflict with another; the process must not start."""
 
 
 class RequestFailedError(PandoError):
     """A failure that another service reported, raised again with its own code."""
 
     def __init__(self, failure: RequestFailure) -> None:
-        """Take over code, message and hints of `failure`."""
+        """Copy the code, message and hints of `failure`."""
         super().__init__(failure.message, param=failure.param, retry_after_ms=failure.retry_after_ms)
         self.code = failure.code
         self.retryable = failure.retryable
 
 
-# Names of `grpc.StatusCode`; `common/rpc/status.py` resolves them, so that pure code need not import gRPC.
+# Names of `grpc.StatusCode`; `common/rpc/status.py` resolves them, so that this module does not import gRPC.
 GRPC_STATUS: dict[ErrorCode, str] = {
     ErrorCode.INVALID_REQUEST: "INVALID_ARGUMENT",
     ErrorCode.MODEL_NOT_FOUND: "NOT_FOUND",

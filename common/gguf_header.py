@@ -1,7 +1,8 @@
-"""Reads the head of a GGUF file: its metadata, and where its tensors lie.
+"""Reader of GGUF headers: the metadata, and the shapes and offsets of the tensors.
 
-The `gguf` package would do it too, but it builds one array object per string: two seconds for a vocabulary of 49,152,
-which tokenizer, detokenizer and worker would add to every start. Format: ggml's docs/gguf.md, versions 2 and 3.
+The `gguf` package can read them too, but it creates one array object per string, which takes two seconds for a
+vocabulary of 49,152 and would delay every start of tokenizer, detokenizer and worker. Format: ggml's docs/gguf.md,
+versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ Metadata: TypeAlias = "Mapping[str, Value]"
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 
-# Value types by their number in the file: struct format of the fixed-size ones; strings and arrays are read apart.
+# Struct formats of the fixed-size value types, by their number in the file; strings and arrays are read separately.
 _STRING: Final = 8
 _ARRAY: Final = 9
 _FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 _MAX_STRING_BYTES: Final = 1 << 26
-# Of ggml; more would be a damaged file.
+# ggml's own limit; a file with more is damaged.
 _MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in the file, from byte `offset` on; `kind` is ggml's number of its element type."""
+    """A tensor of the file: it starts at byte `offset`; `kind` is ggml's number of its element type."""
 
-    # The outermost dimension first.
+    # Outermost dimension first.
     shape: tuple[int, ...]
     kind: int
     offset: int
@@ -47,17 +48,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says about itself."""
+    """The metadata and the tensor table of a file."""
 
     metadata: Metadata
     tensors: Mapping[str, TensorEntry]
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the head of the GGUF file at `path`, without touching what its tensors hold.
+    """Read the header of the GGUF file at `path`, but not the contents of its tensors.
 
     Raises:
-        ConfigurationError: the file is no GGUF file of a known version, or is cut short.
+        ConfigurationError: the file is not a GGUF file of a known version, or is truncated.
     """
     with path.open("rb") as file:
         head = file.read(len(MAGIC))
@@ -75,17 +76,17 @@ class _MalformedError(Exception):
 
 
 class _Cursor:
-    """A position in a mapped file that moves on with every value read."""
+    """A position in a mapped file, advanced by every read."""
 
     def __init__(self, buffer: mmap.mmap, position: int) -> None:
         self._buffer = buffer
         self._position = position
 
     def read_header(self) -> GgufHeader:
-        """Read version, counts, every key-value pair, and then the table of tensors."""
+        """Read the version, the counts, all key-value pairs and the tensor table."""
         version = self._read_scalar("I")
         if version not in VERSIONS:
-            raise _MalformedError(f"version {version}, known are {VERSIONS}")
+            raise _MalformedError(f"version {version}; supported versions are {VERSIONS}")
         tensors, pairs = int(self._read_scalar("Q")), int(self._read_scalar("Q"))
         metadata: dict[str, Value] = {}
         for _ in range(pairs):
@@ -95,7 +96,7 @@ class _Cursor:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise _MalformedError(f"an alignment of {alignment!r}")
-        # Offsets in the table count from the first aligned byte behind it.
+        # Offsets in the table are relative to the first aligned byte after it.
         start = -(-self._position // alignment) * alignment
         return GgufHeader(
             metadata, {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}

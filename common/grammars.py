@@ -1,4 +1,4 @@
-"""Rules that a whole output has to conform to, as every service carries them; only workers read the text."""
+"""Grammars that a whole output must match. All services pass them on; only workers parse their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 
 
 class GrammarKind(Enum):
-    """What a grammar's text is written in; see `GrammarKind` in the contract."""
+    """The language of a grammar's text; see `GrammarKind` in protos/pando/v1/common.proto."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -20,7 +20,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarScope:
-    """A view, by its parts: requests of one view share a compiled grammar, others neither use nor notice it."""
+    """The parts of a view: requests of one view share compiled grammars; other views neither use nor detect them."""
 
     tenant: str = ""
     # Name of the subject within the tenant.
@@ -33,7 +33,10 @@ NO_SCOPE = GrammarScope()
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Equal ones are compiled once, whatever the request field `param` that they came from, which errors name."""
+    """A grammar, compiled once for all equal ones.
+
+    `param` is the request field that it came from, for error messages; it does not take part in the comparison.
+    """
 
     kind: GrammarKind
     text: str

@@ -1,4 +1,7 @@
-"""Which JSON schemas outputs can be held to: what a grammar cannot enforce is refused by name, not ignored."""
+"""Checks that a JSON schema can be enforced on an output.
+
+A keyword that a grammar cannot enforce is an error that names it; it is never ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ MAX_VALUES = 20_000
 Json: TypeAlias = Any  # Any: free JSON
 Node: TypeAlias = "Mapping[str, Json]"
 
-# Constraints between parts of a value, or on what must not be.
+# Constraints between parts of a value, and negations.
 UNSUPPORTED = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor",
 )  # fmt: skip
-# Formats that JSON Schema defines and no grammar here enforces; unknown ones are annotations, as it says.
+# Formats that JSON Schema defines but our grammars cannot enforce. By the specification, unknown formats are
+# annotations.
 UNSUPPORTED_FORMATS = frozenset({"regex", "idn-email", "idn-hostname", "iri", "iri-reference", "uri-template"})
 SUPPORTED_FORMATS = frozenset({
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
     "json-pointer", "relative-json-pointer",
 })  # fmt: skip
-# What says nothing about a value.
+# Keywords that do not constrain a value.
 ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable",
     "$comment", "$schema", "$id", "$defs", "definitions", "discriminator",
 })  # fmt: skip
-# Values that are no schemas themselves.
+# Keywords whose values are not schemas.
 _DATA = frozenset({"const", "enum", "default", "examples", "example", "required", "discriminator"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -40,10 +44,10 @@ _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")
 
 
 def check_json_schema(schema: Json, param: str) -> None:
-    """Check that outputs can be held to a schema.
+    """Check that a schema can be enforced on outputs.
 
     Raises:
-        InvalidRequestError: it is too large, too deep, or asks for what cannot be enforced; named `param`.
+        InvalidRequestError: it is too large, too deep, or has a constraint that cannot be enforced; named `param`.
     """
     if schema is True:
         return
@@ -57,10 +61,10 @@ def check_json_schema(schema: Json, param: str) -> None:
 
 
 def check_size(value: Json, param: str) -> None:
-    """Check that a JSON value is neither too deep nor too large to be worked on.
+    """Check that a JSON value has at most `MAX_DEPTH` levels and `MAX_VALUES` values.
 
     Raises:
-        InvalidRequestError: it is; named `param`.
+        InvalidRequestError: it has more; named `param`.
     """
     count, level = 0, [value]
     for _ in range(MAX_DEPTH + 1):
@@ -78,7 +82,7 @@ def check_size(value: Json, param: str) -> None:
 
 
 def _nodes(schema: Json, place: str) -> Iterator[tuple[str, Node]]:
-    """Yield the schemas within a schema, with where they are."""
+    """Yield a schema and all schemas within it, each with its JSONPath."""
     if not isinstance(schema, dict):
         return
     yield place, schema
@@ -96,14 +100,14 @@ def _nodes(schema: Json, place: str) -> Iterator[tuple[str, Node]]:
 
 
 def _problem(node: Node) -> str | None:
-    """Return what of a schema, not of those within it, cannot be enforced."""
+    """Return the reason why a schema cannot be enforced; schemas within it are not checked."""
     for name in UNSUPPORTED:
         if name in node:
             return f"'{name}' cannot be enforced"
     if node.get("uniqueItems") is True:
         return "'uniqueItems' cannot be enforced"
     if "multipleOf" in node and (not isinstance(node["multipleOf"], int) or any(name in node for name in _BOUNDS)):
-        return "'multipleOf' cannot be enforced beside bounds, or with a fraction"
+        return "'multipleOf' cannot be enforced together with bounds, or if it is not an integer"
     return _problem_of_text(node) or _problem_of_alternatives(node) or _problem_of_properties(node)
 
 
@@ -113,9 +117,9 @@ def _problem_of_text(node: Node) -> str | None:
         return f"the format '{format_}' cannot be enforced"
     has_form = "pattern" in node or (isinstance(format_, str) and format_ in SUPPORTED_FORMATS)
     if has_form and ("minLength" in node or "maxLength" in node):
-        return "a length cannot be enforced beside a pattern or format"
+        return "a length cannot be enforced together with a pattern or format"
     if "pattern" in node and isinstance(format_, str) and format_ in SUPPORTED_FORMATS:
-        return "a pattern cannot be enforced beside a format"
+        return "a pattern cannot be enforced together with a format"
     return None
 
 
@@ -133,7 +137,7 @@ def _problem_of_alternatives(node: Node) -> str | None:
     if stated[0] == "allOf" and isinstance(value, list) and len(value) > 1:
         return "'allOf' of several schemas cannot be enforced"
     if stated[0] == "oneOf" and isinstance(value, list) and not are_disjoint(value):
-        return "'oneOf' cannot be enforced where a value may be valid against two of its schemas; 'anyOf' can"
+        return "'oneOf' cannot be enforced if a value may be valid against two of its schemas; use 'anyOf' instead"
     return None
 
 
@@ -147,7 +151,7 @@ def _problem_of_properties(node: Node) -> str | None:
 
 
 def are_disjoint(schemas: list[Json]) -> bool:
-    """Whether no value is valid against two of `schemas`, as far as types and required constants tell."""
+    """Whether types and required constants show that no value is valid against two of `schemas`."""
     return all(_exclude_each_other(one, other) for index, one in enumerate(schemas) for other in schemas[index + 1 :])
 
 
@@ -162,14 +166,14 @@ def _exclude_each_other(one: Json, other: Json) -> bool:
 
 
 def _types(schema: Node) -> frozenset[str]:
-    """Return the types that a schema allows, empty if it does not say; an integer is a number, too."""
+    """Return the types that a schema allows; empty if it names none. "integer" counts as "number"."""
     stated = schema.get("type")
     names = [stated] if isinstance(stated, str) else stated if isinstance(stated, list) else []
     return frozenset("number" if name == "integer" else str(name) for name in names)
 
 
 def _constants(schema: Node) -> dict[str, frozenset[str]]:
-    """Return the values that are possible for required properties (and, as "", the value itself), as JSON."""
+    """Return the possible values, as JSON, of each required property, and of the value itself under the name ""."""
     found = {"": schema} | {
         f".{name}": inner
         for name, inner in (schema.get("properties") or {}).items()

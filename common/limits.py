@@ -1,8 +1,9 @@
-"""Limits of tenants and subjects, as one TOML file states them for the gateway and the schedulers.
+"""Limits of tenants and subjects, read from one TOML file by the gateway and the schedulers.
 
-Tables `[default]` and `[tenants.NAME]` hold a tenant's limits; inside either, `each_subject` holds those of each of its
-subjects and `subjects."KIND/NAME"` those of one. What a table leaves out is inherited: a tenant from `[default]`, its
-`each_subject` from `[default.each_subject]`, a named subject from its tenant's `each_subject`.
+The tables `[default]` and `[tenants.NAME]` hold a tenant's limits; within either, `each_subject` holds the limits of
+each of its subjects and `subjects."KIND/NAME"` those of one subject. Values that a table leaves out are inherited: a
+tenant's from `[default]`, its `each_subject` from `[default.each_subject]`, a named subject's from its tenant's
+`each_subject`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class SubjectLimits(BaseModel):
-    """Limits of one subject; an absent number sets no limit, or leaves the default that is documented here.
+    """Limits of one subject; where a number is absent, there is no limit, or the default below applies.
 
-    `weight`: its share under policy `fair` beside subjects of the same tenant. `cache_share`: its quota of each cache
-    tier's pages; absent: `scheduler.cache_quota_share`. `cache_floor`: pages, as a share of each tier, that its tenant
-    takes from it last while it is active; absent: `scheduler.cache_floor_share`. `waiting`: requests in a scheduler's
-    queue; absent: as many as its tenant still has room for. `max_context`: tokens of prompt and output together.
+    `weight`: its share under policy `fair`, relative to the tenant's other subjects. `cache_share`: its quota of each
+    cache tier's pages; default: `scheduler.cache_quota_share`. `cache_floor`: pages, as a share of each tier, that its
+    tenant evicts last while the subject is active; default: `scheduler.cache_floor_share`. `waiting`: requests in a
+    scheduler's queue; default: as many as its tenant's limit still allows. `max_context`: tokens of prompt and output
+    together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -55,9 +57,9 @@ L = TypeVar("L", bound=SubjectLimits)
 class TenantLimits(SubjectLimits):
     """Limits of all subjects of a tenant together, and of each of them.
 
-    `cache_share`, absent: an equal part of what active tenants with a share of their own leave. `cache_floor`, absent:
-    `scheduler.cache_tenant_floor_share`. `waiting`, absent: three times as many as there are free places.
-    `sharing`: who finds what its subjects have computed.
+    Defaults that differ from a subject's: `cache_share`: an equal part of the pages that remain after the shares of
+    active tenants with a `cache_share`. `cache_floor`: `scheduler.cache_tenant_floor_share`. `waiting`: three times
+    the number of free places. `sharing`: which other subjects may reuse text that this tenant's subjects computed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -69,7 +71,7 @@ class TenantLimits(SubjectLimits):
 
 
 class Limits(BaseModel):
-    """All limits. `default` is for tenants that are not named."""
+    """All limits. `default` applies to tenants that `tenants` does not name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -79,32 +81,32 @@ class Limits(BaseModel):
     _default: TenantLimits = PrivateAttr(default=TenantLimits())
 
     def model_post_init(self, context: Any) -> None:  # pydantic's type
-        """Resolve what is inherited, once."""
+        """Resolve inherited values once."""
         self._default = _with_subjects(self.default, self.default.each_subject)
         for name, own in self.tenants.items():
             each = _inherit(own.each_subject, self.default.each_subject)
             self._resolved[name] = _with_subjects(_inherit(own, self.default), each)
 
     def of(self, tenant: str) -> TenantLimits:
-        """Return the limits of `tenant`."""
+        """Return the limits of `tenant`, inherited values included."""
         return self._resolved.get(tenant, self._default)
 
     def of_subject(self, subject: Subject) -> SubjectLimits:
-        """Return the limits of `subject` itself; its tenant's hold beside them."""
+        """Return the subject's own limits; its tenant's limits apply in addition."""
         tenant = self.of(subject.tenant)
         return tenant.subjects.get(subject.name, tenant.each_subject)
 
     def sharing_of(self, tenant: str) -> Sharing:
-        """Return how far the tenant shares what its subjects compute."""
+        """Return how widely the tenant shares text that its subjects computed."""
         return self.of(tenant).sharing
 
     def described(self) -> dict[str, Any]:  # JSON
-        """Return the stated limits, as JSON that `model_validate` reads."""
+        """Return the limits that the file sets, as JSON that `model_validate` accepts."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 def _inherit(own: L, base: SubjectLimits) -> L:
-    """Return `own` with what it leaves out taken from `base`."""
+    """Return `own`, with unset values taken from `base`."""
     left_out = {
         name: getattr(base, name)
         for name in base.model_fields_set - own.model_fields_set
@@ -122,7 +124,7 @@ def load_limits(path: Path) -> Limits:
     """Read a limits file.
 
     Raises:
-        ConfigurationError: it cannot be read, or a name or number is wrong.
+        ConfigurationError: the file cannot be read, or has an unknown name or an invalid number.
     """
     try:
         return Limits.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))

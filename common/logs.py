@@ -1,4 +1,4 @@
-"""Logging as events with fields, through structlog: one line each, JSON where no person watches."""
+"""Logging with structlog: each event is one line with fields, as JSON unless standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import structlog
 if TYPE_CHECKING:
     from common.settings import LogSettings
 
-# At debug, they tell dozens of times per call what only concerns themselves.
+# At debug level these loggers write dozens of lines per call about their own internals.
 TALKATIVE = ("asyncio", "grpc", "httpcore")
 
 
@@ -33,7 +33,7 @@ def configure_logging(service: str, settings: LogSettings) -> None:
         processors=[*shared, *errors, _with_service(service), renderer],
         wrapper_class=structlog.make_filtering_bound_logger(settings.level),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        # `set_level` changes the wrapper later on.
+        # `set_level` replaces the wrapper later.
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)
@@ -53,7 +53,7 @@ def configure_logging(service: str, settings: LogSettings) -> None:
 
 
 def set_level(level: str) -> str:
-    """Write events from `level` on, from now on and in the whole process; return the level until now."""
+    """Set the log level of the whole process; return the previous level."""
     previous = logging.getLevelName(logging.getLogger().level).lower()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level), **_kept_configuration())
     _set_library_levels(level)
@@ -67,7 +67,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def _set_library_levels(level: str) -> None:
-    """Let the standard library's loggers write from `level` on; talkative ones never at debug."""
+    """Set the level of the standard library's loggers; those in `TALKATIVE` never go below info."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for name in TALKATIVE:
@@ -75,7 +75,7 @@ def _set_library_levels(level: str) -> None:
 
 
 def _kept_configuration() -> dict[str, Any]:
-    """Return structlog's configuration but for the wrapper: `configure` sets what it is not given to defaults."""
+    """Return structlog's configuration without the wrapper: `configure` resets omitted values to their defaults."""
     return {key: value for key, value in structlog.get_config().items() if key != "wrapper_class"}
 
 

@@ -1,4 +1,4 @@
-"""Prometheus plumbing that all services share. Metric names carry units; each service declares its own metrics."""
+"""Prometheus metrics that all services share, and the metrics server. Each service declares its own metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from prometheus_client import Counter, Gauge, Histogram, start_http_server
 from common.errors import ConfigurationError
 
 RPC_SECONDS = Histogram(
-    "pando_rpc_seconds", "Duration of unary calls and of streams, as the server saw it.", ["method", "status"]
+    "pando_rpc_seconds", "Duration of unary calls and streams, measured by the server.", ["method", "status"]
 )
-RPC_TOTAL = Counter("pando_rpc_total", "Calls and streams that ended, as the server saw it.", ["method", "status"])
+RPC_TOTAL = Counter("pando_rpc_total", "Calls and streams that ended, counted by the server.", ["method", "status"])
 RPC_REFUSED = Counter(
     "pando_rpc_refused_total",
     "Calls refused because the role of the caller's certificate may not call the method.",
@@ -23,7 +23,7 @@ MODEL_INFO = Gauge(
 
 
 def start_metrics_server(port: int, host: str) -> int:
-    """Serve /metrics at `port` of the interface `host`, from a thread of its own; 0 takes a free port. Return the port.
+    """Serve /metrics on `host`:`port` from a separate thread and return the port; port 0 selects a free one.
 
     Raises:
         ConfigurationError: the address is in use or cannot be bound.

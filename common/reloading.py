@@ -1,4 +1,4 @@
-"""Files that may change while this process runs."""
+"""Files that are read again when they change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 1.0
 
 
 class Reloading(Generic[T]):
-    """The value of a file. A file that cannot be read any more leaves the last good value in force, and says so."""
+    """The parsed content of a file. If the changed file cannot be loaded, the last good value stays; this is logged."""
 
     def __init__(self, path: Path, load: Callable[[Path], T], clock: Callable[[], float] = time.monotonic) -> None:
         """Load `path` now.
@@ -36,7 +36,7 @@ class Reloading(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The file's content, at most a second old."""
+        """The file's parsed content, at most `INTERVAL_S` old."""
         now = self._clock()
         if now - self._looked_at >= INTERVAL_S:
             self._looked_at = now
@@ -56,7 +56,7 @@ class Reloading(Generic[T]):
             self._log.info("file.reloaded", path=str(self._path))
 
     def _look(self) -> tuple[int, int, int] | None:
-        """Return what changes when the file does."""
+        """Return the file's modification time, size and inode; None if it cannot be read."""
         try:
             status = self._path.stat()
         except OSError:

@@ -1,4 +1,4 @@
-"""What gateways ask tokenizers for, as values without protobuf."""
+"""The requests that gateways send to tokenizers, free of protobuf types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation; absent parts are absent for the template too."""
+    """One message of a conversation; the chat template does not receive parts that are None."""
 
     role: str
     content: str | None = None
@@ -36,33 +36,33 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template. JSON is parsed where the template runs, off the event loop."""
+    """A conversation for the model's chat template. JSON fields are parsed when it is rendered, off the event loop."""
 
     messages: tuple[ChatMessage, ...]
-    # Each an OpenAI tool object.
+    # One OpenAI tool object each.
     tools_json: tuple[str, ...] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    # One object with extra variables for the template.
+    # A JSON object with extra variables for the template.
     template_variables_json: str | None = None
-    # What the answer shall begin with.
+    # Text with which the answer begins.
     assistant_prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt that the client encoded itself."""
+    """A prompt that the client has already tokenized."""
 
     ids: tuple[int, ...]
 
 
-# A `str` is a text to continue.
+# A `str` is text to continue.
 Prompt: TypeAlias = str | ChatPrompt | TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to continue, `n` times. `request_id` is unique for all time and the key of all that comes back."""
+    """One prompt to continue `n` times. `request_id` is never reused; every delta of the answer carries it."""
 
     request_id: RequestId
     view: View
@@ -77,20 +77,20 @@ class GenerateRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
-    # The conversation it belongs to, within its view.
+    # Name of the session, unique within the view.
     session: str | None = None
     turn: SessionTurn | None = None
     max_context_tokens: int | None = None
-    # Set: the prompt is embedded, and nothing is generated.
+    # If set, the prompt is embedded and nothing is generated.
     pooling: Pooling | None = None
-    # What the client calls its prompt, for errors about it.
+    # Name of the prompt's field in the client's request, for error messages.
     prompt_name: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    # Whether the prompt gets what the model's post-processor adds; None: texts do, chats don't.
+    # Whether the model's post-processor adds its special tokens; None: to texts but not to chats.
     add_special_tokens: bool | None = None
-    # Keep so many tokens of the prompt, the last ones.
+    # Keep only this number of tokens at the end of the prompt.
     truncate_prompt_tokens: int | None = None
-    # Texts that are not to be generated.
+    # Texts that must not be generated.
     bad_words: tuple[str, ...] = ()
-    # Where there are several scheduler groups, requests of one view with equal keys go to the same one.
+    # With several scheduler groups, requests of one view with equal keys are sent to the same group.
     routing_key: str | None = None

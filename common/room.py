@@ -1,4 +1,4 @@
-"""Places that tenants and their subjects share, so that no flood takes all of them."""
+"""Bounds on the waiting places that a tenant or a subject can take, so that one flood cannot fill all of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from common.errors import QueueFullError
 if TYPE_CHECKING:
     from common.types import Subject
 
-# A tenant may have so many times as many places as are left, and a subject as many as its tenant may add.
+# A tenant may hold at most SHARE times as many places as are free; a subject at most as many as its tenant may add.
 SHARE = 3
 
 
 class SharedRoom:
     """Counts taken places by tenant and subject against a dynamic threshold (Choudhury and Hahne, 1998).
 
-    One tenant alone can take three quarters of all places, one subject alone 60 %; the rest stays for others. A tenant
-    or subject without any place is let in as long as there is room.
+    A single tenant can take three quarters of all places, a single subject 60 %; the rest stays free for others. A
+    tenant or subject that holds no place is admitted as long as any place is free.
     """
 
     def __init__(self, places: int, what: str, retry_after_ms: int) -> None:
-        """Start with all `places` free; `what` completes "… are WHAT" in errors."""
+        """Start with all `places` free. `what` completes the error message "too many requests are …"."""
         self._places = places
         self._what = what
         self._retry_after_ms = retry_after_ms
@@ -34,7 +34,7 @@ class SharedRoom:
         """Take places for a subject, all or none.
 
         Raises:
-            QueueFullError: there is no room for it; the message says whose bound is reached.
+            QueueFullError: too few places are free; the message names the bound that is reached.
         """
         left = self._places - self._taken - places
         if left < 0:
@@ -50,7 +50,7 @@ class SharedRoom:
         self._by_subject[subject] += places
 
     def give_back(self, subject: Subject, places: int = 1) -> None:
-        """Free places that were taken."""
+        """Free places that were taken with `take`."""
         self._taken -= places
         self._by_tenant[subject.tenant] -= places
         if not self._by_tenant[subject.tenant]:

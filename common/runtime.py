@@ -1,4 +1,4 @@
-"""How a service process runs: event loop, signals, orderly end."""
+"""The frame of a service process: event loop, signals, orderly shutdown."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def run_service(
     main: Callable[[asyncio.Event], Awaitable[None]],
     metrics: MetricsEndpoint,
 ) -> None:
-    """Run `main` until it returns; SIGTERM and SIGINT set the event it is given, so that it can drain.
+    """Run `main` until it returns. SIGTERM and SIGINT set the event passed to it, so that it can drain.
 
-    A second signal ends the process at once. A ConfigurationError is logged and ends it with status 1.
+    A second signal ends the process at once. A ConfigurationError is logged and ends the process with status 1.
     """
     configure_logging(name, log)
     logger = get_logger("runtime")
@@ -59,10 +59,10 @@ def run_service(
 
 
 async def drained(is_idle: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until there is nothing left to finish, for at most `timeout_s`."""
+    """Wait until `is_idle` returns True, for at most `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while not is_idle():  # noqa: ASYNC110  (what is being finished knows no events)
+            while not is_idle():  # noqa: ASYNC110  (the unfinished work has no event to wait for)
                 await asyncio.sleep(DRAIN_INTERVAL_S)
 
 

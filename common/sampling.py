@@ -1,4 +1,4 @@
-"""Pure functions about sampling that more than one service must compute alike."""
+"""Pure functions for sampling whose results must be equal in all services."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of choice `index` of a request: the request's own for choice 0, a hash for the others.
+    """Return the 64-bit seed of choice `index`: the request's seed for choice 0, a hash of it for the others.
 
-    Scheduler and gateway derive it alike, so a choice that is submitted again alone continues with the same tokens.
+    Scheduler and gateway derive the same seed, so a choice that is resubmitted on its own continues with the same
+    tokens.
     """
     if index == 0:
         return seed & MASK_64

@@ -1,4 +1,4 @@
-"""Secrets in settings: given directly, or as a file, where others could read the environment or the command line."""
+"""Secrets in settings: a value, or a file where others could read the environment or the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_secret(setting: str, value: SecretStr | None, path: Path | None) -> str | None:
-    """Return the secret that is named by `setting`, or by `setting` with `_file` behind it; None if neither is set.
+    """Return the secret from `value`, or from the file at `path` (`<setting>_file`); None if neither is set.
 
     Raises:
         ConfigurationError: both are set, or the file is not readable or empty.
@@ -21,7 +21,7 @@ def read_secret(setting: str, value: SecretStr | None, path: Path | None) -> str
     if path is None:
         return None if value is None else value.get_secret_value()
     if value is not None:
-        raise ConfigurationError(f"name {setting} or {setting}_file, not both")
+        raise ConfigurationError(f"set either {setting} or {setting}_file, not both")
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:

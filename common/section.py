@@ -1,4 +1,4 @@
-"""What all sections of the configuration have in common."""
+"""The base class of all configuration sections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and strict about names."""
+    """Base of all sections: immutable; unknown names are errors; attribute docstrings are the help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

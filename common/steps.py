@@ -1,11 +1,11 @@
 """The step protocol between scheduler and worker: plans down, results up.
 
-A plan names only what changed. Bookkeeping comes first, in the order closes, opens, replacements, grants; then
-transfers begin (`common/transfers.py` has their contract); then come `steps` forward passes. The first pass carries
-the prefill chunks and one token of every decoding row, the others only decode. A row decodes once all its ids are
-computed, until it stops itself or is closed. A row whose grammar forces tokens on it jumps forward: it gets them behind
-the one that it sampled, and computes all of them in its next pass. Every rank runs the same plans in the same order,
-so what a pass does never depends on when a message arrived.
+A plan contains only changes. A worker first applies closes, opens, replacements and grants, in this order; then it
+starts transfers (see `common/transfers.py` for their contract); then it runs `steps` forward passes. The first pass
+computes the prefill chunks and one token of every decoding row; the others only decode. A row decodes once all its ids
+are computed, until it stops itself or is closed. When a row's grammar determines the next tokens, the row jumps
+forward: they are appended after the sampled token, and the next pass computes all of them. Every rank runs the same
+plans in the same order, so the result of a pass never depends on when a message arrived.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ NO_IDS.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class RowOpen:
-    """A request takes a row slot.
+    """Assignment of a choice to a row slot.
 
-    `token_ids` [tokens] int32 is the prompt, then what was generated before a retraction or resume; its first
-    `prompt_tokens` are the prompt. KV of the first `computed_tokens` (< len(token_ids)) is already in `pages`.
-    The row ends with LENGTH once prompt and output together count `max_total_tokens`. `stop_token_ids` (end of
-    sequence included unless ignored) count only from `min_new_tokens` generated tokens on. With a grammar they count
-    always; before that, and those of `postponed_token_ids` always, they are drawn only where nothing else may come.
+    `token_ids` [tokens] int32 are the `prompt_tokens` ids of the prompt, then those generated before a retraction or
+    resume. KV of the first `computed_tokens` (< len(token_ids)) is already in `pages`. The row ends with LENGTH once
+    prompt and output together reach `max_total_tokens`. `stop_token_ids` (with the end of sequence unless it is
+    ignored) take effect after `min_new_tokens` generated tokens. With a grammar they always take effect, but before
+    that they are sampled only if the grammar allows no other token; so are `postponed_token_ids` at any time.
     """
 
     row: RowSlot
@@ -52,11 +52,11 @@ class RowOpen:
     max_total_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
-    # Set: nothing is generated, the row stops when its last id is computed, and its embedding is reported.
+    # If set, nothing is generated: the row stops when its last id is computed, and its embedding is reported.
     pooling: Pooling | None = None
-    # Its start is at least `computed_tokens`.
+    # `prompt_logprobs.start` is at least `computed_tokens`.
     prompt_logprobs: PromptLogprobs | None = None
-    # With a window pool, its pages for the last of `pages`; those before are never read.
+    # With a sliding-window pool: its pages for the last of `pages`; earlier pages are never read.
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
     postponed_token_ids: tuple[int, ...] = ()
 
@@ -65,21 +65,21 @@ class RowOpen:
 class PageGrants:
     """Pages to append to rows' page tables: `rows[i]` gets `pages[i]`, [pages] int32 each.
 
-    A row that gets several is named as often, and gets them in this order. Columns, as a busy server's steps give a
-    page each to many rows.
+    A row that gets several pages occurs several times; its pages are appended in this order. The grants are stored in
+    columns because a busy server's steps grant one page each to many rows.
     """
 
     rows: NDArray[np.int32] = field(default_factory=lambda: NO_PAGES)
     pages: PageIds = field(default_factory=lambda: NO_PAGES)
-    # With a window pool, its pages for the same tokens; else none.
+    # With a sliding-window pool: its pages for the same tokens; otherwise empty.
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class PageReplacement:
-    """Other pages with the same content: the row's page table [first, first + len(pages)) becomes `pages`.
+    """Replacement of pages by others with equal content: the page table [first, first + len(pages)) becomes `pages`.
 
-    With a window pool, `window_pages` are its pages for the last of these; those before are never read again.
+    With a sliding-window pool, `window_pages` are its pages for the last of these; earlier ones are never read again.
     """
 
     row: RowSlot
@@ -90,7 +90,7 @@ class PageReplacement:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Compute KV of the row's token_ids[start, start + length); reaching their end samples the next token."""
+    """Computation of the KV of the row's token_ids[start, start + length); after the last id, a token is sampled."""
 
     row: RowSlot
     start: int
@@ -99,7 +99,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class JumpLimit:
-    """How far a row may jump: its grammar may force tokens on it until it knows `max_tokens` ids by the plan's end."""
+    """The bound of a row's jump-forward: it may hold at most `max_tokens` ids at the end of the plan."""
 
     row: RowSlot
     max_tokens: int
@@ -107,7 +107,7 @@ class JumpLimit:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One message to every rank. `steps` is the decode lease, at least 1."""
+    """One plan, sent to every rank. `steps` is the number of forward passes, at least 1."""
 
     step_id: StepId
     epoch: int = 0
@@ -118,15 +118,15 @@ class StepPlan:
     steps: int = 1
     replacements: tuple[PageReplacement, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    # Rows that are not named here get one token a pass.
+    # Rows that are not named here get one token per pass.
     jumps: tuple[JumpLimit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowStop:
-    """A row that stopped itself: STOP or LENGTH, with its last token in the same result.
+    """A row that stopped itself: with STOP or LENGTH, its last token is in the same result.
 
-    ERROR: the rank's memory did not suffice for the row alone. It got no token, and what was to be stored was not.
+    With ERROR, the rank has too little memory for this row alone; no token was sampled and no KV was stored.
     """
 
     row: RowSlot
@@ -136,11 +136,11 @@ class RowStop:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one forward pass sampled: `rows[i]` got `token_ids[i]`, both int32 of equal length.
+    """Result of one forward pass: it sampled `token_ids[i]` for `rows[i]`, both int32 of equal length.
 
     `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
-    does. `embeddings` are those of rows that pool and have stopped. `compute_us` is the forward pass with sampling,
-    `host_us` the rank's bookkeeping beside it. `error` means the plan failed as a whole.
+    does. `embeddings` are those of pooling rows that have stopped. `compute_us` is the time of the forward pass and
+    sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the whole plan failed.
     """
 
     step_id: StepId
@@ -153,21 +153,21 @@ class StepResult:
     compute_us: int = 0
     host_us: int = 0
     error: str | None = None
-    # Beside an error: memory did not suffice, and smaller steps may do.
+    # Set along with `error`: memory was exhausted, so smaller steps may succeed.
     out_of_memory: bool = False
     acks: tuple[TransferAck, ...] = ()
     embeddings: tuple[tuple[RowSlot, bytes], ...] = ()
     prompt_logprobs: tuple[tuple[RowSlot, PromptLogprobSpan], ...] = ()
-    # It brings nothing but `prompt_logprobs`; more results of its pass follow.
+    # The result has only `prompt_logprobs`; more results of the same pass follow.
     partial: bool = False
-    # What rows got behind that without sampling, int32 each; those of a row are neighbours, in their order.
+    # Tokens that were appended after the sampled ones by jump-forward; the tokens of a row are adjacent, in order.
     forced_rows: TokenIds = field(default_factory=lambda: NO_IDS)
     forced_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a rank is configured with; see `ConfigureRequest` in protos/pando/v1/worker.proto for each field."""
+    """Configuration of a rank; see `ConfigureRequest` in protos/pando/v1/worker.proto for each field."""
 
     model: str
     load_format: str = "auto"
@@ -191,7 +191,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class WindowPool:
-    """Pages of the layers that attend to a window only; see `WindowPool` in protos/pando/v1/worker.proto."""
+    """The pool of pages for sliding-window layers; see `WindowPool` in protos/pando/v1/worker.proto."""
 
     pages: int
     window_tokens: int
@@ -201,7 +201,7 @@ class WindowPool:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """What a configured rank can hold; see `WorkerCapacity` in protos/pando/v1/worker.proto for each field."""
+    """Capacity of a configured rank; see `WorkerCapacity` in protos/pando/v1/worker.proto for each field."""
 
     device_pages: int
     page_size: int
@@ -214,12 +214,12 @@ class EngineCapacity:
     layers: int
     host_pages: int = 0
     has_storage: bool = False
-    # Rows only embed, keep nothing between passes, need no pages, and are computed in one piece.
+    # Rows only produce embeddings, keep no KV between passes, need no pages, and are computed in one chunk.
     is_encoder: bool = False
     # None: all layers share one pool.
     window_pool: WindowPool | None = None
-    # Whether rows jump forward as far as plans let them.
+    # Whether the rank supports jump-forward.
     jumps_forward: bool = False
-    # Measured at start-up, so no part of what makes two capacities equal; 0: not measured.
+    # Measured at start-up, hence not compared; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

@@ -1,19 +1,19 @@
-"""Copies of KV pages between the tiers, as step plans ask for them and step results acknowledge them.
+"""Copies of KV pages between tiers: step plans request them, step results acknowledge them.
 
 The contract between scheduler and workers, for every direction:
 
-- A transfer belongs to the plan that carries it and begins after that plan's bookkeeping, beside its passes. It takes
-  as long as it takes: passes never wait for it, and neither do later plans.
-- It reads what the passes of *earlier* plans wrote, and it overwrites nothing that they still read. So a backup may be
-  planned as soon as the plan that computes its pages has been sent.
-- Nobody may write what it reads, nor read or write what it writes, before it is done: the scheduler keeps a reference
-  on every page of both tiers until then, and lets no row start on pages that are still being loaded.
-- Each rank copies its own part of every page, and acknowledges the transfer once, in any later result of the stream,
-  the plan's own or one of a later plan, in any order. A transfer is done when *all* ranks have acknowledged it; its
-  outcome is the least of what they managed.
+- A transfer belongs to the plan that contains it. It begins after that plan's bookkeeping and runs in parallel with
+  the plan's passes; neither these passes nor later plans wait for it.
+- It reads pages that the passes of *earlier* plans wrote, and never overwrites a page that they still read. So a
+  backup may be planned as soon as the plan that computes its pages has been sent.
+- Until it is done, its source pages must not be written, and its target pages neither read nor written: the scheduler
+  holds a reference on every page of both tiers and starts no row on pages that are still being loaded.
+- Each rank copies its own part of every page and acknowledges the transfer once, in a result of the same plan or of
+  any later one, in any order. A transfer is done when *all* ranks have acknowledged it; its `done_pages` is the
+  smallest of theirs.
 - While transfers are open and no row computes, the scheduler sends plans without passes; a rank answers such a plan
   when a transfer is done, or after a few milliseconds.
-- Ids are never used twice in one stream. When the stream ends, open transfers are void and both tiers are lost.
+- Ids are never reused in a stream. When the stream ends, open transfers are void and the content of both tiers is lost.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TransferId = NewType("TransferId", int)
 
 
 class TransferDirection(Enum):
-    """From which tier to which; the tiers are device, host and storage.
+    """The source and target tier of a transfer: device, host or storage.
 
-    DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the other way.
-    HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the other way; an object
-    that is missing, not authentic, of another layout or too slow ends the transfer there, as a miss. DROP_FROM_STORAGE:
-    the objects are deleted as far as they are there; no page takes part.
+    DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the reverse.
+    HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the reverse; an object that
+    is missing, not authentic, of another layout or too slow ends the transfer at that page, as a cache miss.
+    DROP_FROM_STORAGE: objects that exist are deleted; no pages are involved.
     """
 
     DEVICE_TO_HOST = "device_to_host"
@@ -47,18 +47,17 @@ class TransferDirection(Enum):
 
     @property
     def uses_storage(self) -> bool:
-        """Whether the storage tier takes part."""
+        """Whether the source or target is the storage tier."""
         return self not in (TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A run of pages to copy, in order.
+    """A sequence of pages to copy, in order.
 
-    Page ids are [pages] int32, distinct within a transfer and empty for a tier that takes no part. `object_keys` are
-    opaque: the scheduler derives them from a secret, and a worker only adds what tells its rank's part from others'.
-    `cipher_key`, [32], is what their content is encrypted with; it is never logged, and a transfer that drops objects
-    has none.
+    Page ids are [pages] int32, distinct within a transfer and empty for a tier that is not involved. `object_keys` are
+    opaque: the scheduler derives them from a secret, and each rank derives the names of its own parts from them.
+    `cipher_key`, 32 bytes, encrypts the objects' content; it is never logged, and empty for DROP_FROM_STORAGE.
     """
 
     transfer_id: TransferId
@@ -70,17 +69,17 @@ class Transfer:
 
     @property
     def pages(self) -> int:
-        """How many pages are copied, or objects dropped."""
+        """Number of pages to copy, or of objects to delete."""
         return max(len(self.host_pages), len(self.device_pages), len(self.object_keys))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferAck:
-    """What a rank, or with all ranks together the group, made of a transfer.
+    """Outcome of a transfer on one rank, or on the whole group once all ranks are combined.
 
-    The first `done_pages` pages are copied; the rest is undefined at the target, which for a load from storage is a
-    miss and between device and host never happens. `duration_us` is the time of the copy itself on the slowest rank,
-    without waiting for its turn.
+    The first `done_pages` pages are copied; the target's other pages are undefined. For a load from storage they are
+    cache misses; between device and host there are none. `duration_us` is the time in microseconds of the copy itself
+    on the slowest rank, without queueing.
     """
 
     transfer_id: TransferId

@@ -1,4 +1,4 @@
-"""Values that cross service borders, as frozen dataclasses; `common/wire` converts them from and to protobuf."""
+"""Values that services exchange, as frozen dataclasses; `common/wire` converts them from and to protobuf."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
 StepId = NewType("StepId", int)
 
-# [tokens] int32. Vocabulary ids of every model fit; the wire carries them as fixed32.
+# [tokens] int32, which holds the ids of every vocabulary; the wire type is fixed32.
 TokenIds = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who is accountable for a request: evidence, quotas, fair shares, budgets and limits count subjects.
+    """The party accountable for a request: evidence, quotas, fair shares, budgets and limits are counted per subject.
 
-    `name` starts with its kind, so that names of different kinds never coincide: `user/NAME`, `key/ID`, `proxy`,
+    `name` starts with its kind, so that names of different kinds never collide: `user/NAME`, `key/ID`, `proxy`,
     `local` or `anonymous`. See gateway/identity/README.md.
     """
 
@@ -42,9 +42,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a request may find in the cache: its subject's own entries, its tenant's, and the public ones.
+    """The cache entries that a request may use: its subject's private ones, its tenant's, and the public ones.
 
-    `salt` narrows the subject's own part: requests with other salts do not find it. Only the gateway makes views.
+    `salt` divides the private entries: requests with another salt do not find them. Only the gateway creates views.
     """
 
     subject: Subject
@@ -58,9 +58,9 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn: a pure function of logits, these fields and the token's position."""
+    """Parameters of sampling, a pure function of the logits, these fields and the token's position."""
 
-    # 0: the most likely token is always taken.
+    # 0: greedy decoding.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -71,29 +71,29 @@ class SamplingParams:
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    # Beside top_logprobs: ids whose log probabilities are reported, too.
+    # Ids whose log probabilities are reported in addition to those of `top_logprobs`.
     logprob_token_ids: tuple[int, ...] = ()
-    # Only these may be drawn; empty: all.
+    # Only these may be sampled; empty: all.
     allowed_token_ids: tuple[int, ...] = ()
-    # The last id of each is not drawn after the others.
+    # The last id of each sequence is not sampled after the other ids.
     banned_sequences: tuple[tuple[int, ...], ...] = ()
-    # What the whole output conforms to.
+    # The grammar that the whole output must match.
     grammar: Grammar | None = None
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens before."""
+        """Whether the logits depend on the tokens before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def may_jump(self) -> bool:
-        """Whether tokens that a grammar forces need no logits: log probabilities come from these."""
+        """Whether tokens that the grammar determines may be appended without a pass: log probabilities need logits."""
         return self.grammar is not None and self.top_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a choice ends; token conditions are the worker's, text conditions the detokenizer's."""
+    """When a choice ends; workers check the token conditions, detokenizers the text conditions."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -106,10 +106,10 @@ class StopConditions:
 
 
 class Sharing(Enum):
-    """How far a tenant shares text that enough of its subjects have sent.
+    """How widely a tenant shares cached text once enough of its subjects have sent it.
 
-    NONE: not at all; its subjects find public text, and nothing of each other. TENANT: within the tenant. GLOBAL:
-    also with other tenants that share the same text, where the operator allows sharing across tenants.
+    NONE: not at all; its subjects find public text, but none of each other's. TENANT: within the tenant. GLOBAL: also
+    with other tenants that share the same text, if the operator allows sharing across tenants.
     """
 
     NONE = "none"
@@ -118,9 +118,10 @@ class Sharing(Enum):
 
 
 class CacheMode(Enum):
-    """What a request may read from the prefix cache and put into it.
+    """How a request may use the prefix cache.
 
-    PRIVATE is the default, except that the request is no reason to share its text with anybody.
+    DEFAULT: it reads and stores prefixes, and is evidence for sharing its text. PRIVATE: as DEFAULT, but it is not
+    evidence for sharing. NONE: it neither reads nor stores anything.
     """
 
     DEFAULT = "default"
@@ -128,7 +129,7 @@ class CacheMode(Enum):
     NONE = "none"
 
     def at_least(self, other: CacheMode) -> CacheMode:
-        """Return the stricter of two wishes: an opt-out of either side holds."""
+        """Return the stricter of two modes: an opt-out by either side holds."""
         return max(self, other, key=_STRICTNESS.index)
 
 
@@ -140,13 +141,13 @@ class Pooling(Enum):
 
     LAST = "last"
     MEAN = "mean"
-    # As encoders call it that put a token of this name before each text.
+    # Named for the CLS token that encoders put before each text.
     FIRST = "cls"
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a client had received of an interrupted choice: its token ids and the length of its text in characters."""
+    """The part of an interrupted choice that the client has: its token ids and its text's length in characters."""
 
     token_ids: tuple[int, ...]
     delivered_characters: int
@@ -154,7 +155,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """How a request continues its session: see `SessionTurn` in protos/pando/v1/common.proto."""
+    """The turn of a session that a request is; see `SessionTurn` in protos/pando/v1/common.proto."""
 
     name: str
     after: str | None = None
@@ -165,7 +166,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True)
 class SessionWish:
-    """A session to be opened for a view. None leaves the value to the scheduler."""
+    """A request to open a session for a view. None: the scheduler chooses the value."""
 
     view: View
     session: str
@@ -175,7 +176,7 @@ class SessionWish:
 
 @dataclass(frozen=True, slots=True)
 class SessionGrant:
-    """What an opened session may hold, and for how long it waits for its next turn."""
+    """The capacity of an opened session, and how long it waits for its next turn."""
 
     capacity_tokens: int
     timeout_ms: int
@@ -183,7 +184,7 @@ class SessionGrant:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTo:
-    """The gateway subscription that a request's text goes to."""
+    """The gateway subscription that receives a request's output, and the detokenizer that serves it."""
 
     subscriber_id: SubscriberId
     detokenizer: str | None = None
@@ -198,7 +199,7 @@ class TraceContext:
 
 
 class ToolStyle(Enum):
-    """How a model writes tool calls; see `ToolStyle` in the contract."""
+    """How a model writes tool calls; see `ToolStyle` in protos/pando/v1/tokenizer.proto."""
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
@@ -216,7 +217,7 @@ class FinishReason(Enum):
 
 
 class ErrorCode(Enum):
-    """Stable causes of a request's failure; `common/errors.py` maps them to gRPC status and HTTP code."""
+    """Causes of a failure, stable across versions; `common/errors.py` maps them to gRPC status and HTTP status."""
 
     INVALID_REQUEST = "invalid_request"
     MODEL_NOT_FOUND = "model_not_found"
@@ -232,7 +233,7 @@ class ErrorCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """One request's terminal error as a value, for streams that many requests share."""
+    """The error that ended a request, as a value: streams that many requests share cannot raise it."""
 
     code: ErrorCode
     message: str
@@ -243,9 +244,9 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The one end of a choice. `error` is set exactly when the reason is ERROR.
+    """The end of a choice; there is exactly one. `error` is set if and only if the reason is ERROR.
 
-    `embedding` is what a request for pooling gets: float32, little-endian, of length 1.
+    `embedding` is the result of a pooling request: little-endian float32, normalized to length 1.
     """
 
     reason: FinishReason
@@ -257,7 +258,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a sampled token, of the most likely ones, best first, and of those that were named."""
+    """Natural-log probabilities of a sampled token, of the most likely ids (best first) and of the requested ids."""
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()
@@ -267,7 +268,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to one submitted request; accepted unless `rejected` says why not."""
+    """The answer to one submitted request: accepted if `rejected` is None."""
 
     request_id: RequestId
     prompt_tokens: int
@@ -291,12 +292,12 @@ class ScheduleRequest:
     resume: Resume | None = None
     timeout_ms: int | None = None
     trace: TraceContext | None = None
-    # The conversation it belongs to, within its view.
+    # Name of the session, unique within the view.
     session: str | None = None
     turn: SessionTurn | None = None
     max_context_tokens: int | None = None
-    # Set: the prompt is embedded, and nothing is generated.
+    # If set, the prompt is embedded and nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    # What the tokenizer chooses a scheduler group by, where there are several; not sent to schedulers.
+    # Key by which the tokenizer chooses one of several scheduler groups; not sent to schedulers.
     routing_key: str | None = None

@@ -1,16 +1,16 @@
-"""The version of Pando that runs here. It is written in `pyproject.toml`; a test compares every copy with that."""
+"""The version of the running Pando. Its source is `pyproject.toml`; a test compares every copy with it."""
 
 from __future__ import annotations
 
 import os
 from importlib import metadata
 
-# Set in images, which copy the sources and install no package.
+# Set in container images, which copy the sources and do not install the package.
 VERSION_VARIABLE = "PANDO_VERSION"
 
 
 def version() -> str:
-    """Return the version of the installed package, else that of the image, else "unknown"."""
+    """Return the version of the installed package, otherwise that of the container image, otherwise "unknown"."""
     try:
         return metadata.version("pando")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The `pando` command: finds the subcommand and hands over to it."""
+"""The `pando` command, which dispatches to its subcommands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CommandModule(Protocol):
-    """What the module of a subcommand offers."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the subcommand's arguments to `parser`."""
@@ -27,7 +27,7 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand; its module is imported only when it is called, so that `pando --help` is quick."""
+    """A subcommand. Its module is imported only when it runs, so that `pando --help` is fast."""
 
     name: str
     module: str
@@ -37,12 +37,12 @@ class Command:
 COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
     Command("chat", "deploy.chat.command", "chat in the terminal"),
-    Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or this one's parts"),
-    Command("attack", "deploy.attack.command", "try the published attacks on shared caches against a server"),
+    Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
+    Command("attack", "deploy.attack.command", "run the published attacks on shared caches against a server"),
     Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),
-    Command("profile", "deploy.inspection.profile", "record what the workers compute, as traces"),
-    Command("keys", "deploy.keys.command", "make, list and revoke API keys"),
-    Command("cache", "deploy.inspection.cache", "look into the prefix cache; pin, forget, flush"),
+    Command("profile", "deploy.inspection.profile", "record traces of the workers' computations"),
+    Command("keys", "deploy.keys.command", "create, list and revoke API keys"),
+    Command("cache", "deploy.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"commands (each has --help):\n{commands}"
     parser.add_argument("command", choices=[command.name for command in COMMANDS], metavar="command")
-    # Only what comes before the subcommand is parsed here: `up` has flags that the settings schema defines.
+    # Only the first argument is parsed here: the flags of `up` are defined by the settings schema.
     chosen = parser.parse_args(arguments[:1]).command
     command = next(command for command in COMMANDS if command.name == chosen)
     try:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: Command, argv: Sequence[str]) -> int:
-    """Run one subcommand with the arguments behind its name."""
+    """Run one subcommand with the arguments after its name; return its exit status."""
     if command.name == "up":
         from deploy.supervisor import command as up
 

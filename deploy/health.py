@@ -1,6 +1,6 @@
-"""Whether the service in this container would serve a request: `python -m deploy.health scheduler` exits with 0 if so.
+"""Health check of the service in this container: `python -m deploy.health scheduler` exits with 0 if it can serve.
 
-It reads the settings that the service itself has read, from the environment and the file that PANDO_CONFIG names.
+It reads the same settings as the service, from the environment and the file that PANDO_CONFIG names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 4.0
 
 
 def main() -> int:
-    """Ask the service that the command line names; return 0 if it would serve a request, else 1."""
+    """Check the service that the command line names; return 0 if it can serve a request, otherwise 1."""
     parser = SettingsParser(prog="python -m deploy.health", description=__doc__, allow_abbrev=False)
     parser.add_argument("service", choices=("gateway", *SERVICES))
     try:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 async def is_healthy(settings: Settings, service: str) -> bool:
-    """Return whether `service`, configured by `settings` and running on this host, would serve a request."""
+    """Whether `service`, configured by `settings` and running on this host, can serve a request."""
     if service == "gateway" and settings.gateway.client_authority is not None and settings.rpc.probe_port:
         return await _answers(f"http://{local(f'{settings.gateway.host}:{settings.rpc.probe_port}')}/ready")
     if service == "gateway":
@@ -44,7 +44,7 @@ async def is_healthy(settings: Settings, service: str) -> bool:
         return await _answers(f"{scheme}://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")
     address, security = local(getattr(settings, service).address), read_security(settings.rpc)
     if security.probe_port and security.needs_tls(address):
-        # The certificate names the service, not the loopback.
+        # The certificate's name is the service's host name, not the loopback address.
         address, security = f"{address.rpartition(':')[0]}:{security.probe_port}", Security(plaintext=True)
     async with open_channel(address, security) as channel:
         return await is_serving(channel, f"pando.v1.{service.capitalize()}", TIMEOUT_S)
@@ -52,7 +52,7 @@ async def is_healthy(settings: Settings, service: str) -> bool:
 
 async def _answers(url: str) -> bool:
     try:
-        # It asks itself, by an address that no certificate names.
+        # The server is this host, at an address that is not in its certificate.
         async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False) as client:
             return (await client.get(url)).status_code == httpx.codes.OK
     except httpx.HTTPError:
@@ -60,7 +60,7 @@ async def _answers(url: str) -> bool:
 
 
 def local(address: str) -> str:
-    """Return where this host reaches a server that listens on `address`, which may mean all interfaces."""
+    """Return the address at which this host reaches a server that listens on `address`, even on all interfaces."""
     host, colon, port = address.rpartition(":")
     if not colon or host == "unix":
         return address

@@ -1,8 +1,9 @@
-"""Several ranks of one model on this host, where nobody supervises them one by one: in a pod or a container.
+"""Runs several ranks of one model in one pod or container, where no supervisor manages them individually.
 
 `python -m deploy.ranks --ranks 8 --config pando.toml` runs eight worker processes with the same settings; rank i
-listens on the configured port + i, reports metrics on the configured port + i, and takes the configured GPU + i. When
-one ends, all do: a rank that lost a peer may hang in a collective for ever, and whoever runs this starts it again.
+listens on the configured port + i, reports metrics on the configured port + i, and uses the configured GPU + i. When
+one rank ends, all are ended, because a rank that lost a peer may hang in a collective forever; the container is then
+expected to be restarted.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from common.settings import Settings
 
 MODULE = "services.worker"
-# What ranks get to end by themselves before they are killed.
+# Seconds that ranks have to end after SIGTERM before they are killed.
 STOP_S = 8.0
 
 
 def main() -> int:
-    """Run the ranks until a signal comes or one of them ends; return the exit status."""
+    """Run the ranks until a signal arrives or one of them ends; return the exit status."""
     parser = SettingsParser(prog="python -m deploy.ranks", description=__doc__, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to run")
     try:
@@ -40,10 +41,10 @@ def main() -> int:
 
 
 def commands_of(settings: Settings, ranks: int, cores: int, arguments: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the interpreter's arguments for each rank: `arguments`, then what is the rank's own.
+    """Return the interpreter's arguments for each rank: `arguments`, then the settings of the rank.
 
     Raises:
-        ConfigurationError: there are no ranks, or the address has no port to count from.
+        ConfigurationError: `ranks` is less than 1, or the worker's address has no port.
     """
     worker = settings.worker
     if ranks < 1:
@@ -64,15 +65,15 @@ def commands_of(settings: Settings, ranks: int, cores: int, arguments: Sequence[
         if settings.rpc.probe_port is not None:
             own["rpc.probe_port"] = settings.rpc.probe_port + rank
         flags = [text for name, value in own.items() for text in (f"--{name}", str(value))]
-        # The child dies with this process, even if that is killed.
+        # The child is killed when this process ends, even by SIGKILL.
         commands.append(("-m", "deploy.supervisor.child", str(os.getpid()), MODULE, *arguments, *flags))
     return commands
 
 
 async def run_together(commands: Sequence[Sequence[str]]) -> int:
-    """Run all commands until a signal comes or one ends; return 0 after a signal, else the status of the first to end.
+    """Run all commands until a signal arrives or one of them ends; return 0 after a signal, otherwise the first status.
 
-    A command that ends by itself, even with 0, is a failure of the group.
+    If a command ends without a signal, the group has failed: a status of 0 becomes 1.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -102,7 +103,7 @@ async def _end(processes: Sequence[asyncio.subprocess.Process], ends: Sequence[a
 
 
 def _without_ranks(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that are settings: all but --ranks and its number."""
+    """Return the arguments without --ranks and its number."""
     kept = list(arguments)
     for index, argument in enumerate(kept):
         if argument.startswith("--ranks"):

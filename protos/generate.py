@@ -1,6 +1,6 @@
 """Generate the Python stubs of `pando.v1` into `protos/gen`.
 
-Run by `make protos`. With `--check` nothing is written; the exit status tells whether the committed stubs have drifted.
+Run by `make protos`. With `--check`, nothing is written and the exit status is 1 if the committed stubs are outdated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATED = PROTOS / "gen"
 
 
 def main() -> int:
-    """Parse the command line, then write or compare the stubs."""
+    """Write the stubs, or compare them with `--check`; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only report drift")
     arguments = parser.parse_args()
@@ -44,7 +44,7 @@ def generate(target: Path) -> None:
     if protoc.main(["protoc", f"-I{PROTOS}", *options, *sources]):
         raise SystemExit("protoc failed")
     for path in target.rglob("*.py*"):
-        # protoc derives import paths from proto paths; ours follow the folders.
+        # protoc derives import paths from proto packages; ours start with `protos.gen`.
         path.write_text(re.sub(r"(?m)^from pando\.v1 import|'pando\.v1\.\w+_pb2'", _rooted, path.read_text()))
     for folder in (target, target / "pando", target / "pando" / "v1"):
         (folder / "__init__.py").touch()
@@ -55,7 +55,7 @@ def _rooted(match: re.Match[str]) -> str:
 
 
 def differences(fresh: Path, committed: Path) -> list[str]:
-    """Return the relative names of files that differ between two generated trees, or exist in one only."""
+    """Return the relative names of files that differ between two generated trees or exist in only one."""
     names = {
         str(path.relative_to(root))
         for root in (fresh, committed)

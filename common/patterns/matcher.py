@@ -1,4 +1,4 @@
-"""A pattern on a text that grows."""
+"""Incremental matching of a pattern against text that arrives character by character."""
 
 from __future__ import annotations
 
@@ -8,45 +8,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from common.patterns.program import Program
 
-# A match spans at most so many characters: more are not held back, so what began earlier is given up.
+# Longest match in characters. Longer partial matches are dropped, so that at most this much text is held back.
 MAX_SPAN = 4096
-# Characters of which is known where they lead; texts have few different ones.
+# Distinct characters whose accepting states are cached; texts have few distinct ones.
 MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Half-open range of characters, counted from the beginning of the text."""
+    """The half-open range [start, end) of characters, counted from the beginning of the text."""
 
     start: int
     end: int
 
 
 class PatternMatcher:
-    """Finds the first place at which a match ends; of those that end there, the longest.
+    """Finds the match with the earliest end; of several with the same end, the longest.
 
-    A character costs at most as much as the pattern has states, which is what makes hostile patterns harmless.
+    The cost per character is at most linear in the pattern's states, so that hostile patterns are harmless.
     """
 
     __slots__ = ("_begin", "_known", "_position", "_program", "_threads")
 
     def __init__(self, program: Program) -> None:
-        """Begin with an empty text."""
         self._program = program
         self._begin = [state for state in program.closure([program.start]) if program.characters[state] is not None]
-        # State to the earliest place at which a match that is there now has begun.
+        # The earliest start of a partial match in each current state.
         self._threads: dict[int, int] = {}
-        # Character to the states that it leads on from.
+        # The states that accept each character.
         self._known: dict[str, frozenset[int]] = {}
         self._position = 0
 
     @property
     def pending(self) -> int:
-        """Characters at the end of the text that may still become (part of) a match."""
+        """Number of characters at the end of the text that may still become part of a match."""
         return self._position - min(self._threads.values(), default=self._position)
 
     def step(self, character: str) -> Match | None:
-        """Add a character; return the match that ends behind it."""
+        """Append a character; return the match that ends with it, if there is one."""
         position, accepting = self._position, self._accepting(character)
         self._position = position + 1
         threads = self._threads
@@ -63,7 +62,7 @@ class PatternMatcher:
         return self._spread(moved) if moved else None
 
     def _spread(self, moved: dict[int, int]) -> Match | None:
-        """Go on without a character from the states reached; whoever has begun earlier comes first."""
+        """Follow transitions without a character from the states reached, earliest starts first."""
         program, found = self._program, None
         seen: set[int] = set()
         for state, start in sorted(moved.items(), key=lambda item: item[1]):

@@ -1,8 +1,8 @@
-"""Regular expressions as nondeterministic automata, for texts that grow character by character.
+"""Regular expressions as nondeterministic automata, for text that arrives character by character.
 
-Matching takes time proportional to text times states (Thompson 1968; Cox: Regular Expression Matching Can Be Simple And
-Fast), whatever the expression: nothing that needs backtracking is accepted. Ready-made linear engines cannot be fed a
-growing text, nor tell which end of it may still become a match.
+Matching takes time proportional to text length times states (Thompson 1968; Cox: Regular Expression Matching Can Be
+Simple And Fast) for every accepted expression; constructs that need backtracking are refused. Existing linear engines
+cannot match incrementally, nor report which suffix of the text may still become a match.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import InvalidRequestError
 
-# Python's own parser of its own syntax: private by name, but unchanged since 3.11, and tests would notice.
+# Python's parser of its own syntax: a private module, but unchanged since 3.11; tests would detect a change.
 from re import _constants as codes  # type: ignore[attr-defined]  # isort: skip
 from re import _parser as syntax  # type: ignore[attr-defined]  # isort: skip
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MAX_PATTERN_CHARACTERS = 512
-# Written out, a pattern has at most so many states: this bounds what a character costs.
+# States of a pattern after repetitions are expanded; this bounds the cost per character.
 MAX_STATES = 256
 
 _CATEGORIES: dict[object, Callable[[str], bool]] = {
@@ -37,7 +37,7 @@ _CATEGORIES: dict[object, Callable[[str], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """A set of characters."""
+    """A set of characters: those in `ranges` (code points, both ends included) or `categories`, or all others."""
 
     ranges: tuple[tuple[int, int], ...] = ()
     categories: tuple[object, ...] = ()
@@ -58,9 +58,9 @@ NO_LINE_BREAK = Characters(((10, 10),), is_negated=True)
 
 @dataclass(slots=True)
 class Program:
-    """States with a character set and the state behind it, or with states to go on with at once.
+    """An automaton. A state has a character set and one next state, or only next states, entered without a character.
 
-    State `accept` has neither: who comes there has matched.
+    State `accept` has neither; reaching it is a match.
     """
 
     characters: list[Characters | None] = field(default_factory=list)
@@ -72,16 +72,16 @@ class Program:
         """Add a state; return its number.
 
         Raises:
-            InvalidRequestError: there are too many.
+            InvalidRequestError: there are already `MAX_STATES` states.
         """
         if len(self.nexts) >= MAX_STATES:
-            raise _refused(f"it is too large: counted repetitions are written out, to {MAX_STATES} states at most")
+            raise _refused(f"it is too large: with repetitions expanded, it may have at most {MAX_STATES} states")
         self.characters.append(characters)
         self.nexts.append(nexts)
         return len(self.nexts) - 1
 
     def closure(self, states: Iterable[int]) -> list[int]:
-        """Return `states` and all that can be reached from them without a character."""
+        """Return `states` and all states that can be reached from them without a character."""
         seen: dict[int, None] = {}
         stack = list(states)[::-1]
         while stack:
@@ -94,13 +94,13 @@ class Program:
 
 
 def compile_pattern(pattern: str, param: str = "stop_regex") -> Program:
-    """Return the automaton of `pattern`, in Python's syntax without what needs to look around or back.
+    """Return the automaton of `pattern`, in Python's syntax without lookaround, anchors and back-references.
 
     Raises:
         InvalidRequestError: the syntax is wrong, needs backtracking, matches the empty text, or is too large.
     """
     if not 0 < len(pattern) <= MAX_PATTERN_CHARACTERS:
-        raise _refused(f"it should have 1 to {MAX_PATTERN_CHARACTERS} characters", param)
+        raise _refused(f"it must have 1 to {MAX_PATTERN_CHARACTERS} characters", param)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,59 +116,59 @@ def compile_pattern(pattern: str, param: str = "stop_regex") -> Program:
 
 
 class _Builder:
-    """Builds states from the end to the front: each part is told which state comes behind it."""
+    """Builds states from the end of the pattern to its start: the state after a part exists before the part's own."""
 
     def __init__(self, program: Program, flags: int) -> None:
         if flags & (re.IGNORECASE | re.MULTILINE | re.ASCII | re.LOCALE):
-            raise _refused("of the flags only (?s) and (?x) are supported")
+            raise _refused("only the flags (?s) and (?x) are supported")
         self._program = program
         self._any = ANY if flags & re.DOTALL else NO_LINE_BREAK
 
-    def sequence(self, parts: Iterable[tuple[Any, Any]], behind: int) -> int:  # Any: the parser's nodes are untyped
+    def sequence(self, parts: Iterable[tuple[Any, Any]], following: int) -> int:  # Any: the parser's nodes are untyped
         for code, argument in reversed(list(parts)):
-            behind = self._part(code, argument, behind)
-        return behind
+            following = self._part(code, argument, following)
+        return following
 
-    def _part(self, code: object, argument: Any, behind: int) -> int:  # Any: as above
+    def _part(self, code: object, argument: Any, following: int) -> int:  # Any: as above
         match code:
             case codes.LITERAL:
-                return self._add(Characters(((argument, argument),)), behind)
+                return self._add(Characters(((argument, argument),)), following)
             case codes.NOT_LITERAL:
-                return self._add(Characters(((argument, argument),), is_negated=True), behind)
+                return self._add(Characters(((argument, argument),), is_negated=True), following)
             case codes.ANY:
-                return self._add(self._any, behind)
+                return self._add(self._any, following)
             case codes.IN:
-                return self._add(_characters(argument), behind)
+                return self._add(_characters(argument), following)
             case codes.BRANCH:
-                return self._program.add(None, tuple(self.sequence(option, behind) for option in argument[1]))
+                return self._program.add(None, tuple(self.sequence(option, following) for option in argument[1]))
             case codes.SUBPATTERN:
                 _group, added, removed, inner = argument
                 if added or removed:
                     raise _refused("flags inside groups are not supported")
-                return self.sequence(inner, behind)
+                return self.sequence(inner, following)
             case codes.MAX_REPEAT | codes.MIN_REPEAT:
-                # The shortest match ends the text either way.
+                # Greediness is irrelevant: the earliest end of a match ends the text.
                 least, most, inner = argument
-                return self._repeat(least, most, inner, behind)
+                return self._repeat(least, most, inner, following)
             case _:
-                raise _refused(f"{str(code).lower()} needs to look around or back, which is not supported")
+                raise _refused(f"{str(code).lower()} requires lookaround or backtracking, which is not supported")
 
-    def _repeat(self, least: int, most: Any, inner: Any, behind: int) -> int:  # Any: as above
+    def _repeat(self, least: int, most: Any, inner: Any, following: int) -> int:  # Any: as above
         if most is codes.MAXREPEAT:
             loop = self._program.add(None, ())
             body = self.sequence(inner, loop)
-            self._program.nexts[loop] = (body, behind)
-            behind = loop
+            self._program.nexts[loop] = (body, following)
+            following = loop
         else:
-            end = behind
+            end = following
             for _ in range(most - least):
-                behind = self._program.add(None, (self.sequence(inner, behind), end))
+                following = self._program.add(None, (self.sequence(inner, following), end))
         for _ in range(least):
-            behind = self.sequence(inner, behind)
-        return behind
+            following = self.sequence(inner, following)
+        return following
 
-    def _add(self, characters: Characters, behind: int) -> int:
-        return self._program.add(characters, (behind,))
+    def _add(self, characters: Characters, following: int) -> int:
+        return self._program.add(characters, (following,))
 
 
 def _characters(items: Iterable[tuple[Any, Any]]) -> Characters:  # Any: the parser's nodes are untyped

@@ -1,4 +1,4 @@
-"""Whether the caller of a method may call it: decided by the roles that its certificate names."""
+"""Authorization of callers by the roles that their certificates name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    # Requests and responses are those of whatever method is called.
+    # Any: the types of requests and responses depend on the method.
     Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
     CheckCaller = Callable[[str, Context], None]
 
@@ -22,7 +22,7 @@ NO_ROLE = "none"
 
 
 def accept_every_caller(method: str, context: Context) -> None:
-    """Accept the call: the connection is plaintext, so nothing is known of the caller."""
+    """Accept the call: a plaintext connection does not identify its caller."""
 
 
 class CallerGuard:
@@ -49,7 +49,7 @@ class CallerGuard:
         Raises:
             PermissionDeniedError: no role of the caller's certificate may call `method`.
         """
-        # The types of alternative names are kept apart: a DNS name that reads like a URI is none.
+        # URIs and DNS names are compared separately, so that a DNS name that looks like a role's URI does not match.
         identity = context.auth_context()
         uris = [name.decode(errors="replace") for name in identity.get("peer_uri", ())]
         hosts = [name.decode(errors="replace") for name in identity.get("peer_dns", ())]

@@ -1,4 +1,4 @@
-"""Client side of the ring: channels, health of a peer."""
+"""The client side of gRPC connections: channels, and health checks of peers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str | None = None) -> grpc.aio.Channel:
-    """Open a channel to a service of the ring at host:port or unix:path.
+    """Open a channel to the service at host:port or unix:path.
 
-    `certified_as` is the name that its certificate must have, where that is not the address's own host.
+    `certified_as` is the name that the service's certificate must have, if it is not the address's host.
 
     Raises:
-        ConfigurationError: the address is TCP, and `security` allows none.
+        ConfigurationError: the address is TCP, and `security` does not allow TCP.
     """
     if not security.needs_tls(address):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -35,8 +35,8 @@ def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float = 1.0) -> bool:
-    """Ask the peer's health service whether `service` (full name, or "" for the process) can serve now."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs leave the methods out
+    """Whether the peer's health service reports `service` (full name, or "" for the process) as serving."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # Any: its type stubs lack the methods
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     except grpc.aio.AioRpcError:

@@ -1,4 +1,4 @@
-"""Interceptor of every call that a server handles: caller check, request id, logging, metrics, rich status."""
+"""The server interceptor of all calls: caller check, request id, logging, metrics, rich status."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_KEYS = ("traceparent", "tracestate")
-# Health needs no role, and probes ask for it all the time.
+# Health checks need no role, and would flood logs and metrics.
 QUIET_PREFIX = "/grpc.health."
 
-# Requests and responses are protobuf messages of whatever method is called, hence Any.
+# Any: the types of requests and responses depend on the method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handler = Callable[[Any, Context], Any]
@@ -44,7 +44,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MethodHandler | None:
-        """Return the method's handler with our bracket around it."""
+        """Return the method's handler, wrapped unless it is a health check."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith(QUIET_PREFIX):
@@ -83,10 +83,10 @@ def _bracket_stream(call: Handler, method: str, check: CheckCaller) -> Handler:
         async with _Bracket(method, context):
             check(method, context)
             responses = call(request, context)
-            if inspect.isawaitable(responses):  # a handler that writes by context.write, and accepts when it is ready
+            if inspect.isawaitable(responses):  # a handler that uses context.write, and sends the metadata itself
                 await responses
                 return
-            # Tells the caller that the stream is accepted, before there is anything to answer (see StreamLink).
+            # Signals to the caller that the stream is accepted before the first response exists (see StreamLink).
             await context.send_initial_metadata(())
             async with contextlib.aclosing(responses):
                 async for response in responses:
@@ -96,7 +96,7 @@ def _bracket_stream(call: Handler, method: str, check: CheckCaller) -> Handler:
 
 
 class _Bracket:
-    """Around one call: bind its ids to the log, count it, turn our errors into rich status."""
+    """Context of one call: binds its ids to the log, measures it, and converts our errors into rich statuses."""
 
     def __init__(self, method: str, context: Context) -> None:
         self._method = method
@@ -119,7 +119,7 @@ class _Bracket:
             status = "CANCELLED" if not isinstance(error, Exception) else "INTERNAL"
         if isinstance(error, PandoError):
             status = error.code.name
-        elif isinstance(error, grpc.aio.AbortError):  # the handler chose a status by itself
+        elif isinstance(error, grpc.aio.AbortError):  # the handler set a status itself
             status = _status_name(self._context.code())
         seconds = time.monotonic() - self._started
         RPC_SECONDS.labels(self._method, status).observe(seconds)

@@ -1,4 +1,4 @@
-"""What every service lets people do to its process: `pando.v1.Operations`."""
+"""The gRPC service `pando.v1.Operations`, with which operators control any service's process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ PREFIX = "LOG_LEVEL_"
 
 
 class OperationsService(operations_pb2_grpc.OperationsServicer):
-    """Serves the operations of this process."""
+    """The servicer of `Operations` for this process."""
 
     async def SetLogLevel(  # noqa: N802  (the contract's name)
         self, request: operations_pb2.SetLogLevelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operations_pb2.SetLogLevelResponse:
-        """Change what this process logs."""
+        """Set the log level of this process and return the previous one.
+
+        Raises:
+            InvalidRequestError: the level is unset or unknown.
+        """
         if request.level not in operations_pb2.LogLevel.values()[1:]:
-            raise InvalidRequestError("level must be one of LogLevel, and set", param="level")
+            raise InvalidRequestError("level must be set to a value of LogLevel", param="level")
         level = operations_pb2.LogLevel.Name(request.level).removeprefix(PREFIX).lower()
         previous = set_level(level)
         get_logger("operations").warning("log.level_changed", level=level, previous=previous)

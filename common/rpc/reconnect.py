@@ -1,4 +1,4 @@
-"""How a connection that must always be there comes back."""
+"""Reconnection of links that must stay connected."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
-# How long the status of a refused stream may arrive after its metadata, which come in the same frame.
+# How long after its metadata the status of a refused stream may arrive; both are sent in the same frame.
 VERDICT_S = 0.01
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class RefusalLog:
-    """Logs that a peer refuses this process, where retries would otherwise hide it: each reason once in a row."""
+    """Logs refusals by a peer, which retries would otherwise hide; repeated refusals for one reason are logged once."""
 
     def __init__(self, peer: str) -> None:
-        """Log refusals by `peer`."""
         self._peer = peer
         self._reason: str | None = None
 
@@ -39,18 +38,18 @@ class RefusalLog:
             get_logger("link").error("link.refused", link=self._peer, reason=reason)
 
     def clear(self) -> None:
-        """Note that the peer has accepted a connection."""
+        """Reset the log after the peer has accepted a connection."""
         self._reason = None
 
 
 async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> None:
-    """Wait until the peer has accepted a stream, which it says by sending its initial metadata.
+    """Wait until the peer has accepted a stream, that is, has sent its initial metadata.
 
     Raises:
-        grpc.aio.AioRpcError: it is away, or has refused the stream.
+        grpc.aio.AioRpcError: the peer is unreachable or has refused the stream.
     """
     await call.wait_for_connection()
-    # gRPC hands out the (empty) metadata of a refusal before its status: that is no connection yet.
+    # On a refusal, gRPC delivers the (empty) metadata before the status, so metadata alone do not mean acceptance.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), VERDICT_S)
         await call.wait_for_connection()
@@ -59,9 +58,9 @@ async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.ai
 async def keep_connecting(
     run_once: Callable[[], Awaitable[bool]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> None:
-    """Call `run_once` again and again until cancelled, with pauses that grow while the peer stays away.
+    """Call `run_once` repeatedly until cancelled, with growing pauses while the peer is unreachable.
 
-    `run_once` connects, serves the connection until it breaks, and returns whether there had been one.
+    `run_once` connects, serves the connection until it breaks, and returns whether it was connected.
     """
     pause = FIRST_PAUSE_S
     while True:

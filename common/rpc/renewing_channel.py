@@ -1,4 +1,4 @@
-"""A TLS channel whose certificates may be renewed while it is open."""
+"""A TLS channel that uses renewed certificates without being reopened."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 class RenewingChannel(grpc.aio.Channel):
-    """Makes each call on a channel with the certificates of now; calls that are open stay where they are.
+    """Makes each new call on a channel with the current certificates; open calls stay on their channel.
 
-    A stub is made once and keeps what it was given, so that is what looks for the channel at each call.
+    A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
     """
 
     def __init__(self, load: Callable[[], Pem], connect: Callable[[Pem], grpc.aio.Channel]) -> None:
-        """Connect with what `load` returns, and again whenever that is something else."""
+        """Open a channel with the certificates that `load` returns, and another one whenever they change."""
         self._load = load
         self._connect = connect
         self._pem = load()
-        # The last one is in use. The others have open calls, perhaps for hours, and certificates live for weeks.
+        # New calls use the last channel. Older ones may have open calls for hours; they are few, as certificates are
+        # valid for weeks.
         self._channels = [connect(self._pem)]
 
     def current(self) -> grpc.aio.Channel:
@@ -35,7 +36,7 @@ class RenewingChannel(grpc.aio.Channel):
         return self._channels[-1]
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Return a callable for a method; likewise the three below."""
+        """Return a callable for a method; it selects the channel when it is called."""
         return self._late("unary_unary", arguments, options)
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
@@ -50,7 +51,7 @@ class RenewingChannel(grpc.aio.Channel):
         """See `unary_unary`."""
         return self._late("stream_stream", arguments, options)
 
-    # Arguments and results are those of grpc's own methods, whatever the messages.
+    # Any: arguments and results are those of grpc's own methods, for every message type.
     def _late(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
         def call(*call_arguments: Any, **call_options: Any) -> Any:
             method = getattr(self.current(), kind)(*arguments, **options)
@@ -59,15 +60,13 @@ class RenewingChannel(grpc.aio.Channel):
         return call
 
     async def __aenter__(self) -> RenewingChannel:
-        """Return this channel."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Close it."""
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Close everything, after `grace` seconds for open calls."""
+        """Close all channels, each after up to `grace` seconds for its open calls."""
         for channel in self._channels:
             await channel.close(grace)
 
@@ -76,9 +75,9 @@ class RenewingChannel(grpc.aio.Channel):
         return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait until that channel is in another state."""
+        """Wait until the channel of the next call has another state than `last_observed_state`."""
         await self.current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Wait until that channel is connected."""
+        """Wait until the channel of the next call is connected."""
         await self.current().channel_ready()

@@ -1,4 +1,4 @@
-"""Which roles may call which methods of which server, where mutual TLS names the callers.
+"""The table of roles that may call each method of each server, enforced where mutual TLS identifies callers.
 
 A method that is not listed is refused. `grpc.health.v1.Health` is open to every certificate of the authority.
 """
@@ -12,7 +12,7 @@ Callers = Mapping[str, frozenset["Role"]]
 
 
 class Role(StrEnum):
-    """Role of a certificate's owner in a deployment."""
+    """The role that a certificate gives to its owner."""
 
     GATEWAY = "gateway"
     TOKENIZER = "tokenizer"
@@ -32,7 +32,7 @@ _EVERY_SERVER: Callers = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
 }
 
-# By the full name of the server's main service: `Sessions` has other callers at the tokenizer than at the scheduler.
+# Keyed by the full name of the server's main service, as callers of `Sessions` differ between tokenizer and scheduler.
 CALLERS: Mapping[str, Callers] = {
     "pando.v1.Tokenizer": {
         "/pando.v1.Tokenizer/Submit": _GATEWAY,

@@ -1,8 +1,8 @@
-"""Credentials of peers over TCP: a certificate that our authority has signed, and the token if there is one.
+"""Credentials of peers over TCP: a certificate signed by the deployment's authority, and the token if one is set.
 
-The names in a client's certificate say which methods it may call (`callers.py`).
+The names in a client's certificate determine the methods that it may call (`callers.py`).
 
-Certificates are read again when their files change, so that whoever renews them need not restart a service.
+Certificates are reloaded when their files change, so that a renewal does not need a restart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """Contents of the three files."""
+    """The contents of the certificate, key and authority files."""
 
     certificate: bytes
     key: bytes
@@ -35,7 +35,7 @@ class Pem:
 
 
 class CertificateFiles:
-    """The certificate, key and authority of this process, as they are on disk now."""
+    """The certificate, key and authority files of this process, reloaded when they change."""
 
     def __init__(self, certificate: Path, key: Path, authority: Path) -> None:
         """Read the files.
@@ -51,7 +51,7 @@ class CertificateFiles:
             raise ConfigurationError(f"certificates: {error}") from error
 
     def load(self) -> Pem:
-        """Return the contents, read again if a file has changed; while they are being replaced, the last ones."""
+        """Return the current contents; while the files are being replaced and cannot be read, the last ones."""
         try:
             stamps = self._look()
             if stamps != self._stamps:
@@ -61,7 +61,7 @@ class CertificateFiles:
         return self._pem
 
     def _look(self) -> tuple[int, ...]:
-        # Secrets of Kubernetes are links that are exchanged: `stat` follows them.
+        # Kubernetes replaces secrets by switching symbolic links, which `stat` follows.
         return tuple(path.stat().st_mtime_ns for path in self._paths)
 
     def _read(self) -> Pem:
@@ -70,7 +70,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What a process shows to its peers over TCP, and asks of them. The default refuses TCP."""
+    """Credentials that a process presents to its peers over TCP and requires of them. The default refuses TCP."""
 
     files: CertificateFiles | None = None
     token: str | None = None
@@ -80,10 +80,10 @@ class Security:
     """Names of each role in the certificates of peers."""
 
     def needs_tls(self, address: str) -> bool:
-        """Whether a connection at `address` is encrypted.
+        """Whether connections to `address` use TLS.
 
         Raises:
-            ConfigurationError: it is TCP, there are no certificates, and nobody asked for plaintext.
+            ConfigurationError: the address is TCP, there are no certificates, and plaintext is not allowed.
         """
         if address.startswith(UNIX):
             return False
@@ -94,7 +94,7 @@ class Security:
         return self.files is not None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials of a server that asks every client for a certificate."""
+        """Return credentials of a server that requires a certificate of every client."""
         files = self._files()
 
         def configuration() -> grpc.ServerCertificateConfiguration:
@@ -104,18 +104,18 @@ class Security:
         return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
 
     def channel_credentials(self, pem: Pem) -> grpc.ChannelCredentials:
-        """Return credentials of a client with these certificates, and with the token if there is one."""
+        """Return credentials of a client with these certificates, and with the token if one is set."""
         tls = grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
         if self.token is None:
             return tls
         return grpc.composite_channel_credentials(tls, send_token(self.token))
 
     def load(self) -> Pem:
-        """Return the certificates as they are now."""
+        """Return the current certificates."""
         return self._files().load()
 
     def _files(self) -> CertificateFiles:
-        assert self.files is not None, "asked for only where `needs_tls` says so"
+        assert self.files is not None, "called only if `needs_tls` returned True"
         return self.files
 
 
@@ -123,7 +123,7 @@ UNIX_ONLY = Security()
 
 
 def read_security(settings: RpcSettings) -> Security:
-    """Return what the settings ask for.
+    """Return the credentials that the settings name.
 
     Raises:
         ConfigurationError: a file cannot be read.

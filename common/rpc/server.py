@@ -1,4 +1,4 @@
-"""A gRPC server as every service of the ring runs it: health, reflection, interceptors, orderly stop."""
+"""The gRPC server of every service: health, reflection, interceptors, orderly stop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Servicer = TypeVar("Servicer")
 
 
 class RpcServer:
-    """One service on one address.
+    """One service at one address.
 
-    Health names: "" says that the process lives, the full service name that it can serve now (`set_serving`).
+    Health names: "" is SERVING while the process runs, the full service name while it can serve (`set_serving`).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RpcServer:
     ) -> None:
         """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path.
 
-        `also` are other services that will be added, for reflection.
+        `also` names other services that will be added, for reflection.
         """
         self.service = service
         self.address = address
@@ -69,10 +69,10 @@ class RpcServer:
         register(servicer, self._server)
 
     async def start(self) -> None:
-        """Listen. The process is alive from now on; it serves once `set_serving(True)` is called.
+        """Start to listen. Health reports the process as alive, and the service after `set_serving(True)`.
 
         Raises:
-            ConfigurationError: the address is in use or cannot be bound, or is TCP where that is not allowed.
+            ConfigurationError: the address is in use, cannot be bound, or is TCP without permission (`needs_tls`).
         """
         if self.address.startswith(UNIX):
             _remove_stale_socket(Path(self.address.removeprefix(UNIX)))
@@ -89,19 +89,19 @@ class RpcServer:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Say whether a request would be served now."""
+        """Set the service's health: whether a request would be served now."""
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set(self.service, state)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Say NOT_SERVING, let open calls end for `grace_s`, then cancel them."""
+        """Report NOT_SERVING, wait up to `grace_s` seconds for open calls, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         if self._probes is not None:
             await self._probes.stop(0)
 
     async def _start_probes(self) -> None:
-        """Answer health, and nothing else, in plaintext at a port of its own, if there shall be one."""
+        """Serve only health, in plaintext, at the probe port if one is configured."""
         if self._security.probe_port is None or self.address.startswith(UNIX):
             return
         self._probes = grpc.aio.server(options=SERVER_OPTIONS)
@@ -112,7 +112,7 @@ class RpcServer:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Unlink what a killed predecessor left; a socket that somebody still listens on is bound again by nobody else."""
+    """Unlink the socket that a killed predecessor left; two live servers never share a path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_socket():
         os.unlink(path)

@@ -1,4 +1,4 @@
-"""Sessions as the tokenizer and the scheduler offer them: the gRPC face, and the way to it."""
+"""The gRPC service `Sessions`, served by tokenizer and scheduler, and its client."""
 
 from __future__ import annotations
 
@@ -28,45 +28,41 @@ TIMEOUT_S = 10.0
 
 
 class SessionHost(Protocol):
-    """Who opens and closes sessions. Both raise a PandoError: it is refused, or who decides is away."""
+    """Opens and closes sessions. Both methods raise a PandoError if it is refused or a service is unreachable."""
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session; return what it was granted."""
+        """Open a session; return its capacity and timeout."""
 
     async def close_session(self, view: View, session: str) -> bool:
         """End a session; return whether it was open."""
 
 
 class SessionsService(sessions_pb2_grpc.SessionsServicer):
-    """Decode, call the host, encode."""
+    """The servicer: decodes requests, calls the host, encodes responses."""
 
     def __init__(self, host: SessionHost) -> None:
-        """Offer the sessions of `host`."""
         self._host = host
 
     async def OpenSession(  # noqa: N802  (names of rpcs are the contract's)
         self, request: sessions_pb2.OpenSessionRequest, context: Context
     ) -> sessions_pb2.OpenSessionResponse:
-        """Let a conversation keep what its turns compute."""
         return grant_to_wire(await self._host.open_session(wish_from_wire(request)))
 
     async def CloseSession(  # noqa: N802
         self, request: sessions_pb2.CloseSessionRequest, context: Context
     ) -> sessions_pb2.CloseSessionResponse:
-        """End that."""
         was_open = await self._host.close_session(*close_from_wire(request))
         return sessions_pb2.CloseSessionResponse(was_open=was_open)
 
 
 class SessionsClient:
-    """Keeps to `SessionHost`, for sessions that somebody else hosts."""
+    """A `SessionHost` that forwards to the `Sessions` service of another process."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        """Ask who is behind `channel`."""
         self._stub = sessions_pb2_grpc.SessionsStub(channel)
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session; return what it was granted."""
+        """Open a session; return its capacity and timeout."""
         return grant_from_wire(await answered(self._stub.OpenSession(wish_to_wire(wish), timeout=TIMEOUT_S)))
 
     async def close_session(self, view: View, session: str) -> bool:

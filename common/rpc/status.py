@@ -1,4 +1,4 @@
-"""Errors as gRPC status with `google.rpc` details, and back."""
+"""Conversion between errors and gRPC statuses with `google.rpc` details."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def to_status(error: PandoError) -> grpc.Status:
-    """Return `error` as a rich status: ErrorInfo always, BadRequest with a field, RetryInfo where a retry helps."""
+    """Return `error` as a status with ErrorInfo, BadRequest if it names a field, and RetryInfo if a retry may help."""
     failure = error.to_failure()
     info = error_details_pb2.ErrorInfo(reason=failure.code.name, domain=DOMAIN)
     info.metadata["retryable"] = str(failure.retryable).lower()
@@ -38,7 +38,11 @@ def to_status(error: PandoError) -> grpc.Status:
 
 
 def to_error(call_error: grpc.RpcError) -> PandoError:
-    """Return what a peer's status means to us; statuses without our details become UNAVAILABLE or INTERNAL."""
+    """Return a peer's status as an error.
+
+    Without our details, INVALID_ARGUMENT becomes INVALID_REQUEST; UNAVAILABLE, CANCELLED and DEADLINE_EXCEEDED become
+    UNAVAILABLE, which is retryable; all others become INTERNAL.
+    """
     code = call_error.code() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None
     text = (call_error.details() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None) or str(code)
     rich = _rich_status(call_error)
@@ -54,10 +58,10 @@ def to_error(call_error: grpc.RpcError) -> PandoError:
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """Return what a call answers.
+    """Return the response of a call.
 
     Raises:
-        PandoError: it failed; what its status means to us.
+        PandoError: the call failed; converted by `to_error`.
     """
     try:
         return await call
@@ -66,7 +70,7 @@ async def answered(call: Awaitable[T]) -> T:
 
 
 def describe(error: grpc.RpcError) -> str:
-    """Return why a call ended, for a log."""
+    """Return the reason why a call ended, for logs."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

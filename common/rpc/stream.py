@@ -1,4 +1,4 @@
-"""A bidirectional stream that outlives its connections."""
+"""A bidirectional stream that is reopened whenever its connection breaks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
-# Why a stream ended that its owner ended: nothing to warn of.
+# The reason if this side closed the stream, which is logged without a warning.
 CLOSED_HERE = "closed here"
 
 
 class StreamLink(Generic[RequestT, ResponseT]):
-    """Keeps one bidirectional stream to a peer open, and opens it again whenever it breaks.
+    """Keeps one bidirectional stream to a peer open and reopens it whenever it breaks.
 
-    `send` never blocks: messages wait in a bounded queue and are written in order; what was sent before a break and
-    not yet answered is the owner's to repeat. The callbacks run on the event loop and must not block.
+    `send` never blocks: messages wait in a bounded queue and are written in order. After a break, the owner must
+    repeat messages that were sent but not answered. The callbacks run on the event loop and must not block.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
         """Queue a message for the peer.
 
         Raises:
-            UnavailableError: the peer is away, or so slow that the queue is full.
+            UnavailableError: the peer is unreachable, or so slow that the queue is full.
         """
         if not self.connected:
             raise UnavailableError(f"{self.name} is not reachable", retry_after_ms=1000)
@@ -71,7 +71,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
         await keep_connecting(self._run_once)
 
     async def _run_once(self) -> bool:
-        """Open the stream and serve it until it breaks; return whether it had been connected."""
+        """Open the stream and serve it until it breaks; return whether it was connected."""
         call = self._open_stream()
         reason = CLOSED_HERE
         try:
@@ -89,8 +89,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
             call.cancel()
             self._queue.clear()
             if was_connected:
-                tell = self._log.info if reason is CLOSED_HERE else self._log.warning
-                tell("link.broken", link=self.name, reason=reason)
+                log = self._log.info if reason is CLOSED_HERE else self._log.warning
+                log("link.broken", link=self.name, reason=reason)
                 self._on_disconnected(reason)
         return was_connected
 
@@ -103,8 +103,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
             return describe(error)
         finally:
             writer.cancel()
-            # `gather` and not `await writer`: a cancellation of this task that arrives meanwhile must not be taken for
-            # the writer's own.
+            # Not `await writer`: a cancellation of this task in the meantime could not be distinguished from the
+            # writer's own.
             await asyncio.gather(writer, return_exceptions=True)
         return "closed by the peer"
 

@@ -1,4 +1,4 @@
-"""The secret that all services may share: sent with every call, and asked for by every server over TCP."""
+"""The secret token that services may share: clients send it with every call, servers over TCP require it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 TOKEN_KEY = "x-pando-token"
-# Probes know no token, and what they learn is of no use.
+# Probes have no token; health answers are not confidential.
 FREE_PREFIX = "/grpc.health."
 
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -22,7 +22,7 @@ def send_token(token: str) -> grpc.CallCredentials:
     """Return credentials that put `token` into the metadata of every call."""
 
     class Plugin(grpc.AuthMetadataPlugin):
-        """Answers at once, so gRPC may ask it in its own thread."""
+        """Returns without blocking, so that gRPC can call it in its own thread."""
 
         def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
             callback(((TOKEN_KEY, token),), None)
@@ -31,10 +31,9 @@ def send_token(token: str) -> grpc.CallCredentials:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, but for health."""
+    """Refuses calls without the token, except health checks."""
 
     def __init__(self, token: str) -> None:
-        """Ask for `token`."""
         self._token = token.encode()
 
     async def intercept_service(
@@ -42,7 +41,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MethodHandler | None:
-        """Return the method's handler, or one that refuses."""
+        """Return the method's handler, or a handler that refuses the call."""
         sent = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, b"")
         if not handler_call_details.method.startswith(FREE_PREFIX) and not hmac.compare_digest(
             sent.encode() if isinstance(sent, str) else sent, self._token
@@ -52,4 +51,4 @@ class TokenGuard(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this port asks for a token in {TOKEN_KEY}")
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this port requires a token in {TOKEN_KEY}")

@@ -1,4 +1,4 @@
-"""The one configuration schema of all services: a module per section, and how it is read."""
+"""The configuration schema of all services, one module per section, and the code that reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the gateway finds one of several models."""
+"""Addresses at which the gateway reaches one of several models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from common.section import Section
 
 
 class BackendSettings(Section):
-    """Where one of several models is served; the fields mean what they mean in the gateway's own section."""
+    """Addresses of one of several models; fields have the same meaning as in the section `gateway`."""
 
     tokenizer: str
     """Address of the model's tokenizer."""
@@ -15,6 +15,6 @@ class BackendSettings(Section):
     scheduler: str | None = None
     """Address of its scheduler, for administration only."""
     schedulers: tuple[str, ...] = ()
-    """Addresses of its scheduler groups, in place of `scheduler`."""
+    """Addresses of its scheduler groups, instead of `scheduler`."""
     aliases: tuple[str, ...] = ()
-    """What else clients may call the model."""
+    """Other names by which clients may request the model."""

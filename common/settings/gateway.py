@@ -12,89 +12,91 @@ from common.settings.identity import IdentitySettings
 
 
 class GatewaySettings(IdentitySettings):
-    """HTTP front end."""
+    """The HTTP front end."""
 
     host: str = "127.0.0.1"
     """Interface to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """TCP port; 0 picks a free one."""
+    """TCP port; 0 selects a free one."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint, in plaintext and without credentials. Absent: none; administrators find /metrics
-    at the API's port."""
+    """Port of the Prometheus endpoint, in plaintext and without credentials. Absent: none; administrators can read
+    /metrics at the API's port."""
     metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""
+    """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
     certificate: Path | None = None
-    """Certificate with its chain (PEM) to serve HTTPS with; read anew when the file changes. Absent: HTTP."""
+    """Certificate and chain (PEM) for HTTPS; reloaded when the file changes. Absent: HTTP."""
     key: Path | None = None
-    """The private key that belongs to it (PEM)."""
+    """Private key of the certificate (PEM)."""
     client_authority: Path | None = None
-    """Authorities (PEM) of clients' certificates: who shows none of theirs is refused. Absent: clients need none.
-    Health and readiness are then answered at rpc.probe_port, too, in plaintext, for those who cannot show one."""
+    """Authorities (PEM) for client certificates: connections without a certificate of theirs are refused. For probes
+    that have none, health and readiness are then also served at rpc.probe_port, in plaintext. Absent: clients need no
+    certificate."""
     cors_origins: tuple[str, ...] = ()
-    """Pages of these origins (https://chat.example) may call the API from their visitors' browsers; "*": all pages.
-    Without keys, whatever such a page asks counts as asked by whoever runs the browser."""
+    """Origins (https://chat.example) whose pages may call the API from browsers; "*": all origins. Without API keys,
+    requests of such a page count as requests of the browser's user."""
     tokenizer: str = "127.0.0.1:50051"
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
     scheduler: str | None = None
-    """Address of the scheduler, for administration only; absent: such endpoints answer 503."""
+    """Address of the scheduler, for administration only; absent: administrative endpoints answer 503."""
     schedulers: tuple[str, ...] = ()
-    """Addresses of several scheduler groups, in the place of `scheduler`: what tokenizer.schedulers says."""
+    """Addresses of several scheduler groups, instead of `scheduler`; the same as tokenizer.schedulers."""
     models: dict[str, BackendSettings] = Field(default_factory=dict)
-    """Several models by the names that their tokenizers serve, in the place of the addresses above; in flags and
+    """Several models, by the names that their tokenizers serve, instead of the addresses above; in flags and
     environment as JSON: {"small": {"tokenizer": "host:port", "detokenizer": "host:port"}}."""
     default_model: str | None = None
-    """What requests mean that name no model; absent: they are refused, except where clients never name one and there is
-    only one."""
+    """Model for requests that name none. Absent: such requests are refused, unless their endpoint has no model field
+    and only one model is served."""
     scheduler_admin_token: SecretStr | None = None
-    """The schedulers' admin token, if they have one: they flush caches for nobody else."""
+    """Admin token of the schedulers, if they have one; without it they refuse to flush their caches."""
     scheduler_admin_token_file: Path | None = None
-    """File that holds it instead."""
+    """File with the admin token of the schedulers, instead of the token itself."""
     state: SecretStr | None = None
-    """Where limits are counted and responses stored. memory, or absent: in this process, for a single gateway. For
-    several gateways: the URL of a Redis or Valkey server that all of them use (redis://, rediss:// or unix://), which
-    must keep others out: it has what clients have said. It should not evict keys (maxmemory-policy noeviction)."""
+    """Store of the limits' counters and of responses. Absent or memory: this process, for a single gateway. For several
+    gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds clients' conversations,
+    so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
     state_file: Path | None = None
-    """File that holds the URL instead."""
+    """File with the URL of the store, instead of the URL itself."""
     state_secret: SecretStr | None = None
-    """At least 32 characters that cannot be guessed, the same for all gateways and unknown to others who can write to
-    the server. Gateways sign with it what they ask of each other. Without it, administrators end others' requests only
-    at the gateway that they ask, and anyone who can write to the server can end a request whose id and subject they
-    know."""
+    """Secret with which gateways sign their requests to each other: at least 32 characters that cannot be guessed, the
+    same for all gateways, and unknown to others who can write to the server. Without it, administrators can abort
+    others' requests only at the gateway that they call, and anyone who can write to the server can abort a request
+    whose id and subject they know."""
     state_secret_file: Path | None = None
-    """File that holds it instead."""
+    """File with this secret, instead of the secret itself."""
     state_prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """How keys and channels at the server begin; deployments that share a server need different ones."""
+    """Prefix of keys and channels on the server; deployments that share a server need different ones."""
     state_failure: Literal["open", "closed"] = "open"
-    """While the server is away: each gateway holds clients to the limits by itself, so that N gateways allow N times
-    as much (open), or requests that have limits are answered with 503 (closed)."""
+    """Behaviour while the server is unreachable. open: each gateway enforces the limits on its own, so that N gateways
+    allow N times as much. closed: requests that are subject to limits are answered with 503."""
     state_timeout_s: float = Field(default=1.0, gt=0, le=60)
-    """The server counts as away when an answer takes longer; then nothing waits for it until it answers again."""
+    """Seconds after which the server counts as unreachable; from then on, no request waits for it until it answers
+    again."""
     responses_file: Path | None = None
-    """SQLite database of stored responses of a single gateway; absent: one in memory, as long as the gateway lives."""
+    """SQLite database for the stored responses of a single gateway; absent: in memory, lost when the gateway stops."""
     responses_lifetime_days: float = Field(default=30.0, gt=0)
-    """How long responses are stored."""
+    """Days for which responses are stored."""
     responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
-    """Room for stored responses, of all gateways together. Beyond that, the tenant that uses most, and in it the
-    subject that uses most, loses its oldest."""
+    """Bytes of stored responses, over all gateways. Above it, the tenant that uses most, and within it the subject that
+    uses most, loses its oldest responses."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
-    """Largest request body; more is answered with 413."""
+    """Largest request body in bytes; larger ones are answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)
-    """Prompts that may be open at the same time; more are answered with 429."""
+    """Prompts that may be open at the same time; further ones are answered with 429."""
     stream_buffer_bytes: int = Field(default=1024 * 1024, ge=1024)
-    """How much of a stream may wait for a slow client before its request is aborted."""
+    """Bytes of a stream that are buffered for a slow client before its request is aborted."""
     keep_alive_s: float = Field(default=15.0, gt=0)
-    """A stream on which nothing has been sent for so long gets a comment, so that nobody on the way closes it."""
+    """Seconds of silence after which a comment is sent on a stream, so that proxies do not close the connection."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Limit of a request from arrival to finish; absent: only the scheduler's own limits."""
+    """Time limit of a request in seconds, from arrival to finish; absent: only the scheduler's limits apply."""
     resume_attempts: int = Field(default=5, ge=0)
-    """How often a choice is continued after a service that worked on it went away."""
+    """How often a choice is resumed after a service that worked on it has failed."""
     resume_deadline_s: float = Field(default=60.0, ge=0)
-    """How long an interrupted choice may wait for its next token."""
+    """Seconds that an interrupted choice may wait for its next token."""
     admission_deadline_s: float = Field(default=10.0, ge=0)
-    """How long a new request may wait for a ring that is away, before 503."""
+    """Seconds that a new request waits for an unreachable service before it is answered with 503."""
     silence_timeout_s: float = Field(default=600.0, gt=0)
-    """A request of which the ring said nothing for so long is taken for lost; above the scheduler's waiting timeout."""
+    """Seconds without any message after which a request counts as lost; must exceed scheduler.waiting_timeout_s."""
     drain_s: float = Field(default=30.0, ge=0)
-    """How long open requests may go on after SIGTERM."""
+    """Seconds that open requests have to finish after SIGTERM."""

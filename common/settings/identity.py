@@ -1,4 +1,4 @@
-"""Settings about who may ask, and how much."""
+"""Settings of the gateway for authentication, identity and limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints
 
 from common.section import Section
 
-# All of them asymmetric: who can check a token must not be able to make one.
+# Asymmetric algorithms only: a party that can verify a token must not be able to create one.
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 # Without scheme, port and wildcards.
 HostName = Annotated[
@@ -18,46 +18,46 @@ HostName = Annotated[
 
 
 class IdentitySettings(Section):
-    """Keys, tokens, trusted proxies and limits of the gateway."""
+    """The gateway's API keys, tokens, trusted proxies and limits."""
 
     keys_file: Path | None = None
-    """TOML file of API keys, written by `pando keys`; read again when it changes. Absent: no key is asked for."""
+    """TOML file of API keys, written by `pando keys`; reloaded when it changes. Absent: no key is required."""
     limits_file: Path | None = None
-    """TOML file with limits of tenants and subjects; read again when it changes. Absent: no limits. Schedulers read
-    their part of it by scheduler.limits_file."""
+    """TOML file with limits of tenants and subjects; reloaded when it changes. Absent: no limits. Schedulers read the
+    same file through scheduler.limits_file."""
     max_priority: int = 0
-    """Highest `priority` that requests may ask for whose key does not say another (`pando keys create --max-priority`);
-    administrators may ask for any."""
+    """Highest `priority` that a request may set, unless its key has another limit (`pando keys create --max-priority`);
+    administrators may set any."""
     default_tenant: str = Field(default="default", min_length=1, max_length=64)
-    """Tenant of every caller while no keys are asked for."""
+    """Tenant of all callers while no keys are required."""
     anonymous: Literal["auto", "local", "isolated", "vouched", "refuse"] = "auto"
-    """Requests without credential, while neither keys nor tokens are configured. local: all are one local person.
-    isolated: together they are one subject, which finds public text only and proves nothing. auto: local for direct
-    connections over loopback, isolated otherwise. vouched: as auto, but users named in requests are taken for people,
-    for tests and benchmarks on closed networks. refuse: 401."""
+    """How requests without a credential are treated while neither keys nor tokens are configured. local: as requests of
+    one person at this machine. isolated: as one subject that finds only public text and is no evidence for sharing.
+    auto: local for direct connections over loopback, isolated otherwise. vouched: as auto, but users named in requests
+    count as separate people; for tests and benchmarks on closed networks. refuse: they are answered with 401."""
     allowed_hosts: tuple[HostName, ...] = ()
-    """Host names, beside localhost, for which requests over loopback (all requests, if `anonymous` is local) are
-    answered while no keys are asked for, such as those that a reverse proxy on the gateway's machine passes on.
-    Requests for these names are not an administrator's."""
+    """Host names besides localhost that are accepted in requests over loopback (in all requests if `anonymous` is
+    local) while no keys are required, for example those of a reverse proxy on the gateway's machine. Requests for these
+    names have no administrator rights."""
     trusted_proxies: tuple[str, ...] = ()
     """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
     tenant_header: str = "x-pando-tenant"
-    """Header in which a trusted proxy names the tenant; it makes an API key unnecessary."""
+    """Header in which a trusted proxy names the tenant; such requests need no API key."""
     user_header: str = "x-pando-user"
     """Header in which a trusted proxy names the user."""
     jwt_keys: str | None = None
-    """JSON Web Key Set that signs tokens: a file or an https URL. Absent: tokens are not accepted."""
+    """JSON Web Key Set that tokens are verified with: a file or an https URL. Absent: tokens are not accepted."""
     jwt_issuer: str | None = None
-    """What `iss` of a token must be; needed with jwt_keys."""
+    """Required value of a token's claim `iss`; mandatory with jwt_keys."""
     jwt_audience: str | None = None
-    """What `aud` of a token must contain; needed with jwt_keys."""
+    """Value that a token's claim `aud` must contain; mandatory with jwt_keys."""
     jwt_algorithms: tuple[Algorithm, ...] = ("RS256", "ES256", "EdDSA")
-    """Signatures that are accepted."""
+    """Accepted signature algorithms."""
     jwt_tenant_claim: str | None = None
-    """Claim that names the tenant; absent: everybody belongs to default_tenant."""
+    """Claim that names the tenant; absent: all users belong to default_tenant."""
     jwt_user_claim: str = "sub"
     """Claim that names the user."""
     jwt_admin_scope: str | None = None
-    """Tokens whose `scope` has this word may administrate; absent: no token may."""
+    """Tokens with this word in `scope` have administrator rights; absent: no token has."""
     jwt_cache_s: float = Field(default=300.0, ge=1)
-    """How long keys that came from a URL are kept before they are asked for again."""
+    """Seconds for which keys from a URL are cached."""

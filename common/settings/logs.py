@@ -1,4 +1,4 @@
-"""The section of the configuration that is about logging."""
+"""The logging section of the configuration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from common.section import Section
 
 
 class LogSettings(Section):
-    """How services log."""
+    """The services' logs, written to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is written."""
+    """Lowest level that is logged."""
     format: Literal["auto", "console", "json"] = "auto"
     """auto: console on a terminal, JSON lines otherwise."""

@@ -1,4 +1,4 @@
-"""The section of the configuration that says what is served, and one of several models."""
+"""The model section of the configuration, and the section of each of several models."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from common.section import Section
 
 
 class ModelSettings(Section):
-    """What is served."""
+    """The model to serve."""
 
     reference: str = "smollm2-135m-instruct"
-    """A bundled model's name, a directory with config.json, or a GGUF file, as each host sees it."""
+    """Name of a bundled model, path of a directory with config.json, or path of a GGUF file; paths must be valid on
+    every host."""
     served_name: str | None = None
-    """The name clients use; by default the reference's last part."""
+    """Name by which clients request the model; by default the last part of `reference`."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
-    """`dummy`: random weights from config.json. `fake`: no model at all, for tests of the protocol."""
+    """`dummy`: random weights in the shapes of config.json. `fake`: no model at all, for tests of the protocol."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the weights; auto: the checkpoint's own on a GPU, on a CPU bfloat16 if it can multiply that,
-    else float32."""
+    """Element type of the weights; auto: on GPUs that of the checkpoint; on CPUs bfloat16 if the processor can multiply
+    it, otherwise float32."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the KV pool; auto follows dtype."""
+    """Element type of the KV pool; auto: the same as dtype."""
     quantization: Literal["auto", "fp8"] = "auto"
-    """How the layers' matrices are held; auto: as the checkpoint stores them. fp8: quantised as they are read, a scale
-    for each output channel, and activations at each product, one for each token: for GPUs that multiply FP8 (from
-    compute capability 8.9 on). Embedding, head and norms stay as they are."""
+    """Quantization of the layers' matrices; auto: that of the checkpoint. fp8: weights are quantised when they are
+    loaded, with one scale per output channel, and activations before each product, with one scale per token; for GPUs
+    that multiply FP8 (compute capability 8.9 and later). Embedding, head and norms are not quantised."""
     tool_style: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
-    """How the model writes tool calls; auto: as its chat template does."""
+    """Format of the model's tool calls; auto: detected from its chat template."""
     reasoning_style: Literal["auto", "none", "think"] = "auto"
-    """think: reasoning stands in <think> blocks; auto: if the chat template knows them."""
+    """think: reasoning is written in <think> blocks; auto: if the chat template contains them."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
-    """Which hidden states become embeddings, unless a request says otherwise: the last token's, the mean of all, or the
-    first token's (encoders only); auto: as the model's files say, else the mean in encoders and the last in others."""
+    """Hidden states that become embeddings, unless a request chooses: the last token's, the mean over all tokens, or
+    the first token's (encoders only). auto: by the model's files; without an entry there, mean for encoders and last
+    for other models."""
     max_context: int = Field(default=0, ge=0)
-    """Tokens of prompt and output together; 0: the model's own limit."""
+    """Most tokens of prompt and output together; 0: the model's own limit."""
 
     @property
     def name(self) -> str:
@@ -45,13 +47,13 @@ class ModelSettings(Section):
 
 
 class ServedModelSettings(ModelSettings):
-    """One of several models: what differs from the sections that all of them share."""
+    """One of several models: its settings that differ from the sections that all models share."""
 
     aliases: tuple[str, ...] = ()
-    """What else clients may call it."""
+    """Other names by which clients may request the model."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel worker processes."""
-    # Any: each section checks its own values once they are put on top of the shared ones.
+    # Any: each section validates its values after they are merged into the shared ones.
     tokenizer: dict[str, Any] = Field(default_factory=dict)
     """Settings of this model's tokenizer that differ from the section `tokenizer`."""
     scheduler: dict[str, Any] = Field(default_factory=dict)
@@ -59,7 +61,7 @@ class ServedModelSettings(ModelSettings):
     worker: dict[str, Any] = Field(default_factory=dict)
     """Settings of its workers that differ from the section `worker`."""
     detokenizer: dict[str, Any] = Field(default_factory=dict)
-    """What its detokenizer sets differently from the section `detokenizer`."""
+    """Settings of its detokenizer that differ from the section `detokenizer`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,5 +71,5 @@ class ServedModelSettings(ModelSettings):
     @model_validator(mode="after")
     def _is_called_by_its_key(self) -> Self:
         if self.served_name is not None:
-            raise ValueError("a model is called by its name in `models`; give others in aliases")
+            raise ValueError("a model is served by its name in `models`; list other names in aliases")
         return self

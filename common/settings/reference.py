@@ -1,6 +1,6 @@
-"""The settings as a table: name, type, default, meaning and environment variable of each, read from the schema.
+"""The settings reference: name, type, default, meaning and environment variable of each, derived from the schema.
 
-`pando up --help` and `docs/configuration.md` show it.
+`pando up --help` and `docs/configuration.md` are rendered from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 ABSENT = "absent"
-# What stands for a key that the operator chooses, as in models.NAME.tp.
+# Placeholder for a key that the operator chooses, as in models.NAME.tp.
 KEY = "NAME"
 PLAIN_TYPES: dict[object, str] = {
     bool: "boolean",
@@ -37,7 +37,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `variable` is None where no environment variable can name it."""
+    """One setting. `variable` is None if no environment variable can set it."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class SettingsGroup:
-    """Settings that one class of the schema defines; several groups may be of one section."""
+    """The settings that one class of the schema defines; a section may have several groups."""
 
     section: str
     meaning: str
@@ -61,7 +61,7 @@ def describe_settings() -> list[SettingsGroup]:
 
 
 def _groups_of(owner: type[BaseModel], path: str, fields: dict[str, FieldInfo]) -> Iterator[SettingsGroup]:
-    """Yield what `fields` of `owner` define at `path`, then the sections below them."""
+    """Yield the groups that `fields` of `owner` define at `path`, then those of nested sections."""
     for definer in reversed(owner.__mro__):
         own = {name: field for name, field in fields.items() if name in vars(definer).get("__annotations__", {})}
         plain = {name: field for name, field in own.items() if _section_of(field.annotation) is None}
@@ -73,7 +73,7 @@ def _groups_of(owner: type[BaseModel], path: str, fields: dict[str, FieldInfo]) 
             if section is not None:
                 yield from _groups_of(section, f"{path}{name}.", section.model_fields)
             elif (each := _section_of_each(field.annotation)) is not None:
-                # What a table's entries inherit is described where it comes from.
+                # Inherited fields are described with the class that defines them.
                 local = {key: each.model_fields[key] for key in vars(each).get("__annotations__", {})}
                 yield from _groups_of(each, f"{path}{name}.{KEY}.", local)
 
@@ -91,12 +91,12 @@ def _section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def _section_of_each(annotation: object) -> type[BaseModel] | None:
-    """Return the section that each value of a table is."""
+    """Return the section class of a table's values; None if the annotation is not a table of sections."""
     return _section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _kind(annotation: object, metadata: list[Any]) -> str:  # Any: constraints of several libraries
-    """Return a type in words, with its bounds."""
+    """Return a type and its bounds in words."""
     bounds = [
         f"{symbol} {getattr(constraint, name):g}"
         for constraint in metadata

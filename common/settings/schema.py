@@ -1,4 +1,4 @@
-"""All sections together: the one configuration schema of all services."""
+"""The configuration schema of all services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "PANDO_"
 
 
 class Settings(BaseSettings):
-    """Everything that can be configured; each service reads its own section, `model` and `log`."""
+    """All settings; each service reads its own section, `model` and `log`."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -26,8 +26,8 @@ class Settings(BaseSettings):
 
     model: ModelSettings = ModelSettings()
     models: dict[str, ServedModelSettings] = Field(default_factory=dict)
-    """Several models for `pando up`, by the names that clients use: each a reference alone, or with settings of its own
-    beside those that all share. Absent: `model` alone."""
+    """Several models for `pando up`, by the names that clients use: each is a reference, or a table with settings that
+    differ from those that all models share. Absent: only `model`."""
     log: LogSettings = LogSettings()
     rpc: RpcSettings = RpcSettings()
     gateway: GatewaySettings = GatewaySettings()

@@ -1,7 +1,8 @@
-"""Reads the configuration: which sources there are, and what becomes of what they get wrong.
+"""Reading of the configuration from its sources, with error messages for invalid values and unknown keys.
 
-Sources, strongest first: command-line flags (`--scheduler.max_rows 32`), environment (`PANDO_SCHEDULER__MAX_ROWS=32`),
-the TOML file named by `--config` or `PANDO_CONFIG`, the schema's defaults. Unknown keys are errors in each of them.
+Sources, in order of precedence: command-line flags (`--scheduler.max_rows 32`), the environment
+(`PANDO_SCHEDULER__MAX_ROWS=32`), the TOML file named by `--config` or `PANDO_CONFIG`, the schema's defaults. Unknown
+keys are errors in each of them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ CONFIG_VARIABLE = "PANDO_CONFIG"
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """Says what is wrong with a flag in a line of its own: a hundred others' usage would bury it."""
+    """A parser that reports an error in one line: the usage of more than a hundred flags would bury it."""
 
     all_flags_option = "--help"
-    """The option that lists all flags; errors name it."""
+    """The option that lists all flags, for error messages."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with `message`, and the names that unknown flags come close to."""
+        """Exit with status 2 and `message`, with suggestions for unknown flags."""
         hints = "".join(suggestion(flag) for flag in re.findall(r"--([\w.-]+)", message))
         self.exit(2, f"{self.prog}: {message}{hints}; {self.all_flags_option} lists all\n")
 
@@ -41,7 +42,7 @@ class SettingsParser(argparse.ArgumentParser):
 def load_settings(
     program: str, description: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Read the settings of a process from flags, environment and file; exit with a clear message if they are wrong."""
+    """Read the settings of a process from flags, environment and file; exit with status 2 if they are invalid."""
     parser = SettingsParser(prog=program, description=description, allow_abbrev=False)
     try:
         return parse_settings(parser, sys.argv[1:] if argv is None else argv, environ)[0]
@@ -52,10 +53,10 @@ def load_settings(
 def parse_settings(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, argparse.Namespace]:
-    """Add the schema's flags to `parser`, parse `argv`, and return settings and the parser's own arguments.
+    """Add the schema's flags to `parser`, parse `argv`, and return the settings and the parser's own arguments.
 
     Raises:
-        ConfigurationError: a key is unknown or a value does not fit; the message names it.
+        ConfigurationError: a key is unknown or a value is invalid; the message names it.
     """
     environ = os.environ if environ is None else environ
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings (or {CONFIG_VARIABLE})")
@@ -67,13 +68,13 @@ def parse_settings(
     check_environment(environ)
     try:
         flags = flags(parsed_args=arguments)
-    except ValueError as error:  # a flag of a table that is no table
+    except ValueError as error:  # a flag for a table whose value is not a table
         raise ConfigurationError(str(error)) from error
     return _build(flags, Path(file) if file else None), arguments
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError for a variable that looks like a setting (PANDO_SECTION__FIELD) but is none."""
+    """Raise ConfigurationError for a variable of the form PANDO_SECTION__FIELD that is not a setting."""
     known = {f"{PREFIX}{name}".replace(".", "__").upper() for name in known_settings()}
     for name in environ:
         if name.startswith(PREFIX) and "__" in name and name not in known:
@@ -91,7 +92,7 @@ def known_settings() -> list[str]:
 
 
 def suggestion(name: str) -> str:
-    """Return words that name the setting which `name` may have been meant for; nothing if none is like it."""
+    """Return " (did you mean X?)" with the setting most similar to `name`; empty if none is similar."""
     known, plain = known_settings(), name.replace("-", "_")
     near = get_close_matches(plain, known, n=1, cutoff=0.8) if "." in plain else []
     near += [full for full in known if full.partition(".")[2] == plain.rpartition(".")[2]]
@@ -103,7 +104,7 @@ def _build(flags: CliSettingsSource[Any], file: Path | None) -> Settings:
         raise ConfigurationError(f"configuration file not found: {file}")
 
     class Layered(Settings):
-        """Settings with this process's own sources."""
+        """Settings that are read from the sources of this call."""
 
         layers: ClassVar[CliSettingsSource[Any]] = flags
 
@@ -116,7 +117,7 @@ def _build(flags: CliSettingsSource[Any], file: Path | None) -> Settings:
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            """Order the sources, strongest first."""
+            """Return the sources in order of precedence."""
             sources: tuple[PydanticBaseSettingsSource, ...] = (cls.layers, env_settings)
             return (*sources, TomlConfigSettingsSource(settings_cls, file)) if file else sources
 
@@ -124,12 +125,12 @@ def _build(flags: CliSettingsSource[Any], file: Path | None) -> Settings:
         return Layered()
     except ValidationError as error:
         raise ConfigurationError(explain(error)) from error
-    except ValueError as error:  # a TOML syntax error, or a value that is no JSON
+    except ValueError as error:  # a TOML syntax error, or a value that is not JSON
         raise ConfigurationError(f"{file or 'settings'}: {error}") from error
 
 
 def explain(error: ValidationError) -> str:
-    """Return one line per wrong setting."""
+    """Return one message per invalid setting, joined by "; ". Secrets are not shown."""
     lines = []
     for detail in error.errors():
         name = ".".join(str(part) for part in detail["loc"])
@@ -144,7 +145,7 @@ def explain(error: ValidationError) -> str:
 
 
 def may_be_shown(name: str, value: object) -> bool:
-    """Tell whether a log may say what the setting `name` was set to: no secret, and nothing that may hold one."""
+    """Whether messages may show the value of setting `name`: not if it is a secret or a table that may contain one."""
     section, _, field = name.partition(".")
     annotation = Settings.model_fields[section].annotation if section in Settings.model_fields else None
     fields = getattr(annotation, "model_fields", {})

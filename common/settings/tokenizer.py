@@ -10,30 +10,30 @@ from common.section import Section
 
 
 class TokenizerSettings(Section):
-    """Text to ids."""
+    """The conversion of text to token ids."""
 
     address: str = "127.0.0.1:50051"
     """gRPC address to listen on: host:port or unix:path."""
     scheduler: str = "127.0.0.1:50052"
     """Address of the scheduler."""
     schedulers: tuple[str, ...] = ()
-    """Addresses of several scheduler groups, in the place of `scheduler`; dns:host:port stands for all addresses behind
-    the host, which is looked up again and again."""
+    """Addresses of several scheduler groups, instead of `scheduler`; dns:host:port stands for all addresses that the
+    host name resolves to, which are looked up periodically."""
     routing: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
-    """Which group gets a request: always the same for one user's prompts that begin alike; the one with the fewest open
-    requests; or one after the other."""
+    """Choice of a request's scheduler group. prefix_aware: the same group for one user's prompts with equal beginnings.
+    least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
     routing_prefix_tokens: int = Field(default=64, ge=0)
-    """With routing prefix_aware: prompts of one user begin alike if so many tokens are the same; 0: all of them do."""
+    """With routing prefix_aware: leading tokens that are compared; 0: all prompts of a user count as equal."""
     routing_load_factor: float = Field(default=1.25, gt=1)
-    """With routing prefix_aware: no group gets more than so many times its share of the open requests."""
+    """With routing prefix_aware: largest load of a group, as a multiple of its share of the open requests."""
     threads: int = Field(default=2, ge=1)
-    """Threads that encode. With two or more, one is kept free of texts of more than 65,536 characters."""
+    """Threads that tokenize. With two or more, one is kept free of texts of more than 65,536 characters."""
     max_pending_requests: int = Field(default=4096, ge=1)
-    """Requests that are encoded or wait for the scheduler's answer; more are refused with a hint when to retry. One
-    tenant gets at most three quarters of the places, one subject 60 %."""
+    """Requests that are being tokenized or wait for the scheduler's answer; further ones are refused with a hint when
+    to retry. One tenant gets at most three quarters of the places, one subject 60 %."""
     drain_s: float = Field(default=5.0, ge=0)
-    """How long requests that are being submitted may still be answered after the signal to stop."""
+    """Seconds that pending requests have to be submitted after the signal to stop."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint. For a scraper on another host, name one that only it can reach."""
+    """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""

@@ -1,4 +1,4 @@
-"""What turns text into token ids and back: vocabulary, chat templates and limits of one model, without its weights."""
+"""Tokenization for one model: vocabulary, chat templates and limits, without the weights."""
 
 from common.tokenization.text_model import TextModel, load_served_model, load_text_model
 

@@ -1,4 +1,4 @@
-"""Reads a model directory in the layout of `transformers`: tokenizer.json and the JSON files beside it."""
+"""Reader of model directories in the layout of `transformers`: tokenizer.json and its accompanying JSON files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-# A JSON object of somebody else's making; what is read from it is checked where it is read.
+# Any: free JSON; values are checked where they are read.
 JsonObject = dict[str, Any]
 
-# Of families whose files leave out what is as in `transformers`.
+# For families whose config.json omits values that equal the defaults of `transformers`.
 _UNSTATED_CONTEXTS: Final = {"gemma3": 131_072, "gemma3_text": 131_072}
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
@@ -33,13 +33,13 @@ def read_directory(path: Path) -> TextParts:
     """
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise ConfigurationError(f"{path}: no tokenizer.json (convert other tokenizers with transformers first)")
+        raise ConfigurationError(f"{path}: no tokenizer.json (convert other formats with transformers first)")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust library raises plain Exception
         raise ConfigurationError(f"{file}: {error}") from error
     settings = read_json(path / "tokenizer_config.json")
-    # Files of before 2024 keep the special tokens' names here.
+    # Models from before 2024 list their special tokens in this file.
     named = _named_tokens(read_json(path / "special_tokens_map.json") | settings)
     _add_missing(tokenizer, settings, named.values())
     config = read_json(path / "config.json")
@@ -53,7 +53,7 @@ def read_json(path: Path) -> JsonObject:
     """Return the object in the JSON file at `path`, or an empty one if there is no such file.
 
     Raises:
-        ConfigurationError: the file holds something else.
+        ConfigurationError: the file is not valid JSON, or not an object.
     """
     if not path.is_file():
         return {}
@@ -67,7 +67,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def context_length(config: JsonObject) -> int | None:
-    """Return the context length that a config.json states, or that its family has unless it does; None: neither."""
+    """Return the context length from a config.json, or else its family's default; None if there is neither."""
     for source in (config, config.get("text_config") or {}):
         for key in _CONTEXT_KEYS:
             if isinstance(source.get(key), int):
@@ -76,10 +76,10 @@ def context_length(config: JsonObject) -> int | None:
 
 
 def embedding_traits(path: Path, config: JsonObject) -> EmbeddingTraits:
-    """Return how the model in `path` embeds.
+    """Return whether the model in `path` is an encoder, and its pooling and embedding width.
 
     Raises:
-        ConfigurationError: it does so in a way that is not supported.
+        ConfigurationError: its pooling is not supported.
     """
     encodes = is_encoder(config)
     pooling = read_pooling(path) or (Pooling.MEAN if encodes else Pooling.LAST)
@@ -95,12 +95,12 @@ def _longest_text(path: Path, config: JsonObject) -> int | None:
 
 
 def vocabulary_size(config: JsonObject) -> int:
-    """Return the number of embedding rows that a config.json states, 0 if none."""
+    """Return the number of embedding rows from a config.json, 0 if it has none."""
     return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
 
 def _named_tokens(settings: JsonObject) -> dict[str, str]:
-    """Return bos_token, eos_token and their like; a token is written as a string or as an object."""
+    """Return the text of bos_token, eos_token etc. by name; files store each token as a string or an object."""
     named = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -110,7 +110,7 @@ def _named_tokens(settings: JsonObject) -> dict[str, str]:
 
 
 def _add_missing(tokenizer: Tokenizer, settings: JsonObject, named: Iterable[str]) -> None:
-    """Add the tokens that only tokenizer_config.json knows, in the order of their ids; named ones are special."""
+    """Add the tokens that only tokenizer_config.json lists, in the order of their ids; named ones are special."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     entries = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
     tokenizer.add_tokens([_added_token(entry) for _, entry in entries if entry["content"] not in known])
@@ -125,7 +125,7 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
 
 
 def _templates(path: Path, settings: JsonObject) -> dict[str, str]:
-    """Return the chat templates by name; a file wins over an entry in tokenizer_config.json."""
+    """Return the chat templates by name; files take precedence over entries of tokenizer_config.json."""
     stated = settings.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(stated, str):

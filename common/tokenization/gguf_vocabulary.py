@@ -1,7 +1,7 @@
-"""Builds a tokenizer from the vocabulary in a GGUF file.
+"""Construction of a tokenizer from the vocabulary in a GGUF file.
 
-GGUF carries tokens, merges or scores, token types and a name for the way text is cut; normalizer, pre-tokenizer and
-decoder follow from those by convention, and are rebuilt here.
+GGUF files have tokens, merges or scores, token types, and the name of the pre-tokenizer; normalizer, pre-tokenizer
+and decoder follow from these by convention and are rebuilt here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from common.gguf_header import Metadata
 
-# `tokenizer.ggml.token_type`, as llama.cpp numbers it.
+# Values of `tokenizer.ggml.token_type`, as defined by llama.cpp.
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -38,11 +38,11 @@ def build_tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
     """Return the tokenizer that the GGUF file at `path` describes.
 
     Raises:
-        ConfigurationError: the vocabulary is absent or of a kind that cannot be rebuilt exactly.
+        ConfigurationError: the vocabulary is missing, or of a kind that cannot be rebuilt exactly.
     """
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     if not tokens:
-        raise ConfigurationError(f"{path}: the file carries no vocabulary")
+        raise ConfigurationError(f"{path}: the file has no vocabulary")
     kind = metadata.get("tokenizer.ggml.model")
     match kind:
         case "gpt2":
@@ -68,7 +68,7 @@ def build_tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
-    """Return the file's special tokens by the names that chat templates know them by."""
+    """Return the file's special tokens by their variable names in chat templates."""
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     ids = {name: metadata.get(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     return {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
@@ -79,7 +79,7 @@ def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Iterable[st
     letters = frozenset(alphabet.values())
     whole = {_CONTROL, _USER_DEFINED}
     vocabulary = {
-        # Some converters write ordinary tokens in clear text; whole tokens are matched as they stand.
+        # Some converters write ordinary tokens in plain text; control and user-defined tokens are matched literally.
         token if types[i] in whole or letters.issuperset(token) else "".join(alphabet[b] for b in token.encode()): i
         for i, token in enumerate(tokens)
     }
@@ -93,7 +93,7 @@ def _byte_level(tokens: Sequence[str], types: Sequence[int], merges: Iterable[st
 def _sentence_piece(path: Path, tokens: Sequence[str], metadata: Metadata) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, tuple) or len(scores) != len(tokens):
-        raise ConfigurationError(f"{path}: the vocabulary has no scores to order its merges by")
+        raise ConfigurationError(f"{path}: the vocabulary has no scores, which determine the order of merges")
     if str(metadata.get("general.architecture")).startswith("gemma"):
         raise ConfigurationError(f"{path}: Gemma's vocabulary is not supported in GGUF files")
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -107,7 +107,7 @@ def _sentence_piece(path: Path, tokens: Sequence[str], metadata: Metadata) -> To
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every way to make a token of two others, best token first; that is the order sentencepiece merges in."""
+    """Return all pairs of tokens that merge into a token, best-scored result first, which is sentencepiece's order."""
     ranked = []
     for token, i in vocabulary.items():
         for cut in range(1, len(token)):
@@ -119,7 +119,7 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> 
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have control and user-defined tokens found in text before anything is cut."""
+    """Make the tokenizer match control and user-defined tokens before it splits the text."""
     control = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
     user_defined = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])

@@ -1,4 +1,4 @@
-"""What the readers of the different model forms hand back."""
+"""The common result of the readers of model directories, GGUF files and placeholders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTraits:
-    """How a model embeds: `dimensions` components each; an encoder can do nothing else."""
+    """Properties of a model's embeddings, which have `dimensions` components; an encoder can only embed."""
 
     is_encoder: bool = False
-    # Unless a request says otherwise.
+    # The default of requests.
     pooling: Pooling = Pooling.LAST
     dimensions: int = 0
 
@@ -28,13 +28,13 @@ NO_TRAITS = EmbeddingTraits()
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """A model's text side as its files state it."""
+    """A model's tokenizer, chat templates and limits, as read from its files."""
 
     tokenizer: Tokenizer
     chat_templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
-    # None: the files don't say.
+    # None: not in the files.
     max_context_tokens: int | None
-    # Rows of the embedding; 0: the files don't say.
+    # Rows of the embedding; 0: not in the files.
     vocabulary_size: int
     embedding: EmbeddingTraits = NO_TRAITS

@@ -1,7 +1,7 @@
-"""A made-up vocabulary for models with random weights, whose config.json often comes without a tokenizer.
+"""A placeholder tokenizer for models with random weights, whose directories often have no tokenizer.
 
-Text is encoded byte by byte; the ids above 255 decode to words of their own, so that every token of a load test shows
-as text.
+Text is encoded byte by byte; each id above 255 decodes to a distinct word, so that every token of a load test is
+visible in the text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TEMPLATE: Final = (
 
 
 def read_placeholder(path: Path) -> TextParts:
-    """Return a made-up text side with the vocabulary size and context length of the config.json in `path`."""
+    """Return a placeholder with the vocabulary size and context length of the config.json in `path`."""
     config = read_json(path / "config.json")
     size = vocabulary_size(config) or _DEFAULT_VOCABULARY
     vocabulary = {letter: byte for byte, letter in byte_alphabet().items() if byte < size}
-    # Ġ is the byte alphabet's space.
+    # Ġ is the space of the byte alphabet.
     vocabulary |= {f"Ġw{i}": i for i in range(256, size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

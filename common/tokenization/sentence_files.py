@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers, beside a model's own, say about its embeddings."""
+"""Reader of the sentence-transformers files in a model directory, which define its embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.types import Pooling
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Flags of a pooling module's config.json; others that are true cannot be computed here.
+# Supported flags of a pooling module's config.json.
 _POOLINGS: Final = {
     "pooling_mode_cls_token": Pooling.FIRST,
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -21,10 +21,10 @@ _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(path: Path) -> Pooling | None:
-    """Return how the model in directory `path` pools, None if nothing is said.
+    """Return the pooling of the model in directory `path`; None if the files define none.
 
     Raises:
-        ConfigurationError: more or something else is done with hidden states than here.
+        ConfigurationError: the files define modules or poolings that are not supported.
     """
     file = path / "modules.json"
     if not file.is_file():
@@ -44,13 +44,13 @@ def read_pooling(path: Path) -> Pooling | None:
 
 
 def read_longest_text(path: Path) -> int | None:
-    """Return how many tokens of a text the model was made for, special ones included; None if nothing is said."""
+    """Return the longest text, in tokens with special ones, that the model supports; None if the files set no limit."""
     file = path / "sentence_bert_config.json"
     longest = _read(file).get("max_seq_length") if file.is_file() else None
     return longest if isinstance(longest, int) else None
 
 
-def _read(file: Path) -> Any:  # free JSON; what is missing or of another kind is an error below or above
+def _read(file: Path) -> Any:  # free JSON
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut text before merging, by the names GGUF files use (`tokenizer.ggml.pre`).
+"""Pre-tokenizers of byte-level vocabularies, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The expressions are part of each model's definition: a model was trained on text cut exactly so. They are in the
-dialect of the `tokenizers` library (Oniguruma).
+The regular expressions are part of a model's definition: it was trained on text that was split in exactly this way.
+They use the syntax of the `tokenizers` library (Oniguruma).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How one family of models cuts text, and what else its name implies."""
+    """How a family of models splits text, and other properties that its pre-tokenizer's name implies."""
 
-    # None: the expression of GPT-2, which `ByteLevel` brings along.
+    # None: the expression of GPT-2, which is built into `ByteLevel`.
     pattern: str | None = None
-    # Each digit stands alone before anything else is cut.
+    # Split off each digit before all other splits.
     single_digits: bool = False
-    # A piece that is a token as it stands is not merged up from its bytes.
+    # A piece that equals a token becomes this token, without merges.
     ignore_merges: bool = False
-    # Whether a prompt opens with BOS if the file doesn't say.
+    # Whether BOS is added, if the file does not define it.
     add_bos: bool = False
 
     def build(self) -> PreTokenizer:
@@ -43,7 +43,7 @@ class SplitRule:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Letters of one word: capitals, then lower case; or capitals alone.
+# Letters of one word: upper case followed by lower case, or only upper case.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
@@ -80,13 +80,13 @@ def find_split_rule(name: str) -> SplitRule:
     """Return the rule that a GGUF file calls `name`.
 
     Raises:
-        ConfigurationError: the name is not known; guessing would silently give a model other tokens than it knows.
+        ConfigurationError: the name is unknown; a wrong guess would silently split text differently than in training.
     """
     rule = SPLIT_RULES.get(name)
     if rule is None:
         known = ", ".join(sorted(SPLIT_RULES))
         raise ConfigurationError(
-            f"unknown pre-tokenizer {name!r} in the GGUF file; known are {known}. "
+            f"unknown pre-tokenizer {name!r} in the GGUF file (known: {known}). "
             "Serve the model from a directory with tokenizer.json instead"
         )
     return rule

@@ -1,4 +1,4 @@
-"""One model's text side: tokenizer, chat templates, special tokens and limits."""
+"""The tokenizer, chat templates, special tokens and limits of one model."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from common.settings import ModelSettings
 
 
-# As the format numbers them; decoders have these two.
+# GGUF's numbers of the poolings that decoder models use.
 _GGUF_POOLINGS: Final = {1: Pooling.MEAN, 3: Pooling.LAST}
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What turns text into ids and back, and the limits that requests are held to."""
+    """A model's tokenizer and chat templates, and the limits that requests are checked against."""
 
     tokenizer: Tokenizer
-    # Jinja source by name: `default`, and `tool_use` where a model has another one for requests with tools.
+    # Jinja source by name: `default`, and `tool_use` if the model has a separate one for requests with tools.
     chat_templates: Mapping[str, str]
-    # bos_token, eos_token, …: the variables of these names in chat templates.
+    # bos_token, eos_token, …: variables of chat templates.
     special_tokens: Mapping[str, str]
-    # Prompt and output together.
+    # Tokens of prompt and output together.
     max_context_tokens: int
-    # Ids are in [0, vocabulary_size), the rows of the embedding; a few of them may stand for no text.
+    # Rows of the embedding: ids are in [0, vocabulary_size). Some ids may have no text.
     vocabulary_size: int
     embedding: EmbeddingTraits = NO_TRAITS
 
 
 def load_served_model(settings: ModelSettings) -> TextModel:
-    """Load the text side of the model that the settings name; a made-up one where weights are random.
+    """Load the `TextModel` for the model settings; a placeholder if weights are random and there is no tokenizer.
 
     Raises:
-        ConfigurationError: it cannot be found or read; the message says what would help.
+        ConfigurationError: the model cannot be found or read, or the pooling does not suit it.
     """
     placeholder = settings.load_format in ("dummy", "fake")
     model = load_text_model(resolve(settings.reference), max_context=settings.max_context, placeholder=placeholder)
@@ -57,17 +57,19 @@ def load_served_model(settings: ModelSettings) -> TextModel:
         return model
     pooling = Pooling(settings.pooling)
     if pooling is Pooling.FIRST and not model.embedding.is_encoder:
-        raise ConfigurationError("model.pooling cls is for encoders: in other models the first token sees no other")
+        raise ConfigurationError(
+            "model.pooling=cls is only for encoders: in other models the first token does not attend to later ones"
+        )
     return replace(model, embedding=replace(model.embedding, pooling=pooling))
 
 
 def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:
-    """Load the text side of a model.
+    """Load the `TextModel` of a model's files.
 
     Args:
-        files: where the model is.
-        max_context: a lower limit than the model's own, in tokens; 0 for none.
-        placeholder: make up a vocabulary if the directory has none (for models with random weights).
+        files: the model's files.
+        max_context: upper bound on the model's own context length, in tokens; 0 for none.
+        placeholder: use a placeholder tokenizer if the directory has none (for models with random weights).
 
     Raises:
         ConfigurationError: a file is missing, damaged, or of a kind that is not supported.
@@ -85,7 +87,7 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
     disable_word_cache(parts.tokenizer)
     own = parts.max_context_tokens
     if own is None and not max_context:
-        raise ConfigurationError(f"{files.path}: the model states no context length; set model.max_context")
+        raise ConfigurationError(f"{files.path}: the model's files have no context length; set model.max_context")
     return TextModel(
         tokenizer=parts.tokenizer,
         chat_templates=parts.chat_templates,
@@ -97,13 +99,13 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
 
 
 def disable_word_cache(tokenizer: Tokenizer) -> None:
-    """Compute the tokens of each word every time.
+    """Disable the tokenizer's cache of words.
 
-    The library remembers the tokens of the first 10,000 words, for all requests together: the time to encode a rare
-    word shows whether another user has sent it before.
+    The library caches the tokens of the first 10,000 words over all requests, so the time to encode a rare word would
+    reveal whether another user has sent it before.
     """
     model = tokenizer.model
-    if isinstance(model, BPE | Unigram):  # the others have none
+    if isinstance(model, BPE | Unigram):  # other models have no cache
         model._resize_cache(0)
         model._clear_cache()
 

@@ -1,4 +1,4 @@
-"""The bytes that each token id stands for, so that decoding needs no look at the tokens around it."""
+"""The bytes of each token id, so that a token can be decoded independently of its neighbours."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 # A tokenizer's description of its decoder, as JSON.
 DecoderState: TypeAlias = dict[str, Any]
 
-# Decoders that only join pieces, or only touch the start of a whole text. Generated text always continues a prompt,
-# so nothing is stripped from its start: the blank before "Paris" in "The capital of France is Paris" is part of it.
+# Decoders that only join pieces, or only change the start of a whole text. Generated text always continues a prompt,
+# so nothing is stripped from its start: the space before "Paris" in "The capital of France is Paris" belongs to it.
 _WITHOUT_EFFECT: Final = frozenset({"Fuse", "Strip"})
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What to write for each id: `data[i]` its bytes, `texts[i]` the same as text, None if no whole characters."""
+    """The output for each id: `data[i]` as bytes, `texts[i]` as text, or None if the bytes are not valid UTF-8."""
 
     data: Sequence[bytes]
     texts: Sequence[str | None]
@@ -31,24 +31,25 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Every id's bytes, special tokens spelled out; ids that stand for nothing have none."""
+    """The bytes of every id; ids without text have none."""
 
+    # Special tokens have their own text.
     all_pieces: Pieces
-    # The same with nothing for special tokens.
+    # Special tokens are empty.
     plain_pieces: Pieces
 
     def pieces(self, *, skip_special_tokens: bool) -> Pieces:
-        """Return what to write for each id."""
+        """Return the output for each id, with or without special tokens."""
         return self.plain_pieces if skip_special_tokens else self.all_pieces
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, also of a special one."""
+        """Return the bytes of one token, special ones included; empty for ids outside the vocabulary."""
         data = self.all_pieces.data
         return data[token_id] if token_id < len(data) else b""
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """Build the tables for ids in [0, size) and the tokenizer's own."""
+    """Build the tables for all ids in [0, size) and all ids of the tokenizer."""
     to_bytes = _converter(tokenizer)
     added = tokenizer.get_added_tokens_decoder()
     tokens = tokenizer.get_vocab(with_added_tokens=True)
@@ -61,15 +62,15 @@ def read_vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
 
 
 def is_bytewise(tokenizer: Tokenizer) -> bool:
-    """Return whether a text is the concatenation of its tokens' bytes, whatever the order of the tokens."""
+    """Whether decoded text is the concatenation of its tokens' bytes, for any sequence of tokens."""
     return _steps(tokenizer) is not None
 
 
 def _converter(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """Return what turns a vocabulary entry into bytes; without a known decoder, the entry's own spelling."""
+    """Return a function from vocabulary entries to bytes; with an unknown decoder, it encodes the entry as it is."""
     steps = _steps(tokenizer) or []
     if any(step["type"] == "ByteLevel" for step in steps):
-        # Characters that are no letters of the alphabet become one that Latin-1 lacks.
+        # Characters outside the alphabet are mapped to one that Latin-1 cannot encode.
         table = dict.fromkeys(range(256), 0xFFFD) | {ord(letter): byte for byte, letter in byte_alphabet().items()}
         return lambda token: _from_letters(token, table)
     replacements = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
@@ -78,7 +79,7 @@ def _converter(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _steps(tokenizer: Tokenizer) -> list[DecoderState] | None:
-    """Return the decoder as steps that work on single tokens, or None if it has others."""
+    """Return the decoder as steps that apply to single tokens; None if it has other steps."""
     decoder = tokenizer.decoder
     if decoder is None:
         return None
@@ -101,7 +102,7 @@ def _steps(tokenizer: Tokenizer) -> list[DecoderState] | None:
 def _from_letters(token: str, table: Mapping[int, int]) -> bytes:
     try:
         return token.translate(table).encode("latin-1")
-    except UnicodeEncodeError:  # an added token in clear text
+    except UnicodeEncodeError:  # an added token in plain text
         return token.encode()
 
 

@@ -1,6 +1,6 @@
-"""Protobuf messages that several hops carry, to and from the dataclasses of `common`.
+"""Conversion between protobuf messages that several services exchange and the dataclasses of `common`.
 
-Each service has a converter of its own for what only it reads; this package holds what they share.
+Messages that only one service reads are converted by that service's own `wire.py`.
 """
 
 from __future__ import annotations

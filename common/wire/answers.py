@@ -1,4 +1,4 @@
-"""What comes back for a request, from and to protobuf."""
+"""Admissions, finishes, errors and log probabilities, from and to protobuf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ERROR_CODES_BACK = {wire: code for code, wire in _ERROR_CODES.items()}
 
 
 def failure_to_wire(failure: RequestFailure) -> common_pb2.RequestError:
-    """Encode a request's terminal error."""
+    """Encode the error that ended a request."""
     return common_pb2.RequestError(
         code=_ERROR_CODES[failure.code],
         message=failure.message,
@@ -29,7 +29,7 @@ def failure_to_wire(failure: RequestFailure) -> common_pb2.RequestError:
 
 
 def failure_from_wire(message: common_pb2.RequestError) -> RequestFailure:
-    """Decode a request's terminal error; codes of a newer peer become INTERNAL."""
+    """Decode the error that ended a request; unknown codes, of a newer peer, become INTERNAL."""
     return RequestFailure(
         code=_ERROR_CODES_BACK.get(message.code, ErrorCode.INTERNAL),
         message=message.message,

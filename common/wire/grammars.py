@@ -22,16 +22,16 @@ def grammar_to_wire(grammar: Grammar | None) -> common_pb2.Grammar | None:
 
 
 def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
-    """Decode a grammar; ask HasField first.
+    """Decode a grammar; callers check HasField first.
 
     Raises:
-        InvalidRequestError: it is of no kind that is known here, or too long, or its view is incomplete.
+        InvalidRequestError: its kind is unknown, its text is too long, or its view is incomplete.
     """
     kind = _KINDS_BACK.get(message.kind)
     if kind is None:
-        raise InvalidRequestError("The grammar is of no kind that is known here.", param=message.param)
+        raise InvalidRequestError("The grammar's kind is not supported.", param=message.param)
     if len(message.text.encode()) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequestError(f"A grammar has at most {MAX_GRAMMAR_BYTES} bytes.", param=message.param)
+        raise InvalidRequestError(f"A grammar must have at most {MAX_GRAMMAR_BYTES} bytes.", param=message.param)
     if not message.HasField("view"):
         return Grammar(kind, message.text, message.param)
     view = view_from_wire(message.view)

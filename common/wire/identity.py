@@ -17,7 +17,7 @@ def view_from_wire(message: common_pb2.View) -> View:
     """Decode a view.
 
     Raises:
-        InvalidRequestError: its subject is missing, or a part cannot be a name.
+        InvalidRequestError: its subject is missing, or a part is not a valid name.
     """
     return View(subject_from_wire(message.subject), check_name("view.salt", message.salt))
 
@@ -31,7 +31,7 @@ def subject_from_wire(message: common_pb2.Subject) -> Subject:
     """Decode a subject.
 
     Raises:
-        InvalidRequestError: a part is missing or cannot be a name; absence never stands for an identity.
+        InvalidRequestError: a part is missing or not a valid name; there is no default identity.
     """
     if not message.tenant or not message.name:
         raise InvalidRequestError("subject: tenant and name must both be set", param="subject")

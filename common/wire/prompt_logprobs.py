@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prompt_logprobs_to_wire(wanted: PromptLogprobs | None) -> common_pb2.PromptLogprobs | None:
-    """Encode what is asked for, if anything."""
+    """Encode a request for prompt log probabilities, if there is one."""
     if wanted is None:
         return None
     return common_pb2.PromptLogprobs(start_token=wanted.start, top=wanted.top, token_ids=wanted.token_ids)
@@ -24,7 +24,7 @@ def prompt_logprobs_to_wire(wanted: PromptLogprobs | None) -> common_pb2.PromptL
 def prompt_logprobs_from_wire(
     message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.GenerateRequest | worker_pb2.RowOpen,
 ) -> PromptLogprobs | None:
-    """Decode what a request asks for, if anything."""
+    """Decode a request for prompt log probabilities, if the message has one."""
     if not message.HasField("prompt_logprobs"):
         return None
     wanted = message.prompt_logprobs
@@ -48,7 +48,7 @@ def span_from_wire(message: common_pb2.PromptLogprobSpan) -> PromptLogprobSpan:
     """Decode log probabilities of consecutive prompt tokens.
 
     Raises:
-        InvalidRequestError: the columns do not fit together.
+        InvalidRequestError: the columns have inconsistent lengths.
     """
     tokens = len(message.token_ids)
     flat = (message.top_token_ids, message.top_logprobs, message.asked_logprobs)
@@ -57,7 +57,7 @@ def span_from_wire(message: common_pb2.PromptLogprobSpan) -> PromptLogprobSpan:
         or len(message.top_token_ids) != len(message.top_logprobs)
         or any(len(column) % max(tokens, 1) for column in flat)
     ):
-        raise InvalidRequestError("the columns of prompt log probabilities do not fit together", param="span")
+        raise InvalidRequestError("the columns of prompt log probabilities have inconsistent lengths", param="span")
     shape = (tokens, -1) if tokens else (0, 0)
     return PromptLogprobSpan(
         message.first_position,

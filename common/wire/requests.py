@@ -1,4 +1,4 @@
-"""What a request consists of, from and to protobuf."""
+"""Requests and their parts, from and to protobuf."""
 
 from __future__ import annotations
 
@@ -111,31 +111,31 @@ def cache_mode_from_wire(value: common_pb2.CacheMode.ValueType) -> CacheMode:
 
 
 def pooling_to_wire(pooling: Pooling | None) -> common_pb2.Pooling.ValueType:
-    """Encode how a prompt is embedded; None: it is not."""
+    """Encode a pooling; None, for requests that generate, becomes UNSPECIFIED."""
     return common_pb2.POOLING_UNSPECIFIED if pooling is None else _POOLINGS[pooling]
 
 
 def pooling_from_wire(value: common_pb2.Pooling.ValueType) -> Pooling | None:
-    """Decode how a prompt is embedded.
+    """Decode a pooling; UNSPECIFIED means that the request generates.
 
     Raises:
-        InvalidRequestError: it is a way that only a newer peer knows; nobody asked to generate instead.
+        InvalidRequestError: the value is unknown (of a newer peer); to generate instead would be wrong.
     """
     if value != common_pb2.POOLING_UNSPECIFIED and value not in _POOLINGS_BACK:
-        raise InvalidRequestError(f"pooling {value} is not known here", param="pooling")
+        raise InvalidRequestError(f"pooling {value} is not supported", param="pooling")
     return _POOLINGS_BACK.get(value)
 
 
 def reply_to_wire(reply_to: ReplyTo) -> common_pb2.ReplyTo:
-    """Encode where text goes."""
+    """Encode the destination of a request's output."""
     return common_pb2.ReplyTo(subscriber_id=reply_to.subscriber_id, detokenizer=reply_to.detokenizer)
 
 
 def reply_to_from_wire(message: common_pb2.ReplyTo) -> ReplyTo:
-    """Decode where text goes.
+    """Decode the destination of a request's output.
 
     Raises:
-        InvalidRequestError: there is no subscriber.
+        InvalidRequestError: the subscriber is missing.
     """
     if not message.subscriber_id:
         raise InvalidRequestError("reply_to.subscriber_id must be set", param="reply_to")
@@ -156,22 +156,22 @@ def trace_from_wire(message: common_pb2.TraceContext) -> TraceContext | None:
 
 
 def resume_to_wire(resume: Resume | None) -> common_pb2.Resume | None:
-    """Encode what a client already has, if anything."""
+    """Encode the part of an interrupted choice that the client has, if there is one."""
     if resume is None:
         return None
     return common_pb2.Resume(token_ids=resume.token_ids, delivered_characters=resume.delivered_characters)
 
 
 def resume_from_wire(message: common_pb2.Resume) -> Resume:
-    """Decode what a client already has; ask HasField first."""
+    """Decode the part of an interrupted choice that the client has; callers check HasField first."""
     return Resume(tuple(message.token_ids), message.delivered_characters)
 
 
 def session_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.GenerateRequest) -> str | None:
-    """Decode which conversation a request belongs to; none, if it is not said.
+    """Decode the name of a request's session; None if it has none.
 
     Raises:
-        InvalidRequestError: it cannot be a name.
+        InvalidRequestError: it is not a valid name.
     """
     return check_name("session", message.session) if message.session else None
 
@@ -205,7 +205,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
     """Decode a request for the scheduler.
 
     Raises:
-        InvalidRequestError: identity, reply-to, request id or prompt is missing.
+        InvalidRequestError: view, reply_to, request id or prompt is missing, or a part of it is invalid.
     """
     if not message.request_id:
         raise InvalidRequestError("request_id must be set", param="request_id")

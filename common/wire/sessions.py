@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
-    """Encode how a request continues its session; None: it does not."""
+    """Encode the turn that a request is of its session, if it is one."""
     if turn is None:
         return None
     return sessions_pb2.SessionTurn(
@@ -28,16 +28,16 @@ def turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
 
 
 def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.GenerateRequest) -> SessionTurn | None:
-    """Decode how a request continues its session.
+    """Decode the turn that a request is of its session, if it is one.
 
     Raises:
-        InvalidRequestError: it names no session, or has no name that could be one.
+        InvalidRequestError: the session is missing, or a name is missing or invalid.
     """
     if not message.HasField("turn"):
         return None
     turn = message.turn
     if not message.session or not turn.name:
-        raise InvalidRequestError("a turn needs a name, and a session that it belongs to", param="session_params")
+        raise InvalidRequestError("a turn must have a name and a session", param="session_params")
     return SessionTurn(
         name=check_name("rid", turn.name),
         after=check_name("session_params.rid", turn.after) if turn.HasField("after") else None,
@@ -48,7 +48,7 @@ def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.Genera
 
 
 def wish_to_wire(wish: SessionWish) -> sessions_pb2.OpenSessionRequest:
-    """Encode what somebody wants to open."""
+    """Encode a request to open a session; None becomes 0, for the scheduler's default."""
     return sessions_pb2.OpenSessionRequest(
         view=view_to_wire(wish.view),
         session=wish.session,
@@ -58,35 +58,35 @@ def wish_to_wire(wish: SessionWish) -> sessions_pb2.OpenSessionRequest:
 
 
 def wish_from_wire(message: sessions_pb2.OpenSessionRequest) -> SessionWish:
-    """Decode what somebody wants to open.
+    """Decode a request to open a session.
 
     Raises:
-        InvalidRequestError: identity or name is missing, or malformed.
+        InvalidRequestError: the view or the session's name is missing or invalid.
     """
     view, session = _session_of(message)
     return SessionWish(view, session, message.capacity_tokens or None, message.timeout_ms or None)
 
 
 def grant_to_wire(grant: SessionGrant) -> sessions_pb2.OpenSessionResponse:
-    """Encode what was granted."""
+    """Encode the capacity and timeout of an opened session."""
     return sessions_pb2.OpenSessionResponse(capacity_tokens=grant.capacity_tokens, timeout_ms=grant.timeout_ms)
 
 
 def grant_from_wire(message: sessions_pb2.OpenSessionResponse) -> SessionGrant:
-    """Decode what was granted."""
+    """Decode the capacity and timeout of an opened session."""
     return SessionGrant(message.capacity_tokens, message.timeout_ms)
 
 
 def close_to_wire(view: View, session: str) -> sessions_pb2.CloseSessionRequest:
-    """Encode which session is to end."""
+    """Encode a request to close a session."""
     return sessions_pb2.CloseSessionRequest(view=view_to_wire(view), session=session)
 
 
 def close_from_wire(message: sessions_pb2.CloseSessionRequest) -> tuple[View, str]:
-    """Decode which session is to end.
+    """Decode a request to close a session.
 
     Raises:
-        InvalidRequestError: identity or name is missing, or malformed.
+        InvalidRequestError: the view or the session's name is missing or invalid.
     """
     return _session_of(message)
 

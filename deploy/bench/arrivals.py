@@ -1,4 +1,4 @@
-"""When requests are due in an open loop."""
+"""Arrival times of requests in an open loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def gamma_arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return `count` arrival times in seconds at `rate` per second on average, the first at 0.
+    """Return `count` arrival times in seconds with an average of `rate` per second, the first at 0.
 
-    Gaps are Gamma-distributed with a coefficient of variation of `burstiness`: 1 is Poisson, larger comes in bursts,
-    0 is a metronome.
+    Gaps are Gamma-distributed with a coefficient of variation of `burstiness`: 1 is Poisson, larger values are bursty,
+    0 is a constant interval.
     """
     if rate <= 0:
         raise ValueError("the rate must be positive")
@@ -30,7 +30,7 @@ def gamma_arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int =
 
 
 def scale_times(timestamps_ms: Iterable[float], speed: float = 1.0) -> list[float]:
-    """Return the arrival times of a recorded trace in seconds from its first, played `speed` times as fast."""
+    """Return the arrival times of a recorded trace in seconds after its first, replayed `speed` times as fast."""
     if speed <= 0:
         raise ValueError("the speed must be positive")
     times = list(timestamps_ms)

@@ -1,4 +1,4 @@
-"""One request of a workload, as an OpenAI-compatible server is asked it."""
+"""Sends the requests of a workload to an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What all requests of a load have in common."""
+    """Parameters that all requests of a load have in common."""
 
     model: str
     endpoint: str = "completions"
@@ -32,23 +32,22 @@ class RequestOptions:
     temperature: float = 0.0
     ignore_eos: bool = True
     user_field: str | None = "user"
-    """Body field that carries the user: user, user_id, safety_identifier, or cache_salt for vLLM."""
+    """Body field for the user: user, user_id, safety_identifier, or cache_salt for vLLM."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
 
 
 class OpenAIClient:
-    """Sends requests and records what came back; a failure is a record too, never an exception."""
+    """Sends requests and records the responses; a failure is a record, too, never an exception."""
 
     def __init__(self, http: HttpClient, prompts: PromptMaker, options: RequestOptions, clock: Clock) -> None:
-        """Send through `http` what `prompts` makes of a request's segments."""
         self._http = http
         self._prompts = prompts
         self._options = options
         self._clock = clock
 
     async def send(self, request: BenchRequest, late_s: float = 0.0) -> RequestRecord:
-        """Send one request, streamed, and wait for its end."""
+        """Send one streaming request and wait for its end; `late_s` is how late it is sent, in seconds."""
         reader = AnswerReader(self._clock.now)
         started = self._clock.now()
         error: tuple[str, str] | None
@@ -72,10 +71,10 @@ class OpenAIClient:
         )
 
     async def exchange(self, request: BenchRequest, sink: BodySink) -> Response:
-        """Send one request and feed the answer's bytes to `sink`; cancelling leaves in the middle.
+        """Send one request and feed the response's bytes to `sink`; cancellation closes the connection.
 
         Raises:
-            TransportError: the exchange did not come to its end.
+            TransportError: the response is incomplete.
         """
         body = orjson.dumps(self.body(request), option=orjson.OPT_SERIALIZE_NUMPY)
         path, timeout_s = PATHS[self._options.endpoint], self._options.timeout_s
@@ -103,7 +102,7 @@ class OpenAIClient:
 
 
 def _failure(response: Response, reader: AnswerReader) -> tuple[str, str] | None:
-    """Return kind and message of what went wrong in a response that came to its end."""
+    """Return the kind and message of the error in a complete response; None if there is none."""
     if response.status != 200:
         try:
             message = error_message(orjson.loads(response.body))

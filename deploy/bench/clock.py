@@ -1,4 +1,4 @@
-"""Time as an argument, so that tests can own it."""
+"""Clocks that are passed as arguments, so that tests can control time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds of a monotonic clock, and waiting by it."""
+    """A monotonic clock in seconds."""
 
     def now(self) -> float:
         """Return the time in seconds, from an arbitrary start."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; at once if not positive."""
+        """Wait; return at once if `seconds` is not positive."""
         ...
 
 
 class SystemClock:
-    """The real time."""
+    """The real clock."""
 
     def now(self) -> float:
-        """Return the time in seconds."""
         return time.perf_counter()
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
         await asyncio.sleep(max(0.0, seconds))

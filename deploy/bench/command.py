@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+INTERRUPTED = 130  # the exit status of a process ended by SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,37 +46,37 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
         run_serve,
     ),
     "cpu": (
-        "The figures of the CPU default (SmolLM2-135M), of one server or of several in turn.",
+        "Measure the CPU default (SmolLM2-135M) on one server, or on several in turn.",
         add_cpu_arguments,
         run_cpu,
     ),
     "offline": (
-        "Throughput of scheduler, workers and detokenizer, fed with token ids over gRPC: workload W1, or one stream.",
+        "Throughput of scheduler, workers and detokenizer, with token ids over gRPC: workload W1, or one stream.",
         add_offline_arguments,
         run_offline,
     ),
     "tenants": (
-        "What keeping users apart costs: every cache mode beside the others, with a real model.",
+        "The cost of isolating users: compare all cache modes, with a real model.",
         add_tenants_arguments,
         run_tenants,
     ),
     "cache": (
-        "The prefix cache by itself, in every mode, under a simulated server: hits, pages, fairness, cost.",
+        "The prefix cache alone, in every mode, on a simulated server: hits, pages, fairness, cost.",
         add_cache_arguments,
         run_cache,
     ),
     "trace": (
-        "Write workload M1 as a hash-id trace of the Mooncake form, with its ideal hit rates.",
+        "Write workload M1 as a hash-id trace in the Mooncake format, and print its ideal hit rates.",
         add_trace_arguments,
         run_trace,
     ),
     "plots": (
-        "Draw the results that are kept in a folder.",
+        "Draw the results in a folder.",
         add_plots_arguments,
         run_plots,
     ),
     "control-plane": (
-        "What everything but the model costs, with all services and a worker that computes nothing.",
+        "The cost of everything except the model, with all services and a worker that computes nothing.",
         add_control_plane_arguments,
         run_control_plane,
     ),

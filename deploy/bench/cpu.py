@@ -1,6 +1,6 @@
-"""`pando bench cpu`: the "CPU default" figures, of one server or of several side by side.
+"""`pando bench cpu`: the "CPU default" figures of one server, or of several for comparison.
 
-Rounds go through the servers in turn, so that what else happens on the machine meets all of them alike.
+Each round measures the servers in turn, so that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PREFIX_ROWS = (
 
 @dataclass(slots=True)
 class Samples:
-    """What the rounds against one server showed, by metric."""
+    """The figures of all rounds against one server, by metric."""
 
     label: str | None
     model: str
@@ -63,7 +63,7 @@ class Samples:
         self.values.setdefault(metric, []).append(value)
 
     def spread(self, metric: str) -> Spread | None:
-        """Return the figure over all rounds, if it was measured."""
+        """Return the spread of a figure over all rounds; None if it was not measured."""
         return Spread.of(self.values[metric]) if metric in self.values else None
 
 
@@ -73,7 +73,7 @@ def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
         "--url",
         action="append",
         metavar="[LABEL=]URL",
-        help=f"server; again for another one, measured in turn ({DEFAULT_URL})",
+        help=f"server; repeat it to measure several in turn ({DEFAULT_URL})",
     )
     parser.add_argument("--repeats", type=positive_int, default=3, help="rounds per figure (%(default)s)")
     parser.add_argument("--streams", type=positive_int, nargs="*", default=[8, 32], help="(8 32)")
@@ -100,7 +100,7 @@ def run_cpu(arguments: argparse.Namespace) -> int:
 
 
 def parse_target(text: str) -> tuple[str | None, str]:
-    """Split `label=url`; URLs have a scheme before any equals sign of their own."""
+    """Split `label=url`; an equals sign after a scheme belongs to the URL."""
     label, equals, url = text.partition("=")
     if equals and "/" not in label and ":" not in label:
         return label, url
@@ -147,7 +147,7 @@ async def _single_stream(bench: Bench, samples: Samples, number: int, requests: 
 
 
 async def _prefix(bench: Bench, samples: Samples, number: int) -> None:
-    """Ask twice with one prefix, as one user, with different ends."""
+    """Send two prompts with one prefix and different ends, as one user."""
     for metric, end in (("prefix_cold_ttft", "first"), ("prefix_warm_ttft", "second")):
         segments = (
             Segment(f"prefix/{number}", PREFIX_TOKENS, role="system"),
@@ -159,10 +159,10 @@ async def _prefix(bench: Bench, samples: Samples, number: int) -> None:
 
 
 def checked(record: RequestRecord) -> RequestRecord:
-    """Return `record` if its request succeeded; a figure over failures would mean nothing.
+    """Return `record` if its request succeeded, as figures that include failures would be meaningless.
 
     Raises:
-        TargetError: it failed.
+        TargetError: the request failed.
     """
     if record.error is not None:
         raise TargetError(f"a request failed: {record.error}: {record.message}")
@@ -170,7 +170,11 @@ def checked(record: RequestRecord) -> RequestRecord:
 
 
 def first_token_ms(record: RequestRecord) -> float:
-    """Return the time to the first token in milliseconds."""
+    """Return the time to the first token in milliseconds.
+
+    Raises:
+        TargetError: the request failed or had no output.
+    """
     seconds = checked(record).time_to_first_s
     if seconds is None:
         raise TargetError("a request ended without output")

@@ -1,6 +1,6 @@
-"""Deployments that benchmarks start for themselves, as `pando up` in a process of its own.
+"""Deployments that benchmarks start, as `pando up` in a separate process.
 
-Not inside this process: the supervisor's work would be measured as the client's.
+They do not run in this process, because the supervisor's work would be measured as the client's.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SHOWN_LINES = 15
 
 
 class LaunchError(Exception):
-    """The deployment does not come up; the message ends with the last lines of its log."""
+    """The deployment does not start; the message ends with the last lines of its log."""
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that configure a deployment that the benchmark starts itself."""
-    group = parser.add_argument_group("deployment that is started")
+    """Add the flags that configure a deployment that the benchmark starts."""
+    group = parser.add_argument_group("launched deployment")
     group.add_argument("--config", metavar="FILE", help="TOML file with settings")
     group.add_argument(
         "--set",
@@ -54,18 +54,18 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class LaunchedDeployment:
-    """All services on a free port; entering waits until requests are served, leaving ends them."""
+    """All services, with the gateway on a free port; entering waits until requests are served, leaving stops them."""
 
     def __init__(
         self, config: str | None, overrides: Sequence[str], defaults: Sequence[str] = (), *, ranks: int = 1
     ) -> None:
-        """Prepare; `overrides` are stronger than `defaults`, both are NAME=VALUE.
+        """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
 
         Raises:
-            SystemExit: a setting is wrong; the message is on standard error.
+            SystemExit: a setting is invalid; the message is on standard error.
         """
         port = free_port("127.0.0.1")
-        # Benchmarks name their users, and each is a subject of its own.
+        # Each user that a benchmark names must be a separate subject.
         own = (f"gateway.port={port}", "gateway.anonymous=vouched")
         self._argv = [f"--{setting}" for setting in (*own, *defaults, *overrides)]
         self._argv += ["--config", config] if config is not None else []
@@ -75,7 +75,7 @@ class LaunchedDeployment:
 
     @property
     def model(self) -> str:
-        """The model's name for results, which must not pass for those of a real model if there is none."""
+        """The model's name for results, marked if weights are random or there is no model."""
         model = self.settings.model
         return f"{model.name} ({model.load_format})" if model.load_format in ("dummy", "fake") else model.name
 
@@ -90,24 +90,24 @@ class LaunchedDeployment:
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's environment, changed such that commands find this deployment, and no other that runs here."""
+        """This process's environment, changed so that commands find only this deployment."""
         return {**os.environ, "XDG_RUNTIME_DIR": str(self._root)}
 
     @property
     def process_ids(self) -> dict[str, int]:
-        """The processes of the services, by name."""
+        """The process ids of the services, by name."""
         return {name: service.pid for name, service in self._state.services.items() if service.pid is not None}
 
     def __enter__(self) -> Self:
-        """Start.
+        """Start the deployment.
 
         Raises:
-            LaunchError: it ends, or serves nothing within minutes.
+            LaunchError: it ends, or does not serve within `START_TIMEOUT_S`.
         """
         self._root = Path(tempfile.mkdtemp(prefix="pando-bench-"))
         command = [sys.executable, "-m", "deploy.cli", "up", "--run-directory", str(self._run_root)]
         with (self._root / "log").open("wb") as log:
-            # A group of its own, so that Ctrl-C at the benchmark does not reach it before the benchmark has ended it.
+            # In a new session, so that Ctrl-C does not reach it before the benchmark has stopped it.
             self._process = subprocess.Popen(
                 [*command, "--tp", str(self._ranks), *self._argv],
                 stdin=subprocess.DEVNULL,
@@ -125,7 +125,6 @@ class LaunchedDeployment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop."""
         self._stop()
 
     @property
@@ -149,7 +148,7 @@ class LaunchedDeployment:
                 if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
                     return
             time.sleep(POLL_S)
-        raise LaunchError(f"the deployment serves nothing after {START_TIMEOUT_S:g} s:\n{self._last_lines()}")
+        raise LaunchError(f"the deployment does not serve after {START_TIMEOUT_S:g} s:\n{self._last_lines()}")
 
     def _stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
@@ -168,5 +167,5 @@ class LaunchedDeployment:
     def _last_lines(self) -> str:
         log = self._root / "log" if self._root else None
         if log is None or not log.exists():
-            return "(it has not been started, or was stopped)"
+            return "(it was not started, or is stopped)"
         return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI-compatible servers use them: one line of data per event."""
+"""Parser of server-sent events as OpenAI-compatible servers send them: one line of data per event."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ DONE = b"[DONE]"
 
 
 class EventSplitter:
-    """Cuts a body that arrives in arbitrary pieces into the payloads of its `data:` lines.
+    """Splits a body that arrives in arbitrary pieces into the payloads of its `data:` lines.
 
-    Other fields and comments are skipped. llama-server has been seen to report failures on an `error:` line; its
-    payload is returned like data, because it is a JSON object with an `error` key too.
+    Other fields and comments are skipped. llama-server may report failures on an `error:` line; its payload is returned
+    like data, because it is also a JSON object with the key `error`.
     """
 
     def __init__(self) -> None:
-        """Start at the beginning of a body."""
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Figures from records."""
+"""Statistics of the records of a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure of several repeats: the median, quoted with the least and the largest."""
+    """A figure of several repeats: the median, the smallest and the largest value."""
 
     median: float
     low: float
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Distribution of a time in seconds; interpolated linearly between neighbours."""
+    """Distribution of a time in seconds, with linear interpolation between samples."""
 
     mean: float
     values: dict[int, float]
@@ -53,7 +53,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """What one load showed. Rates count successful requests only, over the whole duration."""
+    """The figures of one load. Rates only count successful requests, over the whole duration."""
 
     requests: int
     failed: int
@@ -65,7 +65,7 @@ class LoadFigures:
     cached_tokens: int | None
     """None if the server does not report them."""
     counted_by_chunks: bool
-    """Some answers came without usage, so that tokens are chunks there."""
+    """Some answers had no usage, so that their chunks were counted as tokens."""
     time_to_first: Percentiles | None
     between_chunks: Percentiles | None
     per_output_token: Percentiles | None
@@ -73,26 +73,26 @@ class LoadFigures:
     decode_rate: Percentiles | None
     """Output tokens per second of each stream after its first token."""
     late: Percentiles | None
-    """How late the generator itself was; if this is not small against the rest, the client was measured."""
+    """Delay of the load generator itself; if it is not small compared to the other times, the client was measured."""
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output of all streams together."""
+        """Output rate of all streams together."""
         return self.output_tokens / self.duration_s if self.duration_s else 0.0
 
     @property
     def input_tokens_per_s(self) -> float:
-        """Prompt tokens, cached ones included."""
+        """Rate of prompt tokens, cached ones included."""
         return self.input_tokens / self.duration_s if self.duration_s else 0.0
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that ended well."""
+        """Rate of successful requests."""
         return (self.requests - self.failed) / self.duration_s if self.duration_s else 0.0
 
     @property
     def cached_share(self) -> float | None:
-        """Part of the prompt tokens that came from the server's cache."""
+        """Share of the prompt tokens that came from the server's cache; None if the server does not report it."""
         if self.cached_tokens is None or not self.input_tokens:
             return None
         return self.cached_tokens / self.input_tokens

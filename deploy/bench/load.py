@@ -1,4 +1,4 @@
-"""Plays sessions against a server: closed loop (so many at a time) or open loop (each when it is due)."""
+"""Plays sessions against a server: in a closed loop (N at a time) or an open loop (each at its arrival time)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Sender(Protocol):
-    """Whatever can answer a request."""
+    """Sends requests and records their responses."""
 
     async def send(self, request: BenchRequest, late_s: float = 0.0) -> RequestRecord:
         """Send `request` and return its record; never raises for a failed request."""
@@ -33,7 +33,7 @@ async def run_closed_loop(
     clock: Clock,
     on_record: Callable[[RequestRecord], None] = _ignore,
 ) -> LoadResult:
-    """Keep `concurrency` sessions going until all are played, in order."""
+    """Play all sessions in order, `concurrency` at a time."""
     player = _Player(sender, clock, on_record)
     waiting = iter(sessions)
 
@@ -53,7 +53,7 @@ async def run_open_loop(
     clock: Clock,
     on_record: Callable[[RequestRecord], None] = _ignore,
 ) -> LoadResult:
-    """Start each session when it is due, however many are still open."""
+    """Start each session at its arrival time, independently of the number of open ones."""
     player = _Player(sender, clock, on_record)
     start = clock.now()
     async with asyncio.TaskGroup() as tasks:
@@ -74,7 +74,7 @@ class _Player:
         self._records: list[RequestRecord] = []
 
     async def play(self, session: Session, due: float | None = None) -> None:
-        """Send the requests of a session one after the other; a failure ends it, as it would a conversation."""
+        """Send the requests of a session one after the other; a failure ends the session, as in a real conversation."""
         for request in session.requests:
             await self._clock.sleep(request.delay_s)
             late = max(0.0, self._clock.now() - due - request.delay_s) if due is not None else 0.0

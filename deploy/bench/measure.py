@@ -1,4 +1,4 @@
-"""Connects the parts: a server under test, how it is asked, and one load against it."""
+"""The connection to a server under test, and the loads against it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """How to reach a server and how to ask it."""
+    """A server's address, and the form of requests to it."""
 
     url: str
     model: str | None = None
-    """None: the first that the server lists."""
+    """None: the first in the server's list."""
     api_key: str | None = None
     endpoint: str = "completions"
     prompt_form: str = "auto"
-    """ids, text, or auto: ids if the server takes them."""
+    """ids, text, or auto: ids if the server accepts them."""
     vocabulary: int = DEFAULT_VOCABULARY
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -41,7 +41,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A server that was found and can be loaded."""
+    """A server under test."""
 
     model: str
     prompt_form: str
@@ -52,10 +52,10 @@ class Bench:
 
     @classmethod
     async def connect(cls, options: TargetOptions, clock: Clock | None = None) -> Bench:
-        """Find out what is behind the URL.
+        """Determine the server's model and the form of prompts that it accepts.
 
         Raises:
-            TargetError: nothing there that could be measured.
+            TargetError: there is no server, or it cannot be measured.
         """
         clock = clock or SystemClock()
         http = open_client(options.url, options.api_key)
@@ -76,10 +76,10 @@ class Bench:
         return cls(model, "ids" if as_ids else "text", client, http, clock)
 
     async def warm_up(self, count: int, concurrency: int, input_tokens: int, output_tokens: int) -> None:
-        """Send requests whose figures do not count; the first failure is reported, for the load would only repeat it.
+        """Send requests that are not measured.
 
         Raises:
-            TargetError: a request failed.
+            TargetError: a request failed, as those of the load probably would.
         """
         sessions = random_sessions(count, input_tokens, output_tokens, name="warm-up")
         result = await run_closed_loop(self.client, sessions, concurrency, self.clock)
@@ -99,7 +99,7 @@ class Bench:
     async def open_loop(
         self, sessions: Sequence[Session], on_record: Callable[[RequestRecord], None] = lambda _record: None
     ) -> LoadResult:
-        """Play each of `sessions` when it is due."""
+        """Play each of `sessions` at its arrival time."""
         return await run_open_loop(self.client, sessions, self.clock, on_record)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`pando bench offline`: throughput of scheduler, workers and detokenizer, fed with token ids over gRPC."""
+"""`pando bench offline`: throughput of scheduler, workers and detokenizer, with token ids over gRPC as input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """What one pass over the workload showed."""
+    """The figures of one pass over the workload."""
 
     duration_s: float
     input_tokens: int
@@ -51,7 +51,7 @@ class OfflineRun:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """The figure that others publish."""
+        """Output rate of the whole pass, the figure that other projects publish."""
         return self.output_tokens / self.duration_s
 
 
@@ -63,15 +63,17 @@ def add_offline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-tokens", type=positive_int, default=128, help="batch1, random (%(default)s)")
     parser.add_argument("--output-tokens", type=positive_int, default=512, help="batch1, random (%(default)s)")
     parser.add_argument("--temperature", type=float, help="default: 0.6 for w1, 0 for others")
-    parser.add_argument("--no-cache", action="store_true", help="neither read the prefix cache nor fill it")
+    parser.add_argument("--no-cache", action="store_true", help="do not use the prefix cache")
     parser.add_argument("--repeats", type=positive_int, default=1, help="passes over the workload (%(default)s)")
     parser.add_argument("--timeout", type=positive_float, default=3600.0, metavar="S", help="per pass (%(default)s)")
-    ring = parser.add_argument_group("ring")
-    ring.add_argument("--scheduler", metavar="ADDRESS", help="host:port or unix:path; default: the deployment here")
-    ring.add_argument("--detokenizer", metavar="ADDRESS", help="likewise")
-    ring.add_argument("--port", type=int, help="HTTP port of the deployment meant, if several run here")
-    ring.add_argument("--launch", action="store_true", help="start a deployment for this and end it afterwards")
-    ring.add_argument("--model", help="name for the results; default: the deployment's")
+    services = parser.add_argument_group("services")
+    services.add_argument(
+        "--scheduler", metavar="ADDRESS", help="host:port or unix:path; default: the local deployment"
+    )
+    services.add_argument("--detokenizer", metavar="ADDRESS", help="likewise")
+    services.add_argument("--port", type=int, help="selects a deployment by its HTTP port, if several run here")
+    services.add_argument("--launch", action="store_true", help="start a deployment and stop it afterwards")
+    services.add_argument("--model", help="name for the results; default: the deployment's")
     add_setting_arguments(parser)
     add_result_arguments(parser)
 
@@ -104,7 +106,7 @@ def build_requests(arguments: argparse.Namespace) -> list[BenchRequest]:
     """Return the workload's requests.
 
     Raises:
-        ValueError: the flags do not fit the workload.
+        ValueError: a flag is invalid for the workload.
     """
     if arguments.workload == "w1":
         return w1_requests(arguments.requests or 256, arguments.scale)
@@ -117,7 +119,8 @@ def find_ring(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
     """Return the addresses of scheduler and detokenizer, and the model's name.
 
     Raises:
-        ConfigurationError: they are not given, and not exactly one deployment runs here, or it serves several models.
+        ConfigurationError: only one address is given; or none, and not exactly one deployment runs here, or it serves
+            several models and none is selected.
     """
     if arguments.scheduler and arguments.detokenizer:
         return (arguments.scheduler, arguments.detokenizer), arguments.model or "unknown"
@@ -137,15 +140,15 @@ async def _measure(
         temperature = TEMPERATURE if arguments.workload == "w1" else 0.0
     cache_mode = CacheMode.NONE if arguments.no_cache else CacheMode.DEFAULT
     prompts = PromptMaker()
-    async with RingClient(*addresses) as ring:
+    async with RingClient(*addresses) as client:
         warm_up = random_sessions(WARM_UP_REQUESTS, WARM_UP_TOKENS, WARM_UP_TOKENS, name="warm-up")
         first = [session.requests[0] for session in warm_up]
         runs: list[OfflineRun] = []
         for batch in (first, *[requests] * arguments.repeats):
             encoded = schedule_requests(batch, prompts, temperature, cache_mode)
-            records = await ring.start(encoded)
+            records = await client.start(encoded)
             async with following_tokens(records, sum(request.output_tokens for request in batch)):
-                await ring.finish(arguments.timeout)
+                await client.finish(arguments.timeout)
             runs.append(evaluate(batch, records))
         return runs[1:]
 
@@ -154,14 +157,14 @@ def evaluate(requests: Sequence[BenchRequest], records: Sequence[ChoiceRecord]) 
     """Return the figures of one pass.
 
     Raises:
-        RingError: a request failed, which leaves no figure to speak of.
+        RingError: a request failed, or none had output.
     """
     for record in records:
         if record.failure is not None:
             raise RingError(f"a request failed: {record.failure}")
     last = max((record.last_s for record in records if record.last_s is not None), default=None)
     if last is None:
-        raise RingError("no request brought a token")
+        raise RingError("no request had output")
     firsts = [record.first_s - record.submitted_s for record in records if record.first_s is not None]
     rates = [rate for record in records if (rate := record.decode_tokens_per_s) is not None]
     return OfflineRun(
@@ -182,7 +185,7 @@ def _table(runs: Sequence[OfflineRun], title: str) -> Table:
     table.add_row("duration, s", spread_text(Spread.of([run.duration_s for run in runs]), 2))
     table.add_row("tokens in, out", f"{last.input_tokens:,}, {last.output_tokens:,}")
     if last.output_tokens != last.expected_tokens:
-        table.add_row("tokens out that were asked for", f"{last.expected_tokens:,}", style="red")
+        table.add_row("tokens out, requested", f"{last.expected_tokens:,}", style="red")
     table.add_row("tokens in from the cache", f"{last.cached_tokens:,}")
     table.add_row("median time to first token, ms", _spread_of([run.first_token_s for run in runs], 1000))
     table.add_row("median decode per row, tokens/s", _spread_of([run.decode_rate for run in runs], 1))
@@ -197,7 +200,7 @@ def _spread_of(values: Sequence[float | None], factor: float) -> str:
 def _sheet(arguments: argparse.Namespace, model: str, runs: Sequence[OfflineRun]) -> ResultSheet:
     benchmark = arguments.workload
     if benchmark == "w1" and (arguments.requests is not None or arguments.scale != 1.0):
-        benchmark = "w1-part"  # never to be mistaken for the whole
+        benchmark = "w1-part"  # must not be mistaken for the whole workload
     sheet = ResultSheet(benchmark, model, arguments.tp, Provenance.collect(sys.argv[1:]), arguments.label)
     sheet.add_spread("output_throughput", Spread.of([run.output_tokens_per_s for run in runs]), "tok/s")
     firsts = [run.first_token_s * 1000 for run in runs if run.first_token_s is not None]

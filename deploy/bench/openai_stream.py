@@ -1,4 +1,4 @@
-"""Reads the streamed answer of an OpenAI-compatible server: times by chunks, counts by usage."""
+"""Reader of an OpenAI-compatible server's streamed answers: times from chunks, token counts from usage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class AnswerReader:
-    """The sink of one response; afterwards its attributes say what was in it."""
+    """The sink of one response, whose attributes hold its contents afterwards; `now` returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """Take times from `now`, in seconds."""
         self.chunks_s: list[float] = []
         self.text: list[str] = []
         self.input_tokens: int | None = None
@@ -29,7 +28,7 @@ class AnswerReader:
         self._first_choice_s: float | None = None
 
     def feed(self, piece: bytes) -> None:
-        """Take the next bytes of the body."""
+        """Process the next bytes of the body."""
         now = self._now()
         for payload in self._splitter.feed(piece):
             if payload == DONE:
@@ -38,10 +37,10 @@ class AnswerReader:
                 self._read(now, payload)
 
     def output_times(self) -> tuple[float, ...]:
-        """Return when output arrived.
+        """Return the arrival times of output.
 
-        Tokens without text of their own (half a character, special tokens) show up as chunks with empty text; they
-        count only if there was nothing else, because some servers open a stream with an empty chunk.
+        Tokens without text (incomplete characters, special tokens) arrive as chunks with empty text. They only count if
+        there was no other output, because some servers begin a stream with an empty chunk.
         """
         if not self.chunks_s and self._first_choice_s is not None and self.output_tokens:
             return (self._first_choice_s,)
@@ -51,10 +50,10 @@ class AnswerReader:
         try:
             chunk = orjson.loads(payload)
         except orjson.JSONDecodeError:
-            self.error = f"an event is no JSON: {payload[:200]!r}"
+            self.error = f"an event is not JSON: {payload[:200]!r}"
             return
         if not isinstance(chunk, dict):
-            self.error = f"an event is no object: {payload[:200]!r}"
+            self.error = f"an event is not an object: {payload[:200]!r}"
             return
         if chunk.get("error"):
             self.error = error_message(chunk)
@@ -83,7 +82,7 @@ class AnswerReader:
         self.cached_tokens = self.cached_tokens if cached is None else cached
 
     def _read_timings(self, timings: dict[str, Any]) -> None:
-        """Take from llama-server's own figures what its usage lacks."""
+        """Read counts that are missing in usage from llama-server's own field."""
         cached, computed = timings.get("cache_n"), timings.get("prompt_n")
         if self.cached_tokens is None:
             self.cached_tokens = cached
@@ -94,7 +93,7 @@ class AnswerReader:
 
 
 def error_message(body: Any) -> str:
-    """Return what a server's error body says; servers agree on `error.message`, more or less."""
+    """Return the message of a server's error body; most servers use `error.message`."""
     error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         return str(error.get("message") or error.get("detail") or error)

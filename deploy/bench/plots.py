@@ -1,4 +1,4 @@
-"""`pando bench plots`: draws what is kept in a folder of results, one SVG per subject that is there."""
+"""`pando bench plots`: draws the results in a folder, one SVG per benchmark."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ DEFAULT_FOLDER = Path("tests/benchmarks/results")
 
 def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `pando bench plots`."""
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="of results (%(default)s)")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=DEFAULT_FOLDER, help="folder with results (%(default)s)"
+    )
 
 
 def run_plots(arguments: argparse.Namespace) -> int:
-    """Draw; return the exit code."""
+    """Draw all plots; return the exit code."""
     if importlib.util.find_spec("matplotlib") is None:
-        print_failure("pando bench plots", ModuleNotFoundError("this needs matplotlib: make install-dev"))
+        print_failure("pando bench plots", ModuleNotFoundError("matplotlib is not installed: run make install-dev"))
         return 2
     try:
         entries = read_entries(arguments.folder)
@@ -49,19 +51,19 @@ def read_entries(folder: Path) -> list[Entry]:
     """Return the results of all files in `folder`.
 
     Raises:
-        ValueError: a file is no list of results.
+        ValueError: a file is not a list of results.
     """
     entries: list[Entry] = []
     for path in sorted(folder.glob("*.json")):
         found = orjson.loads(path.read_bytes())
         if not isinstance(found, list):
-            raise ValueError(f"{path} is no list of results")
+            raise ValueError(f"{path} is not a list of results")
         entries += found
     return entries
 
 
 def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
-    """Draw every subject of which there are entries; return the files written."""
+    """Draw every benchmark that has entries; return the files written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -77,7 +79,7 @@ def draw_all(entries: Sequence[Entry], folder: Path) -> list[Path]:
         draw(figure, found)
         figure.suptitle(benchmark, fontsize=10)
         path = folder / f"{benchmark}.svg"
-        # Without dates and random ids, so that equal results are equal files.
+        # Without dates and random ids, so that equal results give equal files.
         with rc_context({"svg.hashsalt": "pando"}):
             figure.savefig(path, metadata={"Date": None})
         written.append(path)
@@ -105,7 +107,7 @@ def _bars(axes: Axes, heights: dict[str, float | None], title: str) -> None:
 
 
 def _draw_simulation(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Hit rate, pages, and cost of a simulated cache by mode."""
+    """Draw hit rate, pages, and cost of a simulated cache by mode."""
     panels = figure.subplots(1, 3)
     subjects = (("hit_rate", "share of prompt tokens found"), ("mean_pages", "pages in use, mean"))
     for axes, (metric, title) in zip(panels, subjects, strict=False):
@@ -114,7 +116,7 @@ def _draw_simulation(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def _draw_tenants(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Throughput and first tokens by mode and phase, and the curve from a cold start."""
+    """Draw throughput and time to first token by mode and phase, and the throughput after a cold start."""
     throughput, first, curve = figure.subplots(1, 3)
     names = {f"{mode}, {phase}": (mode, phase) for phase in ("cold", "warm") for mode in MODES}
     for axes, metric, title in (
@@ -136,13 +138,13 @@ def _draw_tenants(figure: Figure, entries: Sequence[Entry]) -> None:
         }
         if points:
             curve.plot([points[name] for name in sorted(points)], color=COLOURS[mode], label=mode)
-    curve.set_title("from a cold start: requests/s, by groups of 8", fontsize=9)
+    curve.set_title("after a cold start: requests/s, in groups of 8", fontsize=9)
     if curve.lines:
         curve.legend(fontsize=7)
 
 
 def _draw_costs(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Inserter of the cost of a request with the tree."""
+    """Draw the cost of a request over the size of the tree."""
     axes = figure.subplots()
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for entry in entries:
@@ -161,7 +163,7 @@ def _draw_costs(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def _draw_attack(figure: Figure, entries: Sequence[Entry]) -> None:
-    """How well each oracle tells, by mode, with intervals."""
+    """Draw the AUC of each oracle by mode, with confidence intervals."""
     axes = figure.subplots()
     shown = [entry for entry in entries if "value" in entry]
     oracles = list(dict.fromkeys(entry["metric"] for entry in shown))
@@ -179,7 +181,7 @@ def _draw_attack(figure: Figure, entries: Sequence[Entry]) -> None:
     axes.legend(fontsize=7)
 
 
-# By the start of the benchmark's name.
+# By the prefix of the benchmark's name.
 DRAWINGS: dict[str, Callable[[Figure, Sequence[Entry]], None]] = {
     "cache-costs": _draw_costs,
     "cache-": _draw_simulation,

@@ -1,4 +1,4 @@
-"""Progress bars on standard error, for people only."""
+"""Progress bars on standard error, only on terminals."""
 
 from __future__ import annotations
 
@@ -16,32 +16,29 @@ if TYPE_CHECKING:
     from deploy.bench.records import RequestRecord
     from deploy.bench.ring_client import ChoiceRecord
 
-# Redrawing competes with the load for the processor, so it stays rare.
+# Low, because redrawing competes with the load for the processor.
 DRAWINGS_PER_S = 2
 
 
 class RequestProgress:
-    """Counts records; shows nothing where standard error is no terminal."""
+    """Shows how many of `total` requests have ended; no output unless standard error is a terminal."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """Expect `total` requests."""
         self._progress = _bar(console)
         self._task = self._progress.add_task("requests", total=total)
         self._failed = 0
 
     def __enter__(self) -> Self:
-        """Start drawing."""
         self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove the bar."""
         self._progress.stop()
 
     def on_record(self, record: RequestRecord) -> None:
-        """Count a request that ended."""
+        """Count a finished request."""
         self._failed += record.error is not None
         description = f"requests ({self._failed} failed)" if self._failed else "requests"
         self._progress.update(self._task, advance=1, description=description)
@@ -51,7 +48,7 @@ class RequestProgress:
 async def following_tokens(
     records: Sequence[ChoiceRecord], total: int, console: Console | None = None
 ) -> AsyncIterator[None]:
-    """Show how many of `total` tokens the records have so far, where standard error is a terminal."""
+    """Show how many of `total` tokens the records have, if standard error is a terminal."""
     with _bar(console) as progress:
         task = progress.add_task("tokens", total=total)
 

@@ -1,4 +1,4 @@
-"""Prompts from segments: token ids where the server takes them, words of measured length where it does not."""
+"""Prompts from segments: as token ids if the server accepts them, otherwise as words of measured length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from deploy.bench.records import Segment
 
-# Below it are special tokens and single bytes in the usual vocabularies, above it every vocabulary still has words.
+# Ids below are special tokens and single bytes in most vocabularies; ids above are words in every vocabulary.
 LOWEST_ID = 256
 DEFAULT_VOCABULARY = 10_000
 
@@ -35,9 +35,9 @@ WORDS = tuple(COMMON_WORDS.split())
 
 
 class PromptMaker:
-    """Makes the same content from the same segments and seed, in the form that the server takes.
+    """Generates content from segments and a seed, deterministically, in the form that the server accepts.
 
-    A longer segment starts with what a shorter one of the same key is.
+    The content of a shorter segment is a prefix of that of a longer one with the same key.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class PromptMaker:
         vocabulary: int = DEFAULT_VOCABULARY,
         tokens_per_word: float = 1.0,
     ) -> None:
-        """Draw ids from [LOWEST_ID, vocabulary), or words, of which a token makes 1 / tokens_per_word."""
+        """Generate ids in [LOWEST_ID, vocabulary), or words with an average of `tokens_per_word` tokens."""
         self.as_ids = as_ids
         self._seed = seed
         self._vocabulary = max(vocabulary, LOWEST_ID + 1)
         self._tokens_per_word = tokens_per_word
-        # Blocks of a trace and system prompts come again and again.
+        # Blocks of a trace and system prompts occur repeatedly.
         self._ids = lru_cache(maxsize=4096)(self._draw_ids)
         self._words = lru_cache(maxsize=4096)(self._draw_words)
 
@@ -64,7 +64,7 @@ class PromptMaker:
         return np.concatenate([self._segment_ids(segment) for segment in segments])
 
     def messages(self, segments: Sequence[Segment]) -> list[dict[str, str]]:
-        """Return the `messages` of a chat; neighbours of one role are one message."""
+        """Return the `messages` of a chat; adjacent segments of one role are one message."""
         messages: list[dict[str, str]] = []
         for segment in segments:
             if not messages or messages[-1]["role"] != segment.role:

@@ -1,4 +1,4 @@
-"""What is sent and what came back, as values."""
+"""The requests of a workload and the records of their responses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt. Equal keys give equal content, whoever sends them: that is what a prefix cache can find."""
+    """A part of a prompt. Equal keys give equal content for all users, which a prefix cache can share."""
 
     key: str
     tokens: int
-    """Length aimed at; exact where the server accepts token ids."""
+    """Intended length; exact if the server accepts token ids."""
     role: str = "user"
-    """system, user or assistant; used by the chat endpoint only."""
+    """system, user or assistant; only used by the chat endpoint."""
     text: str | None = None
-    """Literal content instead of generated one."""
+    """Literal content instead of generated content."""
     ids: TokenIds | None = None
     """Literal token ids instead of generated ones."""
 
@@ -31,63 +31,63 @@ class BenchRequest:
     output_tokens: int
     user: str | None = None
     delay_s: float = 0.0
-    """Time to think before it, counted from the end of the request before it in the same session."""
+    """Seconds between the end of the previous request of the session and this one."""
     answer: Segment | None = None
-    """What the session goes on with as the answer; a server's real one is another, and is not waited for."""
+    """The answer in later prompts of the session; a server's real answer differs and is not used."""
 
     @property
     def input_tokens(self) -> int:
-        """Length of the prompt as the workload intends it."""
+        """Intended length of the prompt."""
         return sum(segment.tokens for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests that follow one another, such as the turns of a conversation; most workloads have one each."""
+    """Consecutive requests, such as the turns of a conversation; in most workloads a single one."""
 
     requests: tuple[BenchRequest, ...]
     arrival_s: float | None = None
-    """When its first request is due, from the start of the load; absent: the load decides."""
+    """Arrival time of the first request, in seconds after the start of the load; None in a closed loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What one request did. Times are seconds of one monotonic clock."""
+    """The record of one request. Times are in seconds of one monotonic clock."""
 
     started_s: float
     ended_s: float
     chunks_s: tuple[float, ...] = ()
-    """Arrival of each chunk that brought output."""
+    """Arrival time of each chunk with output."""
     input_tokens: int = 0
     output_tokens: int = 0
     counted_by_chunks: bool = False
-    """The server sent no usage, so that output tokens are chunks and input tokens the workload's intention."""
+    """The server sent no usage: output tokens are the number of chunks, input tokens the intended number."""
     cached_tokens: int | None = None
-    """Prompt tokens from the server's cache; absent if it does not tell."""
+    """Prompt tokens from the server's cache; None if it does not report them."""
     error: str | None = None
-    """Kind of failure; absent for a request that ended as it should."""
+    """Kind of failure; None if the request succeeded."""
     message: str = ""
     late_s: float = 0.0
-    """How much later than due it was sent."""
+    """Delay of its sending after its arrival time."""
 
     @property
     def time_to_first_s(self) -> float | None:
-        """From sending to the first output; absent if there was none."""
+        """Seconds from sending to the first output; None if there was none."""
         return self.chunks_s[0] - self.started_s if self.chunks_s else None
 
     @property
     def duration_s(self) -> float:
-        """From sending to the end of the response."""
+        """Seconds from sending to the end of the response."""
         return self.ended_s - self.started_s
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Times between chunks; tokens that arrived together count as one."""
+        """Times between chunks; tokens of one chunk count as one."""
         return tuple(later - earlier for earlier, later in pairwise(self.chunks_s))
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Output rate after the first token; absent if too short to tell."""
+        """Output rate after the first token; None if the output is too short."""
         if self.output_tokens < 2 or not self.chunks_s or self.chunks_s[-1] == self.chunks_s[0]:
             return None
         return (self.output_tokens - 1) / (self.chunks_s[-1] - self.chunks_s[0])
@@ -95,7 +95,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All records of one load and the time it took, from its first request to its last response."""
+    """All records of one load and its duration, from its first request to its last response."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float

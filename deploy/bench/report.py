@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables of benchmark results for the console."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from deploy.bench.workloads.ideal import IdealRates
 
 NOT_REPORTED = "–"
-# Tables in files and pipes are as wide as they need to be.
+# Width of tables in files and pipes.
 WIDTH_WITHOUT_TERMINAL = 120
 LATE_ENOUGH_TO_MENTION_S = 0.01
 
 
 def output_console() -> Console:
-    """Return the console that tables go to."""
+    """Return the console for tables, on standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL)
 
 
 def load_table(figures: LoadFigures, title: str, ideal: IdealRates | None = None) -> Table:
-    """Return the figures of one load as a table, with what a cache without limits could have found of it."""
+    """Return the figures of one load as a table, with the hit rates of an unlimited cache in `ideal`."""
     table = Table(title=title, title_justify="left", caption=_caption(figures), caption_justify="left")
     for heading in ("", "mean", *(f"p{quantile}" for quantile in QUANTILES)):
         table.add_column(heading, justify="right" if heading else "left")
@@ -83,13 +83,13 @@ def load_results(sheet: ResultSheet, figures: LoadFigures, ideal: IdealRates | N
 
 
 def print_failure(program: str, error: Exception) -> None:
-    """Tell on standard error why there are no figures."""
+    """Write the reason why there are no figures to standard error."""
     line = Text.assemble((f"{program}: ", "red"), str(error))
     Console(stderr=True).print(line, soft_wrap=True)
 
 
 def print_errors(console: Console, result: LoadResult) -> None:
-    """Show each kind of failure with its count and one example."""
+    """Print each kind of failure with its count and one example."""
     examples: dict[str, list[str]] = {}
     for record in result.records:
         if record.error is not None:
@@ -111,7 +111,7 @@ def spread_text(spread: Spread | None, decimals: int = 0) -> str:
 
 def _caption(figures: LoadFigures) -> str | None:
     if figures.counted_by_chunks:
-        return "The server sends no usage: output tokens are counted by chunks, input tokens as intended."
+        return "The server sends no usage: output tokens are counted by chunks; input tokens are the intended ones."
     return None
 
 

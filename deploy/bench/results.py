@@ -1,4 +1,4 @@
-"""Results as the repository keeps them: a list of flat objects, the last run of each benchmark."""
+"""Result files of the repository: a list of flat objects with the last run of each benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET_FLAGS = ("--api-key",)
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where figures come from."""
+    """The origin of figures."""
 
     command: str
     commit: str
@@ -30,7 +30,7 @@ class Provenance:
 
     @classmethod
     def collect(cls, argv: Sequence[str], now: datetime.datetime | None = None) -> Provenance:
-        """Describe this run of `pando` with `argv`; credentials are left out."""
+        """Describe this run of `pando` with `argv`; credentials are hidden."""
         now = now or datetime.datetime.now(datetime.UTC)
         return cls(shlex.join(["pando", *redact(argv)]), current_commit(), now.date().isoformat())
 
@@ -49,22 +49,21 @@ class Result:
     commit: str
     date: str
     label: str | None = None
-    """What was measured when it was not this repository, or which variant."""
+    """The measured server if it is not this repository's, or the variant."""
     low: float | None = None
     high: float | None = None
     repeats: int | None = None
 
     @property
     def key(self) -> tuple[str, str, int, str, str | None]:
-        """What a later run of the same thing replaces."""
+        """The identity of the figure: a later run replaces the result with the same key."""
         return (self.benchmark, self.model, self.tp, self.metric, self.label)
 
 
 class ResultSheet:
-    """Collects the results of one run."""
+    """Collects the results of one run, which share benchmark, model and provenance."""
 
     def __init__(self, benchmark: str, model: str, tp: int, provenance: Provenance, label: str | None = None) -> None:
-        """Give all results of the sheet the same head."""
         self.results: list[Result] = []
         self._benchmark = benchmark
         self._model = short_model(model)
@@ -73,7 +72,7 @@ class ResultSheet:
         self._label = label
 
     def add(self, metric: str, value: float | None, unit: str) -> None:
-        """Add a single figure; None is left out."""
+        """Add a single figure, unless it is None."""
         if value is not None:
             self._append(metric, value, unit, None)
 
@@ -102,10 +101,10 @@ class ResultSheet:
 
 
 def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Write `results` to the list in `path`, replacing what they measure again; absent fields are left out.
+    """Write `results` to the list in `path`, replacing entries with the same keys; fields that are None are omitted.
 
     Raises:
-        ValueError: the file is there, but is no list of results.
+        ValueError: the file exists, but is not a list of results.
     """
     new = list(results)
     keys = {result.key for result in new}
@@ -116,24 +115,24 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Return the list in `path`; one that is not there is empty.
+    """Return the list in `path`; empty if the file does not exist.
 
     Raises:
-        ValueError: the file is no list of results.
+        ValueError: the file is not a list of results.
     """
     try:
         return [Result(**entry) for entry in _read(path)]
     except TypeError as error:
-        raise ValueError(f"{path} is no list of results") from error
+        raise ValueError(f"{path} is not a list of results") from error
 
 
 def short_model(name: str) -> str:
-    """Return `name` without the folders that some servers put in front of it; owner/name stays as it is."""
+    """Return `name` without the folders that some servers prepend; owner/name is unchanged."""
     return name.replace("\\", "/").rpartition("/")[2] if name.startswith(("/", "~", ".")) or "\\" in name else name
 
 
 def rounded(value: float) -> float:
-    """Return `value` with four significant digits; more would claim too much."""
+    """Return `value` rounded to four significant digits, which is the precision of the measurements."""
     return float(f"{value:.4g}")
 
 
@@ -152,7 +151,7 @@ def redact(argv: Sequence[str]) -> list[str]:
 
 
 def current_commit() -> str:
-    """Return the short commit of this source tree, with a + if it was changed; unknown outside a repository."""
+    """Return the short commit of this source tree, with a + if files have changed; "unknown" outside a repository."""
     folder = Path(__file__).resolve().parent
     try:
         commit = _git(folder, "rev-parse", "--short", "HEAD")
@@ -174,7 +173,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return []
     entries = orjson.loads(path.read_bytes())
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} is no list of results")
+        raise ValueError(f"{path} is not a list of results")
     return entries
 
 

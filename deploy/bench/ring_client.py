@@ -1,4 +1,4 @@
-"""Drives the ring without its edge: submits token ids in the tokenizer's place, receives text in the gateway's."""
+"""Client of scheduler and detokenizer: submits token ids like a tokenizer, receives text like a gateway."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TENANT = "bench"
 
 
 class RingError(Exception):
-    """The ring cannot be driven, or broke while it was; the message says where."""
+    """A service is unreachable or a stream broke; the message names it."""
 
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What one request brought. Times are seconds of the client's clock."""
+    """The record of one request. Times are in seconds of the client's clock."""
 
     request_id: RequestId
     submitted_s: float
@@ -63,12 +63,12 @@ class ChoiceRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether its finish is still to come."""
+        """Whether the request has not finished yet."""
         return self.finish is None and self.failure is None
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Rate after the first token; None if too short to tell."""
+        """Rate after the first token; None if the output is too short."""
         if self.first_s is None or self.last_s is None or self.last_s <= self.first_s:
             return None
         return (self.tokens - 1) / (self.last_s - self.first_s)
@@ -89,7 +89,7 @@ class _Batch:
 
 
 class RingClient:
-    """One subscriber and one submitter; use as an async context manager."""
+    """One subscription and one submission stream; use it as an async context manager."""
 
     def __init__(self, scheduler: str, detokenizer: str, clock: Clock | None = None) -> None:
         """Prepare for the services at these gRPC addresses."""
@@ -105,7 +105,7 @@ class RingClient:
         """Open both streams.
 
         Raises:
-            RingError: a service is away.
+            RingError: a service is unreachable.
         """
         channels = {name: open_channel(address) for name, address in self._addresses.items()}
         self._channels = list(channels.values())
@@ -128,7 +128,7 @@ class RingClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close both streams; what is still open is aborted by the ring, for its subscriber is gone."""
+        """Close both streams; open requests are aborted, as their subscriber is gone."""
         await self._close()
 
     async def start(self, requests: Sequence[ScheduleRequest]) -> list[ChoiceRecord]:
@@ -145,7 +145,7 @@ class RingClient:
         """Wait until every request of the batch has ended.
 
         Raises:
-            RingError: a stream broke, or time ran out.
+            RingError: a stream broke, or the timeout expired.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -162,22 +162,22 @@ class RingClient:
         return records
 
     async def get_state(self) -> scheduler_pb2.GetStateResponse:
-        """Return queues, rows and pages."""
+        """Return the scheduler's state."""
         return await self._scheduler.GetState(scheduler_pb2.GetStateRequest(), timeout=10)
 
     async def _wait_for(self, name: str, call: AnyStream) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.initial_metadata()
-                # A call that failed has empty metadata and does not raise before this.
+                # A failed call has empty metadata and only raises here.
                 await call.wait_for_connection()
         except TimeoutError:
             raise RingError(f"the {name} at {self._addresses[name]} does not answer") from None
         except grpc.RpcError as error:
-            raise RingError(f"the {name} at {self._addresses[name]} is away: {describe(error)}") from None
+            raise RingError(f"the {name} at {self._addresses[name]} is unreachable: {describe(error)}") from None
 
     async def _follow(self, name: str, call: AnyStream, on_message: Callable[[Any], None]) -> None:
-        """Read a stream until it breaks; then nothing that is open can finish any more."""
+        """Read a stream until it breaks; open requests cannot finish after that."""
         reason = "closed by the peer"
         try:
             async for message in call:
@@ -225,7 +225,7 @@ class RingClient:
 def schedule_requests(
     requests: Sequence[BenchRequest], prompts: PromptMaker, temperature: float, cache_mode: CacheMode
 ) -> list[ScheduleRequest]:
-    """Return `requests` for the scheduler, each of a principal of its own, so that none can reuse another's prefix."""
+    """Return `requests` for the scheduler; those without a user get distinct subjects and cannot share prefixes."""
     run = uuid.uuid4().hex
     return [
         ScheduleRequest(

@@ -1,4 +1,4 @@
-"""`pando bench serve`: one load against any OpenAI-compatible server, and what it showed."""
+"""`pando bench serve`: runs one load against any OpenAI-compatible server and reports its figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         return 2
     figures = summarize(result)
     title = f"{arguments.workload}, {_describe_loop(arguments)}, {short_model(model)}"
-    # A real server's answers are its own, so that no later prompt goes on with them.
+    # Later prompts do not contain the real server's answers.
     ideal = ideal_rates((request for session in sessions for request in session.requests), keeps_answers=False)
     console.print(load_table(figures, title, ideal))
     print_errors(console, result)
@@ -54,7 +54,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def exit_code(figures: LoadFigures) -> int:
-    """Return 1 if nothing succeeded; overload makes single requests fail, and is often what is measured."""
+    """Return 1 if all requests failed; under overload, which is often measured on purpose, some may fail."""
     return int(figures.requests > 0 and figures.failed == figures.requests)
 
 

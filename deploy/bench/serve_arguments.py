@@ -1,4 +1,4 @@
-"""Flags of `pando bench serve`, and the values made of them."""
+"""The flags of `pando bench serve`, and the options and sessions built from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value
@@ -57,28 +57,28 @@ def positive_float(text: str) -> float:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how to ask a server."""
+    """Add the flags for the form of requests to a server."""
     group = parser.add_argument_group("server")
-    group.add_argument("--model", help="model name; default: the first that /v1/models lists")
+    group.add_argument("--model", help="model name; default: the first in /v1/models")
     group.add_argument("--api-key", help="sent as bearer token; never written to results")
     group.add_argument("--prompt-form", choices=("auto", "ids", "text"), default="auto", help="auto: ids if accepted")
     group.add_argument(
-        "--vocabulary", type=positive_int, default=DEFAULT_VOCABULARY, help="random ids are below it (%(default)s)"
+        "--vocabulary", type=positive_int, default=DEFAULT_VOCABULARY, help="upper bound of random ids (%(default)s)"
     )
     group.add_argument("--timeout", type=positive_float, default=600.0, metavar="S", help="per request (%(default)s)")
     group.add_argument(
         "--seed",
         type=int,
         default=secrets.randbelow(1 << 31),
-        help="of lengths, contents and arrivals; default: a new one, so that no server remembers the last run",
+        help="of lengths, contents and arrivals; default: random, so that no server has cached the last run",
     )
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what becomes of the results."""
+    """Add the flags for the results."""
     group = parser.add_argument_group("results")
     group.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
-    group.add_argument("--label", help="what was measured, if not this repository's own server")
+    group.add_argument("--label", help="the measured server, if it is not this repository's")
     group.add_argument(
         "--tp", type=positive_int, default=1, help="tensor-parallel ranks, for the results (%(default)s)"
     )
@@ -95,9 +95,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="generate the full length; --no-ignore-eos for servers that do not know the field",
+        help="generate the full length; --no-ignore-eos for servers that do not support the field",
     )
-    asking.add_argument("--user-field", choices=USER_FIELDS, default="user", help="names the user (%(default)s)")
+    asking.add_argument("--user-field", choices=USER_FIELDS, default="user", help="field for the user (%(default)s)")
     asking.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="added to each request")
     _add_loop_arguments(parser)
     _add_workload_arguments(parser)
@@ -114,17 +114,17 @@ def _add_loop_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="CV",
-        help="coefficient of variation of the gaps: 1 Poisson, more: bursts, 0: metronome (%(default)s)",
+        help="coefficient of variation of the gaps: 1: Poisson, more: bursts, 0: constant (%(default)s)",
     )
-    group.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before that (%(default)s)")
+    group.add_argument("--warmup", type=int, default=2, metavar="N", help="warm-up requests (%(default)s)")
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--workload", choices=tuple(WORKLOADS), default="random", help="(%(default)s)")
-    group.add_argument("--requests", type=positive_int, metavar="N", help="how many; default: 64, or all of a workload")
+    group.add_argument("--requests", type=positive_int, metavar="N", help="number; default: 64, or all of a workload")
     group.add_argument("--input-tokens", type=positive_int, default=256, help="random (%(default)s)")
-    group.add_argument("--output-tokens", type=positive_int, help="default: 64, or what the workload says")
+    group.add_argument("--output-tokens", type=positive_int, help="default: 64, or as in the workload")
     group.add_argument("--length-spread", type=float, default=0.0, help="random: lengths ± this share (%(default)s)")
     shape = SharedPrefixShape()
     group.add_argument("--apps", type=positive_int, default=shape.apps, help="shared-prefix, m1 (%(default)s)")
@@ -133,18 +133,18 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system-tokens", type=positive_int, default=shape.system_tokens, help="(%(default)s)")
     group.add_argument("--question-tokens", type=positive_int, default=shape.question_tokens, help="(%(default)s)")
     group.add_argument("--think-s", type=float, default=M1Shape().think_s, help="m1: median pause (%(default)s)")
-    group.add_argument("--file", "--trace", type=Path, help="sharegpt: JSON; trace: JSON lines of the Mooncake form")
+    group.add_argument("--file", "--trace", type=Path, help="sharegpt: JSON; trace: JSON lines in the Mooncake format")
     group.add_argument("--turns", type=positive_int, default=1, help="sharegpt: user turns per session (%(default)s)")
     group.add_argument("--max-input-tokens", type=positive_int, default=1024, help="sharegpt (%(default)s)")
     group.add_argument("--trace-speed", type=positive_float, default=1.0, help="2 is twice as fast (%(default)s)")
     group.add_argument(
-        "--scale", type=positive_float, default=1.0, help="lengths times this, not of random (%(default)s)"
+        "--scale", type=positive_float, default=1.0, help="factor on lengths, except for random (%(default)s)"
     )
     group.add_argument("--block-tokens", type=positive_int, default=BLOCK_TOKENS, help="trace (%(default)s)")
 
 
 def target_options(arguments: argparse.Namespace) -> TargetOptions:
-    """Return how to ask the server."""
+    """Return the server's address and the form of requests."""
     endpoint = arguments.endpoint or ("chat" if arguments.workload == "sharegpt" else "completions")
     return TargetOptions(
         url=arguments.url,
@@ -166,8 +166,8 @@ def build_sessions(arguments: argparse.Namespace) -> list[Session]:
     """Return the workload's sessions, with arrival times if the loop is open.
 
     Raises:
-        ValueError: flags that do not fit each other, or a file that is no such workload.
-        OSError: a file that cannot be read.
+        ValueError: flags are inconsistent, or a file is not of the workload's format.
+        OSError: a file cannot be read.
     """
     sessions = WORKLOADS[arguments.workload](arguments)
     if arguments.rate is not None:
@@ -177,7 +177,7 @@ def build_sessions(arguments: argparse.Namespace) -> list[Session]:
 
 
 def is_open_loop(arguments: argparse.Namespace) -> bool:
-    """Return whether arrivals are timed: by a rate, or by the trace itself."""
+    """Whether sessions have arrival times: from a rate, or from the trace."""
     return arguments.rate is not None or (arguments.workload == "trace" and arguments.concurrency is None)
 
 
@@ -240,7 +240,7 @@ def _file(arguments: argparse.Namespace) -> Path:
     return path
 
 
-# A workload of its own module and one line here is all that another one needs.
+# Another workload needs a module and one line here.
 WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
     "random": _random,
     "shared-prefix": _shared_prefix,

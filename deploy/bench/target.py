@@ -1,4 +1,4 @@
-"""Finds out what is behind a URL: the model's name, whether prompts may be token ids, how long words are in tokens."""
+"""Probes of a server: its model's name, whether prompts may be token ids, and the tokens per word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE_TIMEOUT_S = 120.0
 
 
 class TargetError(Exception):
-    """The server cannot be measured; the message says why, for people."""
+    """The server cannot be measured; the message states the reason for users."""
 
 
 def base_url(url: str) -> str:
@@ -42,33 +42,37 @@ def open_client(url: str, api_key: str | None) -> HttpClient:
 
 
 async def find_model(http: HttpClient) -> str:
-    """Return the first name that /v1/models lists, of what generates.
+    """Return the name of the first generative model in /v1/models.
 
     Raises:
-        TargetError: the server is away, refuses, or lists none.
+        TargetError: the server is unreachable, refuses the request, or lists no model.
     """
     body = await _ask(http, "GET", "/v1/models")
     try:
         listed = body["data"]
         return str(next((model for model in listed if model.get("kind") != "embed"), listed[0])["id"])
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise TargetError("the server lists no model; name one with --model") from None
+        raise TargetError("the server lists no model; choose one with --model") from None
 
 
 async def accepts_ids(http: HttpClient, model: str) -> bool:
-    """Return whether the completions endpoint takes a prompt of token ids."""
+    """Whether the completions endpoint accepts a prompt of token ids.
+
+    Raises:
+        TargetError: the server is unreachable or refuses the credential.
+    """
     body = {"model": model, "prompt": [300, 301, 302, 303], "max_tokens": 1, "temperature": 0}
     try:
         response = await _exchange(http, "POST", "/v1/completions", body)
     except TransportError as error:
         raise TargetError(str(error)) from None
     if response.status in (401, 403):
-        raise TargetError(f"the server refuses: {_message(response)}")
+        raise TargetError(f"the server refused the request: {_message(response)}")
     return response.status == 200
 
 
 async def measure_tokens_per_word(http: HttpClient, model: str) -> float:
-    """Return how many tokens one of our words is, by the server's /tokenize; 1 if it has none."""
+    """Return the average tokens of a word in `WORDS`, from the server's /tokenize; 1 if it has no such endpoint."""
     text = "".join(" " + word for word in WORDS)
     # vLLM and SGLang read `prompt`, llama-server `content`; each ignores the other.
     body = {"model": model, "prompt": text, "content": text, "add_special_tokens": False}
@@ -91,7 +95,7 @@ async def _ask(http: HttpClient, method: str, path: str) -> Any:
     try:
         return orjson.loads(response.body)
     except orjson.JSONDecodeError:
-        raise TargetError(f"{path} answered something that is no JSON; is this an OpenAI-compatible server?") from None
+        raise TargetError(f"the answer of {path} is not JSON; is this an OpenAI-compatible server?") from None
 
 
 async def _exchange(http: HttpClient, method: str, path: str, body: dict[str, Any] | None = None) -> Response:

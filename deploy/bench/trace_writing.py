@@ -1,4 +1,4 @@
-"""`pando bench trace`: writes workload M1 as a hash-id trace of the Mooncake form, for whatever replays those."""
+"""`pando bench trace`: writes workload M1 as a hash-id trace in the Mooncake format, for tools that replay those."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from deploy.bench.cache.arrivals import Arrival
     from deploy.bench.records import Segment
 
-# How fast answers come while the trace is recorded, which spaces the turns of a conversation.
+# Seconds per output token in the trace, which determine the gaps between the turns of a conversation.
 TOKEN_S = 0.02
 
 
 class BlockNames:
-    """Gives equal blocks behind equal blocks equal ids, counted in the order in which they are first seen."""
+    """Assigns ids to blocks: equal blocks after equal prefixes have equal ids, numbered by their first occurrence."""
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
-        """Start without ids."""
         self._block_tokens = block_tokens
         self._ids: dict[int, int] = {}
 
@@ -58,7 +57,7 @@ class BlockNames:
 
 
 def trace_row(arrival: Arrival, names: BlockNames) -> dict[str, Any]:
-    """Return one request as a line of a trace; `user` is our addition to the form."""
+    """Return one request as a line of a trace; `user` is our addition to the format."""
     request = arrival.request
     return {
         "timestamp": round(arrival.time_s * 1000),
@@ -72,18 +71,18 @@ def trace_row(arrival: Arrival, names: BlockNames) -> dict[str, Any]:
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `pando bench trace`."""
     shape = M1Shape()
-    parser.add_argument("file", type=Path, help="where the JSON lines go")
+    parser.add_argument("file", type=Path, help="output file for the JSON lines")
     parser.add_argument("--requests", type=positive_int, default=10_000, metavar="N", help="(%(default)s)")
     parser.add_argument("--users", type=positive_int, default=shape.users, help="(%(default)s)")
     parser.add_argument("--apps", type=positive_int, default=shape.apps, help="(%(default)s)")
     parser.add_argument("--rate", type=positive_float, default=10.0, metavar="R", help="requests/s (%(default)s)")
     parser.add_argument("--burstiness", type=positive_float, default=1.0, metavar="CV", help="(%(default)s)")
-    parser.add_argument("--scale", type=positive_float, default=1.0, help="lengths times this (%(default)s)")
+    parser.add_argument("--scale", type=positive_float, default=1.0, help="factor on lengths (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Write the trace, and say what a cache without limits could find of it; return the exit code."""
+    """Write the trace and print the hit rates of an unlimited cache; return the exit code."""
     shape = M1Shape(users=arguments.users, apps=arguments.apps, scale=arguments.scale)
     sessions = m1_stream(shape, arguments.rate, arguments.burstiness, arguments.seed)
     names, ideal = BlockNames(), IdealCache(keeps_answers=False)

@@ -1,4 +1,4 @@
-"""Streams answers from an OpenAI-compatible server and notes how fast they came."""
+"""Client of an OpenAI-compatible server that streams answers and measures their speed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from deploy.chat.conversation import Message
 
 CONNECT_TIMEOUT_S = 5.0
-# A long prompt on a slow machine is silent for long; Ctrl-C ends the wait.
+# A long prompt on a slow machine takes long before the first token; Ctrl-C ends the wait.
 READ_TIMEOUT_S = 600.0
 
 
 class ChatError(Exception):
-    """No answer, or not all of it; the message is for the person at the terminal."""
+    """There is no answer or no complete one; the message is for the user at the terminal."""
 
 
 class UnreachableError(ChatError):
-    """Nothing listens there."""
+    """No server listens at the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What goes with every question."""
+    """Parameters of every request."""
 
     model: str
     user: str
@@ -40,7 +40,7 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it comes in; complete once `finish_reason` is set."""
+    """One streamed answer; complete once `finish_reason` is set. Times are in seconds of the client's clock."""
 
     asked_s: float
     pieces: list[str] = field(default_factory=list)
@@ -53,27 +53,27 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What has come so far."""
+        """The text received so far."""
         return "".join(self.pieces)
 
     @property
     def time_to_first_s(self) -> float | None:
-        """From asking to the first text."""
+        """Seconds from the request to the first text; None before it."""
         return None if self.first_s is None else self.first_s - self.asked_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate after the first token; None if the server counts no tokens or there are too few."""
+        """Rate after the first token; None if the server reports no token counts or there are too few tokens."""
         if self.first_s is None or self.last_s is None or self.last_s <= self.first_s:
             return None
         return (self.completion_tokens - 1) / (self.last_s - self.first_s) if self.completion_tokens else None
 
 
 def tls_context(authority: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Return how to talk HTTPS, None for what everybody does.
+    """Return the TLS context for HTTPS with the given PEM files; None for the default one.
 
     Raises:
-        ChatError: a file cannot be read, or is none of the kind.
+        ChatError: a file cannot be read or is invalid.
     """
     if authority is None and certificate is None:
         return None
@@ -87,7 +87,7 @@ def tls_context(authority: str | None, certificate: str | None, key: str | None)
 
 
 class ChatClient:
-    """Talks to one server."""
+    """An HTTP client for one server."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class ChatClient:
         tls: ssl.SSLContext | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare for the server at `url`, with or without its /v1.
+        """Prepare for the server at `url`, with or without /v1 at the end.
 
         Raises:
-            ChatError: it is no URL.
+            ChatError: the URL is invalid.
         """
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._now = now
@@ -115,11 +115,11 @@ class ChatClient:
             )
 
     def find_model(self) -> str:
-        """Return the first model the server lists that can chat.
+        """Return the first model in the server's list that can chat.
 
         Raises:
-            UnreachableError: nothing listens there.
-            ChatError: it lists none, or refuses.
+            UnreachableError: no server listens at the URL.
+            ChatError: the server lists no model, or refuses the request.
         """
         with self._explained():
             response = self._http.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
@@ -127,18 +127,18 @@ class ChatClient:
                 raise ChatError(_refusal(response))
             try:
                 listed = response.json()["data"]
-                # Other servers do not say what kind of model one is.
+                # Other servers do not report the kind of a model.
                 return str(next((model for model in listed if model.get("kind") != "embed"), listed[0])["id"])
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ChatError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
     def ask(self, messages: list[Message], options: ChatOptions, on_text: Callable[[str], None]) -> Answer:
-        """Send the conversation and return the answer; `on_text` gets its pieces as they come.
+        """Send the conversation and return the answer; `on_text` is called with its pieces as they arrive.
 
-        An exception out of `on_text`, or KeyboardInterrupt, closes the connection, and so aborts the answer.
+        An exception in `on_text`, or KeyboardInterrupt, closes the connection, which aborts the answer.
 
         Raises:
-            ChatError: no answer, or it broke off; the pieces so far have been handed to `on_text`.
+            ChatError: there was no answer, or it was incomplete; `on_text` has received the pieces until then.
         """
         body = _body(messages, options)
         answer = Answer(self._now())
@@ -153,7 +153,7 @@ class ChatClient:
                     answer.pieces.append(piece)
                     on_text(piece)
         if answer.finish_reason is None:
-            raise ChatError("the answer broke off")
+            raise ChatError("the answer is incomplete: the stream ended early")
         return answer
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class ChatClient:
 
 
 class _Explained:
-    """Turns what httpx raises into what a person can use."""
+    """Converts httpx's exceptions into `ChatError`s with messages for users."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -177,14 +177,14 @@ class _Explained:
         match error:
             case httpx.ConnectError() | httpx.ConnectTimeout():
                 raise UnreachableError(
-                    f"no server answers at {self._url}; start one with `pando up` or make serve, or name one with --url"
+                    f"no server answers at {self._url}; start one with `pando up` or make serve, or set --url"
                 ) from error
             case httpx.UnsupportedProtocol() | httpx.InvalidURL():
                 raise ChatError(f"not a URL: {self._url}") from error
             case httpx.TimeoutException():
                 raise ChatError(f"{self._url} does not answer in time") from error
             case httpx.HTTPError():
-                raise ChatError(f"the connection to {self._url} broke: {error}") from error
+                raise ChatError(f"the connection to {self._url} failed: {error}") from error
             case _:
                 pass
 
@@ -196,7 +196,7 @@ def _body(messages: list[Message], options: ChatOptions) -> dict[str, Any]:
         "temperature": options.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # The same user on every turn, so that the server may reuse what it has computed for the turns before.
+        # The same user on every turn, so that the server can reuse the KV of earlier turns.
         "user": options.user,
     }
     return body if options.max_tokens is None else {**body, "max_tokens": options.max_tokens}
@@ -206,7 +206,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of the stream's `data:` lines.
 
     Raises:
-        ChatError: an event that is none, or that reports an error.
+        ChatError: an event is not valid JSON, or reports an error.
     """
     for line in response.iter_lines():
         name, _, value = line.partition(":")
@@ -223,7 +223,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _read_chunk(answer: Answer, chunk: dict[str, Any]) -> list[str]:
-    """Take finish and usage into `answer`; return the chunk's text."""
+    """Store the chunk's finish reason and usage in `answer`; return its text."""
     pieces: list[str] = []
     for choice in chunk.get("choices") or ():
         pieces += [text] if (text := (choice.get("delta") or {}).get("content")) else []
@@ -240,7 +240,7 @@ def _refusal(response: httpx.Response) -> str:
         text = _message(response.json())
     except ValueError:
         text = response.text[:200] or response.reason_phrase
-    return f"the server answers {response.status_code}: {text}"
+    return f"the server answered {response.status_code}: {text}"
 
 
 def _message(body: object) -> str:

@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-# At the API's own default of 1 a small model, which is what is served at first, talks in riddles.
+# At the API's default of 1, the output of a small model, such as the default one, is mostly incoherent.
 DEFAULT_TEMPERATURE = 0.3
 API_KEY_VARIABLE = "PANDO_API_KEY"
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+INTERRUPTED = 130  # the exit status of a process ended by SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pando chat`."""
-    parser.add_argument("--url", help=f"server; default: the deployment running here, else {DEFAULT_URL}")
-    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--url", help=f"server; default: the deployment on this machine, otherwise {DEFAULT_URL}")
+    parser.add_argument("--model", help="default: the first in the server's list")
     parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"(or {API_KEY_VARIABLE})")
     parser.add_argument(
-        "--authority", metavar="FILE", help="who signs the server's certificate, if nobody public (PEM)"
+        "--authority", metavar="FILE", help="authority of the server's certificate, if it is not a public one (PEM)"
     )
-    parser.add_argument("--certificate", metavar="FILE", help="to show, where the server asks for one (PEM)")
-    parser.add_argument("--key", metavar="FILE", help="the private key that belongs to it (PEM)")
-    parser.add_argument("--user", help="who asks; default: somebody new in each session")
+    parser.add_argument("--certificate", metavar="FILE", help="client certificate, if the server requires one (PEM)")
+    parser.add_argument("--key", metavar="FILE", help="private key of the client certificate (PEM)")
+    parser.add_argument("--user", help="name of the user; default: a new one in each session")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, help="0 to 2 (%(default)s)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
-    parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and end; so does text on stdin")
+    parser.add_argument("--prompt", metavar="TEXT", help="send this prompt (or text on stdin), print the answer, exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat(client: ChatClient, arguments: argparse.Namespace) -> None:
-    """Chat with the server of `client` until there is nothing more to ask.
+    """Chat with the server of `client` until the user quits, or send one prompt.
 
     Raises:
-        ChatError: there is no answer to be had.
+        ChatError: the server cannot be reached, or does not answer a single prompt.
     """
     options = ChatOptions(
         model=arguments.model or client.find_model(),
@@ -82,13 +82,13 @@ def chat(client: ChatClient, arguments: argparse.Namespace) -> None:
 
 
 def ask_once(client: ChatClient, options: ChatOptions, conversation: Conversation, question: str) -> None:
-    """Write the answer to `question` on standard output, its figures on standard error.
+    """Write the answer to `question` to standard output, and its figures to standard error.
 
     Raises:
-        ChatError: there is no question, or no whole answer.
+        ChatError: the question is empty, or the answer is incomplete.
     """
     if not question:
-        raise ChatError("nothing to ask: standard input is empty")
+        raise ChatError("there is no prompt: standard input is empty")
     to_terminal = sys.stdout.isatty()
 
     def on_text(piece: str) -> None:
@@ -101,10 +101,10 @@ def ask_once(client: ChatClient, options: ChatOptions, conversation: Conversatio
 
 
 def running_url(root: Path | None = None) -> str:
-    """Return the URL of the deployment that runs on this machine; without one, the default.
+    """Return the URL of the deployment that runs on this machine; without one, the default URL.
 
     Raises:
-        ChatError: several run, none of them at the default URL.
+        ChatError: several deployments run, none of them at the default URL.
     """
     found = (read_state(folder) for folder in sorted((root or run_root()).glob("*")))
     urls = [state.url for state in found if state is not None]

@@ -1,4 +1,4 @@
-"""What has been said so far."""
+"""The messages of a conversation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages of one chat, as the API takes them."""
+    """The messages of one chat, in the API's format."""
 
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str) -> list[Message]:
-        """Add what the user says; return all messages to send."""
+        """Add a message of the user; return all messages to send."""
         self.turns.append({"role": "user", "content": text})
         return self.messages
 
     def answer(self, text: str) -> None:
-        """Add what the model said. A turn that brought nothing is taken back, so that it can be asked again."""
+        """Add the model's answer. If it is empty, the user's message is removed, so that it can be sent again."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         elif self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Remove all messages except the system prompt."""
         self.turns.clear()
 
     @property
     def messages(self) -> list[Message]:
-        """Everything, the system prompt first."""
+        """All messages, the system prompt first."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self.turns

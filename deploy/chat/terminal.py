@@ -1,4 +1,4 @@
-"""The chat as a person sees it: prompt, streamed answer, figures, commands."""
+"""The user interface of the chat: prompt, streamed answer, figures, commands."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from deploy.chat.client import Answer, ChatClient, ChatOptions
     from deploy.chat.conversation import Conversation
 
-HELP = """/reset          forget the conversation
-/system TEXT    set the system prompt (without TEXT: remove it) and begin anew
-/quit           end; so does Ctrl-D. Ctrl-C stops an answer"""
+HELP = """/reset          clear the conversation
+/system TEXT    set the system prompt (without TEXT: remove it) and clear the conversation
+/quit           quit, like Ctrl-D. Ctrl-C stops an answer"""
 
 
 class Terminal:
@@ -50,7 +50,7 @@ class Terminal:
                 return
             except KeyboardInterrupt:
                 self._console.print()
-                self._note("/quit or Ctrl-D ends the chat")
+                self._note("press Ctrl-D or type /quit to quit")
                 continue
             if line.startswith("/"):
                 if not self._command(line):
@@ -59,14 +59,14 @@ class Terminal:
                 self._ask(line)
 
     def _command(self, line: str) -> bool:
-        """Carry out a command; return whether the chat goes on."""
+        """Run a command; return whether the chat continues."""
         name, _, rest = line.partition(" ")
         match name:
             case "/quit" | "/exit":
                 return False
             case "/reset":
                 self._conversation.reset()
-                self._note("forgotten")
+                self._note("conversation cleared")
             case "/system":
                 self._conversation.system = rest.strip() or None
                 self._conversation.reset()
@@ -74,7 +74,7 @@ class Terminal:
             case "/help":
                 self._note(HELP)
             case _:
-                self._note(f"no command {name}; /help shows them")
+                self._note(f"unknown command {name}; /help shows the commands")
         return True
 
     def _ask(self, text: str) -> None:
@@ -96,7 +96,7 @@ class Terminal:
             self._console.print()
             self._note(describe(answer))
         finally:
-            # An answer that was stopped was still said: the next turn goes on from it.
+            # A stopped answer stays in the conversation: the next turn continues from it.
             self._conversation.answer("".join(received))
 
     def _note(self, text: str) -> None:
@@ -104,14 +104,14 @@ class Terminal:
 
 
 def read_from_terminal() -> str:
-    """Read a line with editing and history where the platform has them."""
+    """Read a line, with editing and history if the platform supports them."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (importing it is what turns editing on)
+        import readline  # noqa: F401  (its import enables editing)
     return input("\n> ")
 
 
 def describe(answer: Answer) -> str:
-    """Return the figures of an answer in one line; what the server does not tell is left out."""
+    """Return the figures of an answer in one line, without those that the server does not report."""
     parts: list[str] = []
     if answer.completion_tokens is not None:
         parts.append(f"{answer.completion_tokens} tokens")
@@ -128,5 +128,5 @@ def describe(answer: Answer) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters: a model's output must not steer the terminal."""
+    """Return `text` without control characters: a model's output must not control the terminal."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")

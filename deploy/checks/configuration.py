@@ -13,11 +13,11 @@ FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMAND = "python -m deploy.checks.configuration"
 HEAD = f"""# Configuration
 
-<!-- Generated from `common/settings` by `{COMMAND}`; `make check` fails if it has drifted. -->
+<!-- Generated from `common/settings` by `{COMMAND}`; `make check` fails if it is outdated. -->
 
-One schema configures all services. Each source overrides those after it: command-line flags, environment variables,
-the TOML file that `--config` or `PANDO_CONFIG` names, the defaults below. An unknown name is an error in each of
-them, and the message names the setting that was probably meant.
+One schema configures all services. The sources are, in order of precedence: command-line flags, environment variables,
+the TOML file that `--config` or `PANDO_CONFIG` names, the defaults below. An unknown name is an error in each of them;
+the message suggests a similar setting.
 
 ```sh
 pando up --scheduler.max_rows 128
@@ -25,18 +25,18 @@ PANDO_SCHEDULER__MAX_ROWS=128 pando up
 pando up --config pando.toml         # [scheduler] ⏎ max_rows = 128
 ```
 
-Lists and tables are JSON in flags and in the environment: `--tokenizer.schedulers '["a:50052", "b:50052"]'`. Flags
-are named as the settings: `--gateway.port 8000`. `pando up` understands `--model`, `--host` and `--port` for
-`model.reference`, `gateway.host` and `gateway.port`; it chooses the addresses of the services that it starts. A
-service that runs alone (`python -m services.scheduler`) reads the same names, and uses its own section, `model`,
-`rpc` and `log`. *Absent* means that the setting has no value, and the meaning says what happens then.
+Lists and tables are JSON in flags and in the environment: `--tokenizer.schedulers '["a:50052", "b:50052"]'`. Flags have
+the names of the settings: `--gateway.port 8000`. `pando up` accepts `--model`, `--host` and `--port` as short forms of
+`model.reference`, `gateway.host` and `gateway.port`; it sets the addresses of the services that it starts. A service
+that runs on its own (`python -m services.scheduler`) reads the same names, and uses its own section, `model`, `rpc` and
+`log`. *Absent* means that the setting has no value; the description states the effect.
 """
 
 
 def main() -> int:
     """Write the page, or compare it with the schema; return the exit status."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page has drifted")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
     page = render(describe_settings())
     if not parser.parse_args().check:
         FILE.write_text(page, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Measure the structure of a checkout: `python -m deploy.checks.structure [ROOT] [--json FILE]`; `--check` for CI.
+"""Measures the structure of a checkout: `python -m deploy.checks.structure [ROOT] [--json FILE]`; `--check` for CI.
 
-Files and their lengths, import circles (at run time, and with the imports that only annotations need), files that only
-one other file imports, settings, lines of wire converters, and how often the project's former dialect occurs.
+Figures: files and their lengths, import circles (at run time, and with type-only imports), files that only one other
+file imports, settings, lines of wire converters, and the frequency of the words in `DIALECT`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("common", "deploy", "gateway", "services")
 PROSE = ("common", "deploy", "docs", "gateway", "protos/pando", "services", "README.md")
 GENERATED = "protos/gen"
-# Words for which the field, or plain English, has others; docs/glossary.md has the words that are our own.
+# Words to avoid, for which the field or plain English has others; docs/glossary.md defines the project's own terms.
 DIALECT = re.compile(
     r"\b(rings?|leases?|twins?|vigilance|ladders?|lagged|nobody|whoever|anew|tells?|told|behind|liking|newcomers?)\b|"
     r'"""(?:Return )?(?:What|Who|Whose)\b',
@@ -44,7 +44,7 @@ COUNT_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Figures of one checkout; lengths are lines. `circular_files` are in some circle, type-only imports counted."""
+    """Figures of one checkout, lengths in lines. `circular_files` are in import circles, type-only ones included."""
 
     files: int
     lines: int
@@ -61,7 +61,7 @@ class Structure:
 
 
 def measure(root: Path) -> Structure:
-    """Return the figures of the checkout at `root`, tests and generated code left out."""
+    """Return the figures of the checkout at `root`, without tests and generated code."""
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in python_files(root)}
     lengths = {name: len(text.splitlines()) for name, text in sources.items()}
     largest = max(lengths, key=lambda name: lengths[name])
@@ -84,13 +84,13 @@ def measure(root: Path) -> Structure:
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """Yield the written source files of the packages that run."""
+    """Yield the source files of `PACKAGES`."""
     for package in PACKAGES:
         yield from sorted((root / package).rglob("*.py"))
 
 
 def imports_of(sources: Mapping[str, str], *, with_types: bool) -> dict[str, set[str]]:
-    """Return which files each file imports, among `sources`; `with_types` counts imports for annotations only."""
+    """Return the files among `sources` that each file imports; `with_types` includes type-only imports."""
     by_module = {module_name(name): name for name in sources}
     return {
         name: {
@@ -155,7 +155,7 @@ def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def imported_once(graph: Mapping[str, set[str]]) -> int:
-    """Return how many files are imported by exactly one other file, of the same folder."""
+    """Return the number of files that exactly one other file imports, if it is in the same folder."""
     importers: defaultdict[str, list[str]] = defaultdict(list)
     for name, imported in graph.items():
         for each in imported:
@@ -164,7 +164,7 @@ def imported_once(graph: Mapping[str, set[str]]) -> int:
 
 
 def count_settings(root: Path) -> int:
-    """Return how many settings the checkout's schema has."""
+    """Return the number of settings in the checkout's schema."""
     command = [sys.executable, "-c", COUNT_SETTINGS]
     environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)

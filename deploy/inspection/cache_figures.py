@@ -1,4 +1,4 @@
-"""The prefix cache in numbers."""
+"""The figures of `pando cache stats`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show_stats(connection: Connection, *, max_owners: int) -> None:
 
 
 def totals(accounting: scheduler_pb2.CacheAccounting) -> Table:
-    """Return what the tree holds, what was found in it, and what has happened."""
+    """Return the contents of the tree, its hits, and its events as a table."""
     table = Table(show_header=False, box=None)
     table.add_row("epoch, events", f"{accounting.epoch:,}, {accounting.sequence:,}")
     table.add_row("nodes, views", f"{accounting.nodes:,}, {accounting.views:,}")
@@ -48,7 +48,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def owners(accounts: Iterable[scheduler_pb2.OwnerAccounting]) -> Table:
-    """Return who has how much."""
+    """Return the owners and their cache usage as a table."""
     table = Table(title="owners", title_justify="left")
     for name in ("owner", "device pages", "host pages", "nodes", "running", "last epoch", "active"):
         table.add_column(name, justify="left" if name in ("owner", "active") else "right")
@@ -66,7 +66,7 @@ def owners(accounts: Iterable[scheduler_pb2.OwnerAccounting]) -> Table:
 
 
 def operations(costs: Mapping[str, scheduler_pb2.OperationCost]) -> Table:
-    """Return what the cache's operations cost."""
+    """Return the cost of the cache's operations as a table."""
     table = Table(title="operations", title_justify="left")
     for name in ("operation", "calls", "CPU s", "µs per call"):
         table.add_column(name, justify="left" if name == "operation" else "right")

@@ -1,4 +1,4 @@
-"""The prefix cache's nodes as a drawing, and its changes as lines."""
+"""The output of `pando cache tree` and `pando cache watch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_tree(connection: Connection, *, shown: Filter, max_nodes: int, with_ids: bool) -> None:
-    """Print the nodes."""
+    """Print the nodes as a tree."""
     request = scheduler_pb2.DumpTreeRequest(
         view=shown.view, fingerprint=shown.fingerprint, max_nodes=max_nodes, include_token_ids=with_ids
     )
@@ -31,18 +31,18 @@ def show_tree(connection: Connection, *, shown: Filter, max_nodes: int, with_ids
 
 
 def draw(nodes: Iterable[scheduler_pb2.TreeNode]) -> Tree:
-    """Return the nodes, of which parents come before their children, as a drawing."""
+    """Return the nodes as a tree; parents must come before their children."""
     root = Tree("root")
     branches: dict[int, Tree] = {}
     for node in nodes:
-        # A parent may be outside of what was asked for: then the node hangs at the root.
+        # The filter may exclude the parent: then the node is drawn below the root.
         parent = branches.get(node.parent_id, root) if node.HasField("parent_id") else root
         branches[node.node_id] = parent.add(escape(describe(node)))
     return root
 
 
 def describe(node: scheduler_pb2.TreeNode) -> str:
-    """Return one node as a line: what is usual is left out."""
+    """Return one node as a line, without values that are at their default."""
     visibility = scheduler_pb2.Visibility.Name(node.visibility).removeprefix("VISIBILITY_").lower()
     state = scheduler_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_").lower()
     parts = [
@@ -57,8 +57,8 @@ def describe(node: scheduler_pb2.TreeNode) -> str:
         f"{node.host_ref} in transfer": node.host_ref,
         f"{node.hits:,} hits by {node.users:,} users in epoch {node.epoch:,}": node.hits,
         f"{node.previous_hits:,} by {node.previous_users:,} before": node.previous_hits,
-        f"{node.quarantined:,} users do not see it": node.quarantined,
-        f"{node.quarantined_tenants:,} tenants do not see it": node.quarantined_tenants,
+        f"hidden from {node.quarantined:,} users": node.quarantined,
+        f"hidden from {node.quarantined_tenants:,} tenants": node.quarantined_tenants,
         f"generation {node.generation}": node.generation,
         f"priority {node.priority}": node.priority,
         "never to be shared": node.no_promote,
@@ -77,7 +77,7 @@ def _owner(node: scheduler_pb2.TreeNode) -> str:
 
 
 def _evidence(node: scheduler_pb2.TreeNode) -> str:
-    """Return why a node is shared."""
+    """Return the reason why a node is shared; empty if it is private."""
     if node.pinned:
         return " (pinned)"
     if node.HasField("promoted_by"):
@@ -88,12 +88,12 @@ def _evidence(node: scheduler_pb2.TreeNode) -> str:
 
 
 def watch(connection: Connection, *, shown: Filter) -> None:
-    """Print every change until the person has seen enough."""
+    """Print every change until Ctrl-C."""
     request = scheduler_pb2.WatchCacheEventsRequest(view=shown.view, fingerprint=shown.fingerprint)
-    # No deadline: it goes on until the person has seen enough.
+    # No deadline: the stream lasts until Ctrl-C.
     for event in connection.scheduler.WatchCacheEvents(request, metadata=connection.metadata):
         kind = scheduler_pb2.CacheEventKind.Name(event.kind).removeprefix("CACHE_EVENT_KIND_").lower()
         text = describe(event.node) if event.HasField("node") else ""
         if event.kind == scheduler_pb2.CACHE_EVENT_KIND_LOST:
-            text = f"{event.lost_events:,} changes were not sent in time; the tree as it is now follows"
+            text = f"{event.lost_events:,} changes were missed; the current tree follows"
         connection.console.print(f"{event.sequence:>8} {kind:<12} {escape(text)}", soft_wrap=True)

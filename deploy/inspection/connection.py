@@ -1,4 +1,4 @@
-"""How a command finds the services it asks, and what it shows them: as they do, by settings, TLS where it is TCP."""
+"""Connections of the inspection commands: addresses of services, and credentials from the services' settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADMIN_TOKEN_VARIABLE = "PANDO_SCHEDULER__ADMIN_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A scheduler to ask, what to show it with each call, and where to print its answers."""
+    """A scheduler's stub, the metadata of each call (the admin token), and the console for output."""
 
     scheduler: scheduler_pb2_grpc.SchedulerStub
     metadata: tuple[tuple[str, str], ...]
@@ -39,43 +39,43 @@ class Connection:
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a scheduler."""
-    parser.add_argument("--scheduler", metavar="ADDRESS", help="gRPC address; default: the deployment running here")
-    parser.add_argument("--model", metavar="NAME", help="whose scheduler is meant, if several models are served")
-    parser.add_argument("--port", type=int, help="HTTP port of the deployment meant, if several run here")
+    """Add the arguments that select a scheduler and the credentials."""
+    parser.add_argument("--scheduler", metavar="ADDRESS", help="gRPC address; default: this machine's deployment")
+    parser.add_argument("--model", metavar="NAME", help="selects the scheduler of a model, if several are served")
+    parser.add_argument("--port", type=int, help="selects a deployment by its HTTP port, if several run here")
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
-        help=f"the services' settings: rpc.* says how to connect over TCP (or {CONFIG_VARIABLE}, or variables such as "
-        "PANDO_RPC__CERTIFICATE)",
+        help=f"the services' settings, of which rpc.* is used for connections over TCP (or {CONFIG_VARIABLE}, or "
+        "variables such as PANDO_RPC__CERTIFICATE)",
     )
     parser.add_argument("--plaintext", action="store_true", help="connect over TCP without TLS (rpc.plaintext)")
     parser.add_argument(
-        "--server-name", metavar="NAME", help="name in the server's certificate, where the address has another"
+        "--server-name", metavar="NAME", help="name in the server's certificate, if it differs from the address's host"
     )
     parser.add_argument(
         "--admin-token",
         metavar="TOKEN",
-        help=f"shows owners and token ids too; must be the scheduler's admin_token (or {ADMIN_TOKEN_VARIABLE})",
+        help=f"the scheduler's admin_token, for owners, token ids and changes (or {ADMIN_TOKEN_VARIABLE})",
     )
 
 
 def with_scheduler(arguments: argparse.Namespace, ask: Callable[[Connection], None]) -> int:
-    """Call `ask` with the scheduler that `arguments` name; return the exit status.
+    """Call `ask` with the scheduler that `arguments` select; return the exit status.
 
     Raises:
-        ConfigurationError: no scheduler is named, and not exactly one deployment runs here.
+        ConfigurationError: no scheduler is given, and not exactly one deployment runs here.
     """
     address = arguments.scheduler or find_state(port=arguments.port).address_of("scheduler", arguments.model)
     return _ask(arguments, address, ask)
 
 
 def with_schedulers(arguments: argparse.Namespace, ask: Callable[[Connection], None]) -> int:
-    """Call `ask` with the scheduler that `arguments` name, or with those of all models; return the exit status.
+    """Call `ask` with the scheduler that `arguments` select, or with those of all models; return the exit status.
 
     Raises:
-        ConfigurationError: no scheduler is named, and not exactly one deployment runs here.
+        ConfigurationError: no scheduler is given, and not exactly one deployment runs here.
     """
     if arguments.scheduler or arguments.model:
         return with_scheduler(arguments, ask)
@@ -102,10 +102,10 @@ def _ask(arguments: argparse.Namespace, address: str, ask: Callable[[Connection]
 
 
 def open_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
-    """Open a channel to a service, with the certificates and the token of the settings if it is TCP.
+    """Open a channel to a service; over TCP, with the certificates and the token of the settings.
 
     Raises:
-        ConfigurationError: there are no certificates, and nobody asked for plaintext.
+        ConfigurationError: the address is TCP, there are no certificates, and plaintext is not allowed.
     """
     rpc = _settings(arguments).rpc
     security = Security(plaintext=True) if arguments.plaintext else read_security(rpc)
@@ -117,10 +117,10 @@ def open_channel(address: str, arguments: argparse.Namespace) -> grpc.Channel:
 
 
 def read_admin_token(arguments: argparse.Namespace) -> str | None:
-    """Return the scheduler's admin token, if the settings or the environment tell it.
+    """Return the scheduler's admin token from the settings or the environment; None if it is not set.
 
     Raises:
-        ConfigurationError: the file that holds it cannot be read.
+        ConfigurationError: the token's file cannot be read.
     """
     scheduler = _settings(arguments).scheduler
     return read_secret("scheduler.admin_token", scheduler.admin_token, scheduler.admin_token_file)

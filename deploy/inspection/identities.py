@@ -14,24 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which view of the cache to show; all nodes without either."""
+    """Selection of one view, by its identity or its fingerprint; without either, all nodes are shown."""
 
     view: common_pb2.View | None = None
     fingerprint: str | None = None
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Filter:
-        """Return the filter that `--view` and `--salt`, or `--fingerprint`, give."""
+        """Return the filter from `--view` and `--salt`, or from `--fingerprint`.
+
+        Raises:
+            ConfigurationError: there is a salt without a view, or the view is malformed.
+        """
         if arguments.view is None:
             if arguments.salt:
-                raise ConfigurationError("--salt narrows --view, which is missing")
+                raise ConfigurationError("--salt requires --view")
             return Filter(None, arguments.fingerprint)
         view = common_pb2.View(subject=parse_subject(arguments.view), salt=arguments.salt)
         return Filter(view, arguments.fingerprint)
 
 
 def parse_subject(text: str) -> common_pb2.Subject:
-    """Return the subject in `tenant/kind/name`; names may have slashes.
+    """Parse a subject of the form `tenant/kind/name`; names may contain slashes.
 
     Raises:
         ConfigurationError: a part is missing.
@@ -39,19 +43,19 @@ def parse_subject(text: str) -> common_pb2.Subject:
     tenant, _, name = text.partition("/")
     if not tenant or not name:
         raise ConfigurationError(
-            f"{text!r} is no TENANT/SUBJECT such as acme/user/ann, acme/key/KEYID or default/local; "
+            f"{text!r} is not a TENANT/SUBJECT such as acme/user/ann, acme/key/KEYID or default/local; "
             "without API keys the tenant is `default`"
         )
     return common_pb2.Subject(tenant=tenant, name=name)
 
 
 def subject_text(subject: common_pb2.Subject) -> str:
-    """Return a subject as `parse_subject` reads it."""
+    """Return a subject in the form that `parse_subject` accepts."""
     return f"{subject.tenant}/{subject.name}"
 
 
 def name_of(view: common_pb2.View | None, fingerprint: str) -> str:
-    """Return what to print for a view: its names where the scheduler shows them, else its fingerprint."""
+    """Return the text to print for a view: its names if the scheduler returned them, otherwise its fingerprint."""
     if view is None:
         return f"view:{fingerprint}"
     return f"{subject_text(view.subject)} ({view.salt})" if view.salt else subject_text(view.subject)

@@ -1,4 +1,4 @@
-"""`pando profile`: records what the workers compute, as traces for chrome://tracing or ui.perfetto.dev."""
+"""`pando profile`: records the workers' computations as traces for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 Answer = worker_pb2.StartProfileResponse | worker_pb2.StopProfileResponse
 
-# Ending one waits until it is written.
+# `stop` returns after the trace is written.
 TIMEOUT_S = 120.0
 
 
 class _Call(Protocol):
-    """A question that is on its way."""
+    """A call in progress."""
 
     def result(self) -> Answer:
         """Wait for the answer."""
@@ -33,18 +33,18 @@ class _Call(Protocol):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pando profile`."""
-    parser.add_argument("action", choices=("start", "stop"), help="begin to record, or end and write the traces")
+    parser.add_argument("action", choices=("start", "stop"), help="start recording, or stop and write the traces")
     parser.add_argument(
-        "--seconds", type=float, default=0.0, help="end by itself after so long; default: as configured"
+        "--seconds", type=float, default=0.0, help="duration after which the recording ends; default: as configured"
     )
     parser.add_argument(
-        "--worker", metavar="ADDRESS", action="append", help="a rank; default: all ranks of the deployment running here"
+        "--worker", metavar="ADDRESS", action="append", help="a rank; default: all ranks of this machine's deployment"
     )
     add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask all ranks at the same time, as they compute together; return the exit status."""
+    """Call all ranks at the same time, as they compute together; return the exit status."""
     workers = arguments.worker or find_state(port=arguments.port).workers(arguments.model)
     failures = 0
     with ExitStack() as stack:
@@ -68,5 +68,5 @@ def _ask(stub: WorkerStub, arguments: argparse.Namespace) -> _Call:
 
 def _describe(answer: Answer) -> str:
     if isinstance(answer, worker_pb2.StartProfileResponse):
-        return f"records for at most {answer.max_seconds:g} s, to {answer.path}"
+        return f"recording for at most {answer.max_seconds:g} s, to {answer.path}"
     return f"{answer.path}: {answer.passes:,} passes, {answer.bytes / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Prompts on the command line, as the model sees them."""
+"""Prompts on the command line, converted to token ids."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 30.0
-# Two questions that have nothing in common: what their prompts share is the system prompt with the template around it.
+# Two questions without a common prefix: their prompts only share the system prompt and the template around it.
 QUESTIONS = ("A", "7?")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, whether it is a system prompt, the tokenizer that turns it into ids, and how to connect to that."""
+    """A text, whether it is a system prompt, the address of a tokenizer, and a function that connects to it."""
 
     text: str
     is_system: bool
@@ -35,10 +35,10 @@ class Prompt:
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Prompt:
-        """Return what `--system`, `--text` and their like say.
+        """Return the prompt from `--system`, `--system-file`, `--text` or `--text-file`.
 
         Raises:
-            ConfigurationError: a file cannot be read, or no tokenizer is known.
+            ConfigurationError: a file cannot be read, or no tokenizer is given or running.
         """
         is_system = arguments.system is not None or arguments.system_file is not None
         given = arguments.system if is_system else arguments.text
@@ -47,10 +47,10 @@ class Prompt:
         return Prompt(text, is_system, address, lambda address: open_channel(address, arguments))
 
     def token_ids(self) -> Sequence[int]:
-        """Ask the tokenizer for the ids that every prompt with this one in front begins with.
+        """Return the ids with which every prompt that starts with this text begins, computed by the tokenizer.
 
         Raises:
-            ConfigurationError: the tokenizer is away, or refuses the text.
+            ConfigurationError: the tokenizer is unreachable or refuses the text.
         """
         with self.connect(self.tokenizer) as channel:
             stub = tokenizer_pb2_grpc.TokenizerStub(channel)
@@ -63,7 +63,7 @@ class Prompt:
     def _encode(self, stub: tokenizer_pb2_grpc.TokenizerStub, question: str) -> Sequence[int]:
         if self.is_system:
             return stub.RenderChat(_chat(self.text, question), timeout=TIMEOUT_S).ids
-        # What follows may take the last letters into its own first token.
+        # The following text may change the tokenization of the last letters.
         request = tokenizer_pb2.TokenizeRequest(text=self.text + question, add_special_tokens=True)
         return stub.Tokenize(request, timeout=TIMEOUT_S).ids
 

@@ -1,4 +1,4 @@
-"""`pando cache replay`: does again what a decision log says, and shows the first difference."""
+"""`pando cache replay`: replays a decision log and shows the first difference."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DIFFERENT, UNREADABLE = 1, 2
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pando cache replay`."""
-    parser.add_argument("log", type=Path, help="what scheduler.cache_decision_log named; it holds all prompts")
+    parser.add_argument("log", type=Path, help="the file of scheduler.cache_decision_log; it contains all prompts")
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Replay; return 0 if everything came out as logged, 1 at a difference, 2 if the log cannot be read."""
+    """Replay the log; return 0 if all decisions are as logged, 1 at a difference, 2 if the log cannot be read."""
     console = output_console()
     try:
         with arguments.log.open("rb") as lines:
@@ -37,7 +37,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         return UNREADABLE
     console.print(f"{report.operations:,} operations of {report.starts:,} starts replayed")
     if report.is_lost:
-        console.print("the log ends early: its writer was killed, or could not keep up")
+        console.print("the log ends early: its writer was killed or too slow")
     if report.difference is None:
         console.print(f"no difference; the tree has {report.nodes:,} nodes, {report.cached_pages:,} pages are in use")
         return 0

@@ -1,4 +1,4 @@
-"""`pando state`: the scheduler's queues, rows and pages at one moment."""
+"""`pando state`: prints the scheduler's current queues, rows and pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pando state`."""
     add_connection_arguments(parser)
-    parser.add_argument("--requests", action="store_true", help="also list every open request")
+    parser.add_argument("--requests", action="store_true", help="also list all open requests")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the scheduler, or those of all models, and print the answers."""
+    """Print the state of the scheduler, or of those of all models; return the exit status."""
     return with_schedulers(arguments, partial(_show, include_requests=arguments.requests))
 
 
@@ -51,7 +51,7 @@ def summary(state: scheduler_pb2.GetStateResponse) -> Table:
     table.add_row("running rows", f"{state.running_rows:,} of {state.max_rows:,}")
     table.add_row("steps", f"{state.finished_steps:,} finished, {state.planned_steps:,} planned")
     table.add_row("retractions", f"{state.retractions:,}, of which {state.preemptions:,} for waiting requests")
-    table.add_row("jumped tokens", f"{state.jumped_tokens:,} that grammars forced on rows")
+    table.add_row("jumped tokens", f"{state.jumped_tokens:,} that grammars determined")
     table.add_row("leaked pages", f"{state.leaked_pages:,}")
     if state.HasField("storage"):
         storage = state.storage
@@ -81,7 +81,7 @@ def tiers(state: scheduler_pb2.GetStateResponse) -> Table:
 
 
 def traffic(state: scheduler_pb2.GetStateResponse) -> Table:
-    """Return what has moved between the tiers."""
+    """Return the transfers between the tiers as a table."""
     host = state.host_tier
     table = Table(title=f"moved between the tiers ({host.open_transfers:,} open)", title_justify="left")
     for name in ("direction", "transfers", "pages", "seconds", "pages/s"):
@@ -97,19 +97,19 @@ def traffic(state: scheduler_pb2.GetStateResponse) -> Table:
 
 
 def load_cost(cost: scheduler_pb2.LoadCost) -> str:
-    """Return when the scheduler loads a prefix from the host instead of computing it."""
+    """Return the rule by which the scheduler loads a prefix from the host instead of computing it."""
     if not (cost.prefill_tokens_per_s and cost.load_bytes_per_s):
-        return "load from the host: always, as nothing has been measured"
+        return "load from the host: always, as no cost has been measured"
     rule = f"{cost.break_even_tokens:,} tokens or more" if cost.HasField("break_even_tokens") else "never"
     return (
         f"load from the host: {rule} (prefill {cost.prefill_tokens_per_s:,.0f} tokens/s; "
         f"{cost.load_bytes_per_s / 1e9:.2f} GB/s, {cost.bytes_per_token:,} bytes per token, "
-        f"{cost.load_latency_s * 1e3:.1f} ms until it is seen)"
+        f"{cost.load_latency_s * 1e3:.1f} ms latency)"
     )
 
 
 def sessions(state: scheduler_pb2.GetStateResponse) -> Table:
-    """Return the open sessions, oldest first; whose they are and their names are an administrator's to see."""
+    """Return the open sessions, oldest first; only administrators see their owners and names."""
     table = Table(title="open sessions", title_justify="left")
     for name in ("user", "session", "holds", "of tokens", "turns", "running", "ends in"):
         table.add_column(name, justify="left" if name in ("user", "session") else "right")

@@ -1,4 +1,4 @@
-"""`pando keys`: make, list and revoke API keys."""
+"""`pando keys`: creates, lists and revokes API keys."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ ID_BYTES = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `pando keys`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    create = actions.add_parser("create", help="make a key and print it, once")
-    create.add_argument("--tenant", required=True, help="the organisation it belongs to")
-    create.add_argument("--user", help="the person it stands for; absent: an application")
-    create.add_argument("--vouches-for-users", action="store_true", help="users named in its requests are people")
-    create.add_argument("--admin", action="store_true", help="it may also use the endpoints of administrators")
+    create = actions.add_parser("create", help="create a key and print it; it is not shown again")
+    create.add_argument("--tenant", required=True, help="the organisation that the key belongs to")
+    create.add_argument("--user", help="the person that the key identifies; absent: an application")
+    create.add_argument(
+        "--vouches-for-users", action="store_true", help="users named in its requests count as separate people"
+    )
+    create.add_argument("--admin", action="store_true", help="the key may also use administrative endpoints")
     modes = [mode.value for mode in CacheMode]
     create.add_argument("--cache", choices=modes, default="default", help="the most that its requests may cache")
-    create.add_argument("--max-priority", type=int, metavar="N", help="the highest priority that it may ask for")
-    shown = actions.add_parser("list", help="print all keys, as far as they are known")
+    create.add_argument("--max-priority", type=int, metavar="N", help="the highest priority that its requests may set")
+    shown = actions.add_parser("list", help="print all keys, without their secrets")
     revoke = actions.add_parser("revoke", help="make a key invalid, within a second")
-    revoke.add_argument("id", help="the key's id, as `list` shows it and the key itself begins with it")
+    revoke.add_argument("id", help="the key's id, as printed by `list`; the key begins with it")
     for action in (create, shown, revoke):
         action.add_argument("--file", type=Path, required=True, help="the keys file (gateway.keys_file)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the chosen action says."""
+    """Run the chosen action; return the exit status."""
     match arguments.action:
         case "create":
             return _create(arguments)
@@ -71,7 +73,7 @@ def _create(arguments: argparse.Namespace) -> int:
     except InvalidRequestError as error:
         raise ConfigurationError(error.message) from error
     save_keys(arguments.file, [*keys, key])
-    sys.stderr.write(f"key {key_id}; only its hash is kept, so store it now:\n")
+    sys.stderr.write(f"key {key_id}; save it now, as only its hash is stored:\n")
     sys.stdout.write(f"{secret}\n")
     return 0
 

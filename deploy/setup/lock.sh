@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Resolves every dependency of every extra in a scratch environment and writes the versions found:
+# Resolves all dependencies of all extras in a scratch environment and writes their versions:
 # `lock.sh python3 2.13.0 deploy/locks/constraints.txt`.
 #
-# torch is left out, because each host takes the build that fits it, and so is what only a CUDA build of torch pulls in.
+# torch is not locked, because each host needs its own build; nor are packages that only a CUDA build of torch requires.
 set -euo pipefail
 python=$1 torch=$2 output=$3
 scratch=$(mktemp -d)

@@ -1,7 +1,7 @@
-"""Print what extras of the project require, a line each: `requirements.py gateway tokenizer >requirements.txt`.
+"""Prints the requirements of extras, one per line: `requirements.py gateway tokenizer >requirements.txt`.
 
-Images install these by themselves, so that a change of the source leaves the layer with the dependencies as it is.
-Needs nothing but Python.
+Images install them in a separate step, so that a change of the sources does not rebuild the layer with the
+dependencies. This script only needs Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-# pando[gateway,worker] inside an extra stands for those extras.
+# pando[gateway,worker] in an extra stands for these extras.
 OWN = re.compile(r"pando\[([\w,-]+)\]")
 
 
@@ -22,17 +22,17 @@ def main() -> int:
     try:
         lines = requirements_of(project["dependencies"], project["optional-dependencies"], sys.argv[1:])
     except KeyError as error:
-        sys.stderr.write(f"no extra is called {error}\n")
+        sys.stderr.write(f"there is no extra {error}\n")
         return 2
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 
 def requirements_of(dependencies: list[str], extras: dict[str, list[str]], names: list[str]) -> list[str]:
-    """Return `dependencies` and those of the extras `names`, each once.
+    """Return `dependencies` and the requirements of the extras `names`, each once.
 
     Raises:
-        KeyError: there is no such extra.
+        KeyError: an extra does not exist.
     """
     found = dict.fromkeys(dependencies)
     for name in names:

@@ -1,4 +1,4 @@
-"""First code of every supervised process: tie its life to the supervisor's, then become the service.
+"""Entry point of every supervised process: it makes sure to be killed with the supervisor, then runs the service.
 
 Run as `python -m deploy.supervisor.child PARENT_PID MODULE [ARGUMENTS…]`.
 """
@@ -13,10 +13,10 @@ from common.orphans import die_with_parent
 
 
 def main() -> None:
-    """Ask the kernel to kill this process when its parent dies, and run the module as `__main__`.
+    """Make the kernel kill this process when its parent dies, and run the module as `__main__`.
 
-    A service that returns has finished and closed everything. What the interpreter would then take apart piece by
-    piece, which takes it up to two seconds with torch, the kernel takes back at once.
+    A service that returns has closed everything, so the process ends with `os._exit`: the interpreter's own shutdown
+    takes up to two seconds with torch.
     """
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     die_with_parent(parent)

@@ -1,4 +1,4 @@
-"""`pando up`: all services on this machine, from one command line."""
+"""`pando up`: runs all services on this machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from common.settings import Settings
     from deploy.supervisor.layout import Layout
 
-# What is typed most often, and the settings it stands for.
+# Short flags, and the settings that they stand for.
 SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
-# What `--help` shows; `--help-all` shows the others, too.
+# The settings that `--help` shows; `--help-all` shows all.
 COMMON_SETTINGS = (
     "model.reference",
     "model.dtype",
@@ -55,17 +55,17 @@ DESCRIPTION = (
     + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
     + ". Every setting may also be given in the environment (PANDO_SCHEDULER__MAX_ROWS=32) or in a file (--config)."
 )
-# One wish may come as two signals: `timeout`, `make` and terminals signal a process and its group.
-SAME_WISH_S = 1.0
+# A single interrupt may arrive as two signals: `timeout`, `make` and terminals signal a process and its group.
+SAME_INTERRUPT_S = 1.0
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `pando up` with the arguments behind its name; return the process's exit status."""
+    """Run `pando up` with the arguments after its name; return the process's exit status."""
     try:
         settings, arguments = read_arguments(argv)
-        # Found here in words, rather than in the log of the first service that looks for it.
+        # A missing model is reported here, rather than in the log of the first service that reads it.
         for model in deploy_models(settings, arguments.tp):
             if model.settings.model.load_format != "fake":
                 models.resolve(model.settings.model.reference)
@@ -81,23 +81,23 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     """Return the settings and the supervisor's own arguments.
 
     Raises:
-        ConfigurationError: a setting is unknown or wrong.
+        ConfigurationError: a setting is unknown or invalid.
     """
     parser = UpParser(prog="pando up", description=DESCRIPTION, allow_abbrev=False, add_help=False)
     _add_own_arguments(parser)
-    parser.add_argument("-h", "--help", action=_CommonHelp, help="show the settings that are used most")
+    parser.add_argument("-h", "--help", action=_CommonHelp, help="show the most common settings")
     parser.add_argument("--help-all", action="help", help="show all settings")
     return parse_settings(parser, [_long_form(argument) for argument in argv])
 
 
 class UpParser(SettingsParser):
-    """The parser of `pando up`: `--help` is short, so the list of all flags has an option of its own."""
+    """The parser of `pando up`, whose `--help` shows only the most common flags."""
 
     all_flags_option = "--help-all"
 
 
 class _CommonHelp(argparse.Action):
-    """Prints the arguments that are used most, and ends the process."""
+    """Prints the most common arguments, and ends the process."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -108,7 +108,7 @@ class _CommonHelp(argparse.Action):
 
 
 def common_help() -> str:
-    """Return the help that shows `COMMON_SETTINGS` only."""
+    """Return the help text with only the settings in `COMMON_SETTINGS`."""
     parser = argparse.ArgumentParser(
         prog="pando up",
         usage="pando up [--SECTION.SETTING VALUE …]",
@@ -129,7 +129,7 @@ def common_help() -> str:
 def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
     parser.add_argument(
-        "--run-directory", type=Path, metavar="DIR", help="where sockets and state go, in a folder named by the port"
+        "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, which are in DIR/<port>"
     )
 
 
@@ -150,9 +150,9 @@ async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | Json
         if not stopping.is_set():
             asked_at = loop.time()
             reporter.end()
-            reporter.note("stopping; once more to kill everything at once")
+            reporter.note("stopping; interrupt again to kill all services at once")
             stopping.set()
-        elif loop.time() - asked_at > SAME_WISH_S:
+        elif loop.time() - asked_at > SAME_INTERRUPT_S:
             supervisor.abort()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""What a person sees of `pando up`: services' logs with prefixes, progress while the model loads, a banner."""
+"""Console output of `pando up`: services' logs with prefixes, progress while the model loads, a banner."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 OWN_NAME = "pando"
 NAME_WIDTH = 11
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
-# What newcomers ask first, of a model that generates or embeds.
-# By its likeliest tokens: small models say anything when they roll dice.
+# Bodies of the example requests in the banner. Greedy decoding, as small models are unreliable at higher temperatures.
 CHAT = {"temperature": 0, "messages": [{"role": "user", "content": "Name three primary colors."}]}
 EMBEDDING = {"input": ["Name three primary colors.", "Red, yellow and blue."]}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 
 
 class ConsoleReporter:
-    """Renders events for a terminal, or as plain text where there is none, to standard error."""
+    """Writes events to standard error, styled on a terminal and otherwise as plain text."""
 
     def __init__(self, names: Sequence[str], console: Console | None = None) -> None:
-        """Prepare for the services `names`; each keeps one colour."""
+        """Assign a colour to each of the services `names`."""
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._styles = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
         self._styles[OWN_NAME] = "bold white"
@@ -50,7 +49,7 @@ class ConsoleReporter:
         self._loading: dict[str, TaskID] = {}
 
     def begin(self) -> None:
-        """Show on a terminal how the start goes on, until `ready` or `end`."""
+        """Show the progress of the start on a terminal, until `ready` or `end`."""
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -66,14 +65,14 @@ class ConsoleReporter:
         self._progress.start()
 
     def end(self) -> None:
-        """Take the progress display away."""
+        """Remove the progress display."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
             self._loading.clear()
 
     def line(self, service: str, text: str) -> None:
-        """Show one line of a service; events that tell progress only move the bar on a terminal."""
+        """Show one line of a service; on a terminal, events with progress only update the progress bar."""
         event = parse_line(text)
         if event.progress is not None and self._progress is not None:
             self._show_progress(self._progress, service, event)
@@ -81,11 +80,11 @@ class ConsoleReporter:
         self._print(service, event)
 
     def note(self, text: str) -> None:
-        """Show a remark of the supervisor's own."""
+        """Show a message of the supervisor."""
         self._print(OWN_NAME, LogEvent(text))
 
     def alive(self, service: str) -> None:
-        """Move the bar of the start on."""
+        """Advance the progress bar of the start."""
         self._alive.add(service)
         if self._progress is not None and self._starting is not None:
             names = ", ".join(name for name in self._styles if name not in self._alive and name != OWN_NAME)
@@ -93,14 +92,14 @@ class ConsoleReporter:
             self._progress.update(self._starting, completed=len(self._alive), description=description)
 
     def ready(self, layout: Layout) -> None:
-        """Show where the deployment serves, and a request to try."""
+        """Show the deployment's URL and an example request."""
         self.end()
         self._console.print()
         self._console.print(Text(banner(layout), style="bold" if self._console.is_terminal else ""))
         self._console.print()
 
     def failed(self, error: ServiceFailedError) -> None:
-        """Show why the deployment ends, and the last lines of the service at fault."""
+        """Show why the deployment ends, and the last lines of the failed service's log."""
         self.end()
         self._console.print()
         self._console.print(Text(f"{error}; the end of its log:", style="bold red"))
@@ -122,7 +121,7 @@ class ConsoleReporter:
     def _show_progress(self, progress: Progress, service: str, event: LogEvent) -> None:
         assert event.progress is not None
         done, total = event.progress
-        # One bar per rank that loads; its stage is what a person wants to read.
+        # One bar per loading rank, described by its stage.
         key = f"{service} {event.text} {event.fields.get('rank', '')}"
         stage = str(event.fields.get("stage", event.text))
         if key not in self._loading:
@@ -131,31 +130,31 @@ class ConsoleReporter:
 
 
 class JsonReporter:
-    """Passes services' JSON lines on as they are, for log collectors."""
+    """Forwards the services' JSON lines unchanged, for log collectors."""
 
     def begin(self) -> None:
-        """Nothing is shown but lines."""
+        """No effect: there is no progress display."""
 
     def end(self) -> None:
-        """Nothing is shown but lines."""
+        """No effect: there is no progress display."""
 
     def line(self, service: str, text: str) -> None:
-        """Write a line; what is no JSON becomes an event of its service."""
+        """Write a line; a line that is not JSON becomes an event of its service."""
         self._write(text if text.startswith("{") else json.dumps({"event": text, "level": "info", "service": service}))
 
     def note(self, text: str, level: str = "info", **fields: object) -> None:
-        """Write a remark of the supervisor's own as an event."""
+        """Write a message of the supervisor as an event."""
         self._write(json.dumps({"event": text, "level": level, "service": OWN_NAME, **fields}))
 
     def alive(self, service: str) -> None:
-        """Services log their start themselves."""
+        """No effect: services log their own start."""
 
     def ready(self, layout: Layout) -> None:
-        """Write where the deployment serves."""
+        """Write the deployment's URL and models."""
         self.note("deployment.ready", url=layout.url, model=layout.model, models=list(layout.models))
 
     def failed(self, error: ServiceFailedError) -> None:
-        """Write why the deployment ends; the service's lines have been written before."""
+        """Write why the deployment ends; the lines of the failed service have already been written."""
         self.note("deployment.failed", level="error", failed_service=error.name, cause=error.cause)
 
     @staticmethod
@@ -165,7 +164,7 @@ class JsonReporter:
 
 
 def banner(layout: Layout) -> str:
-    """Return what a first user needs next."""
+    """Return the message that is shown when the deployment is ready: its URL and example requests."""
     path, body, more = "chat/completions", json.dumps({"model": layout.model, **CHAT}), ""
     if shows_encoder(layout):
         path, body = "embeddings", json.dumps({"model": layout.model, **EMBEDDING})
@@ -175,20 +174,20 @@ def banner(layout: Layout) -> str:
         f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/{path} -H 'content-type: application/json' \\\n"
         f"    -d {shlex.quote(body)}\n\n{more}"
-        "Ctrl-C ends it: open requests finish first, a second Ctrl-C does not wait for them."
+        "Press Ctrl-C to stop after open requests have finished, twice to stop at once."
     )
 
 
 def own_command() -> str:
-    """Return what a person types to call `pando` here: its name where the shell finds it, else its path."""
+    """Return the command for `pando`: its name if it is on the PATH, otherwise its relative path."""
     beside = Path(sys.executable).with_name(OWN_NAME)
     return OWN_NAME if shutil.which(OWN_NAME) or not beside.exists() else os.path.relpath(beside)
 
 
 def shows_encoder(layout: Layout) -> bool:
-    """Whether the model that is shown to newcomers embeds, and generates nothing."""
+    """Whether the model of the example requests is an encoder."""
     settings = layout.find(f"{layout.models.get(layout.model, '')}tokenizer").settings.model
     try:
         return is_encoder_directory(models.resolve(settings.reference).path)
-    except ConfigurationError:  # as a made-up model may have no files
+    except ConfigurationError:  # a fake model may have no files
         return False

@@ -1,4 +1,4 @@
-"""What suits a GPU, of settings that nobody has made."""
+"""Defaults of settings that depend on whether workers run on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON_GPUS = {"max_rows": 256, "max_step_tokens": 4096}
 
 
 def suited(settings: Settings) -> Settings:
-    """Return `settings` with more rows and longer steps where workers run on a GPU, unless they are set already."""
+    """Return `settings` with more rows and longer steps if workers run on a GPU and these are not set."""
     chosen = settings.scheduler.model_fields_set
     changes = {name: value for name, value in ON_GPUS.items() if name not in chosen}
     if not changes or not runs_on_gpu(settings.worker):
@@ -24,7 +24,7 @@ def suited(settings: Settings) -> Settings:
 
 
 def runs_on_gpu(worker: WorkerSettings) -> bool:
-    """Whether a worker here will take a GPU, as far as that shows without loading torch."""
+    """Whether a worker on this host will probably use a GPU, determined without importing torch."""
     if worker.device != "auto":
         return worker.device == "cuda"
     try:

@@ -1,4 +1,4 @@
-"""Log lines of services as events: read from JSON, written for people."""
+"""Log lines of services as events: parsed from JSON, formatted for people."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Shown in their own places, or repeated in every line of a service.
+# Fields that are shown separately, or are the same in every line of a service.
 PLACED_FIELDS = frozenset({"event", "level", "timestamp", "service", "component", "exception"})
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One event that a service has logged; lines in no known form become events without fields."""
+    """One event that a service has logged; a line of unknown format is an event without fields."""
 
     text: str
     level: str = "info"
@@ -25,7 +25,7 @@ class LogEvent:
 
     @property
     def progress(self) -> tuple[float, float] | None:
-        """How much of how much is done, for events that tell it in `percent`, or in `done` and `total`."""
+        """The done and total amounts, for events with the field `percent` or the fields `done` and `total`."""
         done, total = self.fields.get("done"), self.fields.get("total")
         if "percent" in self.fields:
             done, total = self.fields["percent"], 100
@@ -35,19 +35,19 @@ class LogEvent:
 
     @property
     def details(self) -> str:
-        """The fields as `name=value`, values quoted where they contain blanks."""
+        """The fields as `name=value`, values quoted if they contain spaces."""
         return " ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
 
 
 def parse_line(line: str) -> LogEvent:
-    """Read one line of a service's output."""
+    """Parse one line of a service's output."""
     try:
         content = json.loads(line)
     except ValueError:
         return LogEvent(line)
     if not isinstance(content, dict) or not isinstance(content.get("event"), str):
         return LogEvent(line)
-    # structlog writes ISO 8601, as in 2026-01-31T12:34:56.789012Z: people look at the time of day.
+    # structlog writes ISO 8601, as in 2026-01-31T12:34:56.789012Z; only the time of day is shown.
     time = str(content.get("timestamp", "")).partition("T")[2][:12]
     return LogEvent(
         text=content["event"],
@@ -59,7 +59,7 @@ def parse_line(line: str) -> LogEvent:
 
 
 def format_event(service: str, event: LogEvent) -> str:
-    """Return the event as plain text, the service's name before each line of it."""
+    """Return the event as plain text, each line prefixed with the service's name."""
     severity = "" if event.level in ("info", "debug") else f"{event.level.upper()} "
     first = " ".join(part for part in (event.time, severity + event.text, event.details) if part)
     return "\n".join(f"{service:>12} | {line}" for line in (first, *event.traceback.splitlines()))

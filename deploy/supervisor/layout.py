@@ -1,4 +1,4 @@
-"""Which processes one machine runs, at which addresses, ended in which order."""
+"""The plan of a deployment on one machine: its processes, their addresses and settings, and the order of their end."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 # A unix socket's path must fit `sockaddr_un.sun_path`: 108 bytes on Linux, 104 on macOS, with the final zero.
 MAX_SOCKET_PATH = 103
-# What a service gets to end beyond the time in which it lets open requests finish.
+# Seconds that a service has to end in addition to the time in which open requests may finish.
 STOP_MARGIN_S = 3.0
 
 
 class Stage(Enum):
-    """Services of one stage end together; a stage ends once all of the one after it have ended."""
+    """Services of one stage end together, and only after all services of the next stage have ended."""
 
     COMPUTE = 0
     CONTROL = 1
@@ -37,36 +37,40 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process: its name in logs, the module it runs, where it listens, and its own settings."""
+    """One process: its name in logs, the module that it runs, its address, and its settings."""
 
     name: str
     module: str
     address: str
     stage: Stage
     settings: Settings
-    # Services of one group die together: a rank that lost a peer may hang in a collective for ever.
+    # Services of one group are killed together: a rank that lost a peer may hang in a collective forever.
     group: str
-    # Seconds between the request to end and the kill.
+    # Seconds between SIGTERM and SIGKILL.
     stop_s: float = STOP_MARGIN_S
-    # Which model it belongs to; None: all.
+    # The model that it belongs to; None: all.
     model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All processes of one deployment, those first that end last."""
+    """All processes of one deployment, ordered so that the first ones end last."""
 
     services: tuple[ServiceSpec, ...]
     url: str
-    # The one that is shown to newcomers.
+    # The model of the example requests.
     model: str
-    # How the names of each model's services begin.
+    # The prefix of service names of each model.
     models: Mapping[str, str] = field(default_factory=dict)
-    # Where the gateway is asked for its health, if not at its URL.
+    # URL for health checks of the gateway, if it differs from `url`.
     probe_url: str | None = None
 
     def find(self, name: str) -> ServiceSpec:
-        """Return the service called `name`; a single worker may be called `worker`."""
+        """Return the service called `name`; a single worker is called `worker`.
+
+        Raises:
+            KeyError: there is no such service.
+        """
         for service in self.services:
             if service.name == name:
                 return service
@@ -74,10 +78,10 @@ class Layout:
 
 
 def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[Layout, Path]:
-    """Return the processes of a deployment and its run directory, with a port that is free now.
+    """Return the processes of a deployment and its run directory, with a currently free port.
 
     Raises:
-        ConfigurationError: the port is taken, or the directory cannot hold sockets.
+        ConfigurationError: the port is in use, or the directory's path is too long for sockets.
     """
     gateway = settings.gateway
     if gateway.port:
@@ -85,23 +89,23 @@ def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[L
     else:
         gateway = gateway.model_copy(update={"port": free_port(gateway.host)})
     directory = (run_root() if root is None else root) / str(gateway.port)
-    # Services write JSON; what a person sees of it is the reporter's to choose.
+    # Services write JSON; the reporter chooses the format for people.
     log = settings.log.model_copy(update={"format": "json"})
     return plan_layout(settings.model_copy(update={"gateway": gateway, "log": log}), directory, ranks), directory
 
 
 def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layout:
-    """Place the services of all models on unix sockets in `run_directory`, the gateway in front of them.
+    """Plan the services of all models, with unix sockets in `run_directory`, and their gateway.
 
-    A single model has `ranks` workers. Everything but addresses, rank-specific values and an "auto" that depends on the
-    ranks stays as configured.
+    A single model has `ranks` workers. All settings stay as configured except addresses, values that depend on the
+    rank, and "auto" values that depend on the number of ranks.
 
     Raises:
         ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, or models
-            contradict each other.
+            conflict with each other.
     """
     if ranks < 1:
-        raise ConfigurationError(f"tensor parallelism needs at least 1 rank, not {ranks}")
+        raise ConfigurationError(f"tensor parallelism requires at least 1 rank, not {ranks}")
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     total = sum(model.ranks for model in deployed)
@@ -130,11 +134,11 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
 
 
 def _probe_url(settings: Settings, host: str) -> str | None:
-    """Return where a gateway that asks clients for certificates tells its health to who has none."""
+    """Return the URL at which a gateway that requires client certificates serves health without one."""
     if settings.gateway.client_authority is None:
         return None
     if settings.rpc.probe_port is None:
-        raise ConfigurationError("with gateway.client_authority, set rpc.probe_port: health is asked for there")
+        raise ConfigurationError("with gateway.client_authority, set rpc.probe_port: it is used for health checks")
     return f"http://{host}:{settings.rpc.probe_port}"
 
 
@@ -193,7 +197,7 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
                     "workers": tuple(sockets[name] for name in ranks),
                     "detokenizer": sockets["detokenizer"],
                     "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
-                    # One file for all that enforce limits.
+                    # Gateway and scheduler read the same file.
                     "limits_file": settings.scheduler.limits_file or settings.gateway.limits_file,
                 }
             ),
@@ -203,7 +207,7 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
 
 
 def _backends(placed: Sequence[_Placed]) -> dict[str, object]:
-    """Return where the gateway finds the models."""
+    """Return the gateway's settings with the addresses of the models."""
     if not placed[0].model.prefix:
         return {name: placed[0].address_of(name) for name in ("tokenizer", "detokenizer", "scheduler")}
     models = {
@@ -238,7 +242,7 @@ def _socket(run_directory: Path, name: str) -> str:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigurationError(
             f"the run directory's path is too long for unix sockets: {path} has {len(os.fsencode(path))} bytes, "
-            f"at most {MAX_SOCKET_PATH} are possible; name a shorter one with --run-directory"
+            f"at most {MAX_SOCKET_PATH} are possible; choose a shorter one with --run-directory"
         )
     return f"unix:{path}"
 
@@ -251,19 +255,19 @@ def _reachable(host: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a TCP port that nobody listens on at `host` now."""
+    """Return a TCP port that is currently free at `host`."""
     with _listen(host, 0) as listener:
         return int(listener.getsockname()[1])
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigurationError if `host`:`port` cannot be listened on."""
+    """Raise ConfigurationError if a server cannot listen on `host`:`port`."""
     try:
         _listen(host, port).close()
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another port with --port "
-            "(make serve PORT=…); 0 takes a free one"
+            "(make serve PORT=…); 0 selects a free one"
         ) from error
 
 
@@ -271,7 +275,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # As servers do: a port whose last connections linger in TIME_WAIT is free.
+        # As servers do, so that a port whose last connections are in TIME_WAIT counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1)
@@ -282,5 +286,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def command_of(service: ServiceSpec, python: str, config: Path, parent_pid: int) -> Sequence[str]:
-    """Return the command line that runs `service` with the settings in `config`, and dies with `parent_pid`."""
+    """Return the command line that runs `service` with the settings in `config` and is killed with `parent_pid`."""
     return (python, "-m", "deploy.supervisor.child", str(parent_pid), service.module, "--config", str(config))

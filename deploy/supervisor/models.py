@@ -1,4 +1,4 @@
-"""Which models one deployment serves, each with the settings of its own services."""
+"""The models of one deployment, each with the settings of its own services."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class DeployedModel:
-    """One model: what clients call it, how its services' names begin, and what they are told."""
+    """One model: its name for clients, the prefix of its services' names, and their settings."""
 
     name: str
     prefix: str
@@ -35,17 +35,17 @@ class DeployedModel:
 
 
 def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
-    """Return the models of `settings.models`, or the only one, with `ranks` workers.
+    """Return the models of `settings.models`, or the single model with `ranks` workers.
 
-    Several models take GPUs one after the other, unless they say which.
+    Several models are assigned consecutive GPUs, unless their settings select some.
 
     Raises:
-        ConfigurationError: a name cannot be one, or a model's own settings are wrong.
+        ConfigurationError: a model's name or its own settings are invalid.
     """
     if not settings.models:
         return [DeployedModel(settings.model.name, "", settings, ranks)]
     if ranks != 1:
-        raise ConfigurationError("with several models, each says itself how many ranks it has: tp")
+        raise ConfigurationError("with several models, set tp for each model instead of --tp")
     deployed: list[DeployedModel] = []
     device = settings.worker.device_index
     for name, entry in settings.models.items():
@@ -59,7 +59,7 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
 
 
 def check_metrics_ports(gateway: GatewaySettings, settings: Iterable[Settings]) -> None:
-    """Raise ConfigurationError if two services were to listen on one port."""
+    """Raise ConfigurationError if two services would listen on the same port."""
     taken = {gateway.port}
     if gateway.metrics_port:
         if gateway.metrics_port in taken:
@@ -104,7 +104,7 @@ def _check_name(name: str) -> None:
 
 
 def _prefix(name: str, taken: set[str]) -> str:
-    """Return what may begin the names of sockets and services, and differs from `taken`."""
+    """Return a prefix for the names of a model's sockets and services that is not in `taken`."""
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:MAX_PREFIX_CHARACTERS].strip("-.") or "model"
     candidates = (f"{short}/", *(f"{short}-{number}/" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate not in taken)

@@ -1,4 +1,4 @@
-"""One supervised service over all its lives: start, log lines, signals, end."""
+"""The process of one supervised service, across restarts: start, log lines, signals, end."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ READ_BYTES = 1 << 16
 
 
 class ServiceProcess:
-    """Runs the process of one service; each `start` is a new life of it."""
+    """Runs the process of one service; it can be started again after it has ended."""
 
     def __init__(self, spec: ServiceSpec, run_directory: Path, on_line: Callable[[str, str], None]) -> None:
-        """Prepare the service; `on_line(name, line)` is called for each line that it writes."""
+        """Prepare the service; `on_line(name, line)` is called for each line of its output."""
         self.spec = spec
         self.restarts = 0
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -41,7 +41,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, None while it does not run."""
+        """The process id; None while it is not running."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -51,7 +51,7 @@ class ServiceProcess:
         return time.monotonic() - self._started_at
 
     async def start(self) -> None:
-        """Start the process in a process group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+        """Start the process in a new process group, so that Ctrl-C in a terminal only reaches the supervisor."""
         self._config.touch(mode=0o600)
         self._config.write_text(dump_settings(self.spec.settings))
         self._started_at = time.monotonic()
@@ -67,23 +67,23 @@ class ServiceProcess:
         self._pump = asyncio.create_task(self._forward(self._process.stdout))
 
     async def wait(self) -> int:
-        """Wait for the process and the last of its log; return its exit status, negative for a signal."""
+        """Wait for the process and the end of its output; return its exit status, negative for a signal."""
         assert self._process is not None
         assert self._pump is not None
         status = await self._process.wait()
-        # A grandchild may hold the pipe open longer than the service lived.
+        # A grandchild may keep the pipe open after the service has ended.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._pump, timeout=1.0)
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the service's whole process group; nothing happens if it is gone."""
+        """Send a signal to the service's whole process group; no effect if the service is not running."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     async def stop(self) -> None:
-        """Ask the service to end, and kill it when it has not within its grace period."""
+        """Send SIGTERM to the service, and kill it if it has not ended within its grace period."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -102,7 +102,7 @@ class ServiceProcess:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield the lines of `stream`, however long; a carriage return ends one, as progress bars use it."""
+    """Yield the non-empty lines of `stream`, of any length; a carriage return, used by progress bars, ends a line."""
     rest = b""
     while chunk := await stream.read(READ_BYTES):
         *complete, rest = (rest + chunk.replace(b"\r", b"\n")).split(b"\n")
@@ -114,7 +114,7 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without settings: they are in the service's file, with the addresses of this deployment."""
+    """Return `environ` without settings: the service reads those from its file, with this deployment's addresses."""
     sections = {name.upper() for name in Settings.model_fields}
     kept = {
         name: value

@@ -1,4 +1,4 @@
-"""What a running deployment tells other commands: where its services listen, as a file at a well-known place."""
+"""The state file of a running deployment, at a well-known path: it lists the services' addresses for other commands."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class ServiceState:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """One `pando up`: its own process, the URL clients use, and the services by name."""
+    """One `pando up`: its own process, the URL for clients, and the services by name."""
 
     pid: int
     url: str
     model: str
     services: Mapping[str, ServiceState] = field(default_factory=dict)
-    # How the names of each model's services begin.
+    # The prefix of service names of each model.
     models: Mapping[str, str] = field(default_factory=dict)
 
     def address_of(self, name: str, model: str | None = None) -> str:
-        """Return the gRPC address of a service; where there are several models, that of `model`.
+        """Return the gRPC address of a service; with several models, that of `model`.
 
         Raises:
-            ConfigurationError: this deployment has no such service, or no such model, or several of them.
+            ConfigurationError: this deployment has no such service or model, or several models and `model` is None.
         """
         if model is not None or len(self.models) > 1:
             name = self._prefix_of(model) + name
@@ -50,10 +50,10 @@ class DeploymentState:
         return self.services[name].address
 
     def workers(self, model: str | None = None) -> tuple[str, ...]:
-        """Return the gRPC addresses of the ranks, rank 0 first; where there are several models, of those of `model`.
+        """Return the gRPC addresses of the ranks, rank 0 first; with several models, those of `model`.
 
         Raises:
-            ConfigurationError: this deployment has no worker, or no such model, or several of them.
+            ConfigurationError: this deployment has no worker or no such model, or several models and `model` is None.
         """
         prefix = self._prefix_of(model) if model is not None or len(self.models) > 1 else ""
         if f"{prefix}worker" in self.services:
@@ -72,7 +72,7 @@ class DeploymentState:
 
 
 def run_root(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the directory below which every deployment of this user has its own: short, and private to the user."""
+    """Return the directory with the run directories of this user's deployments: a short path, private to the user."""
     environ = os.environ if environ is None else environ
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
@@ -84,24 +84,24 @@ def make_private(directory: Path) -> None:
     """Create `directory` so that only this user can enter it.
 
     Raises:
-        ConfigurationError: somebody else made it before.
+        ConfigurationError: it is a link, or belongs to another user.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if directory.is_symlink() or status.st_uid != os.getuid():
-        raise ConfigurationError(f"{directory} belongs to somebody else; name another with --run-directory")
+        raise ConfigurationError(f"{directory} belongs to another user; choose another one with --run-directory")
     directory.chmod(0o700)
 
 
 def write_state(directory: Path, state: DeploymentState) -> None:
-    """Replace the state file in `directory` in one step, so that readers never see half of it."""
+    """Replace the state file in `directory` atomically, so that readers never see a partial file."""
     fresh = directory / f"{STATE_FILE}.{os.getpid()}"
     fresh.write_text(json.dumps(asdict(state), indent=2) + "\n")
     fresh.replace(directory / STATE_FILE)
 
 
 def read_state(directory: Path) -> DeploymentState | None:
-    """Return the state in `directory`, or None if no living deployment keeps one there."""
+    """Return the state in `directory`, or None if it has no state of a running deployment."""
     try:
         content = json.loads((directory / STATE_FILE).read_text())
         services = {name: ServiceState(**service) for name, service in content.pop("services").items()}
@@ -112,10 +112,10 @@ def read_state(directory: Path) -> DeploymentState | None:
 
 
 def find_state(root: Path | None = None, port: int | None = None) -> DeploymentState:
-    """Return the one deployment that runs here, or the one at HTTP `port`.
+    """Return the only deployment that runs on this machine, or the one at HTTP `port`.
 
     Raises:
-        ConfigurationError: there is none, or several and no port says which.
+        ConfigurationError: there is none, or there are several and `port` is None.
     """
     root = run_root() if root is None else root
     found = [state for state in (read_state(folder) for folder in sorted(root.glob("*"))) if state is not None]

@@ -1,4 +1,4 @@
-"""Keeps all services of one deployment running, from the first start to an orderly end."""
+"""The supervisor, which keeps all services of one deployment running, from the first start to an orderly end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from deploy.supervisor.layout import Layout, ServiceSpec, Stage
 
-# What `common.settings` exits with when a setting is wrong: the next start would end the same way.
+# Exit status of `common.settings` for invalid settings, with which a restart would fail again.
 CONFIGURATION_EXIT = 2
 SHOWN_LINES = 20
 
@@ -28,7 +28,7 @@ class ServiceFailedError(Exception):
     """A service cannot be kept running; the deployment ends."""
 
     def __init__(self, name: str, cause: str, last_lines: tuple[str, ...]) -> None:
-        """Keep the service's name, what happened, and the end of its log."""
+        """Store the service's name, the cause, and the last lines of its log."""
         super().__init__(f"{name} {cause}")
         self.name = name
         self.cause = cause
@@ -36,44 +36,44 @@ class ServiceFailedError(Exception):
 
 
 class Reporter(Protocol):
-    """Where the supervisor tells what happens."""
+    """Receives the supervisor's events, for output."""
 
     def line(self, service: str, text: str) -> None:
-        """Take one line that a service has written."""
+        """A service has written a line."""
 
     def note(self, text: str) -> None:
-        """Take a remark of the supervisor's own."""
+        """The supervisor has a message for the operator."""
 
     def alive(self, service: str) -> None:
-        """Learn that a service has answered for the first time in this life of it."""
+        """A service has answered for the first time since its last start."""
 
     def ready(self, layout: Layout) -> None:
-        """Learn that the deployment serves, for the first time."""
+        """The deployment can serve, for the first time."""
 
 
 class HealthProbes(Protocol):
-    """How the supervisor asks for health; `Probes` asks the real services."""
+    """The supervisor's health checks; `Probes` implements them for real services."""
 
     async def is_alive(self, address: str) -> bool:
-        """Return whether the process at `address` answers."""
+        """Whether the process at `address` answers."""
 
     async def is_ready(self, url: str) -> bool:
-        """Return whether a request to the gateway at `url` would be served now."""
+        """Whether the gateway at `url` can serve a request now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How often the supervisor looks, and how long it waits."""
+    """Intervals and timeouts of the supervisor's health checks."""
 
     probe_interval_s: float = 0.1
     start_timeout_s: float = 300.0
     liveness_interval_s: float = 5.0
-    # A process that answers no probe for so long is stuck; far above any pause that work can cause.
+    # A process that answers no probe for this long counts as stuck; far longer than any pause caused by work.
     hang_after_s: float = 60.0
 
 
 class Supervisor:
-    """Starts all services at once, as each waits for its peers; restarts what dies; ends them stage by stage."""
+    """Starts all services at once, as each waits for its peers; restarts those that die; ends them stage by stage."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Supervisor:
         timing: Timing | None = None,
         policy: RestartPolicy | None = None,
     ) -> None:
-        """Prepare a deployment; nothing happens before `run`."""
+        """Prepare a deployment; `run` starts it."""
         self.layout = layout
         self.ready = asyncio.Event()
         self._directory = run_directory
@@ -120,19 +120,19 @@ class Supervisor:
             task.result()
 
     def pid_of(self, name: str) -> int | None:
-        """Return the process id of a service, None while it restarts."""
+        """Return the process id of a service; None while it restarts."""
         return self._processes[name].pid
 
     def restarts_of(self, name: str) -> int:
-        """Return how often a service has been started again."""
+        """Return the number of restarts of a service."""
         return self._processes[name].restarts
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a service; it will be started again if it dies."""
+        """Send a signal to a service; it is restarted if it dies."""
         self._processes[name].signal(number)
 
     def abort(self) -> None:
-        """Kill everything at once; `run` then ends soon if it is stopping."""
+        """Kill all services at once; a `run` that is stopping then ends soon."""
         for process in self._processes.values():
             process.signal(signal.SIGKILL)
 
@@ -157,7 +157,7 @@ class Supervisor:
             process.restarts += 1
 
     def _delay_after(self, process: ServiceProcess, status: int, history: RestartHistory) -> float:
-        """Decide about a death: return the pause before the next start, or raise ServiceFailedError."""
+        """Return the pause before the next start after a death, in seconds; raise ServiceFailedError to give up."""
         name, lived = process.spec.name, process.lived_s
         if name in self._killed_with_group:
             self._killed_with_group.discard(name)
@@ -174,7 +174,7 @@ class Supervisor:
         return delay
 
     def _can_do_without(self, model: str | None) -> bool:
-        """Whether others are served without `model`, which then counts as given up."""
+        """Mark `model` as given up; return whether other models are still served."""
         if model is None or not self.ready.is_set():
             return False
         self._given_up.add(model)
@@ -188,13 +188,14 @@ class Supervisor:
                 peer.signal(signal.SIGKILL)
 
     async def _watch(self, process: ServiceProcess) -> int:
-        """Wait for the end of `process`; meanwhile note that it is alive, and kill it if it hangs."""
+        """Wait for the end of `process`; meanwhile probe it, and kill it if it hangs."""
         probing = asyncio.create_task(self._probe(process))
         try:
             return await process.wait()
         finally:
             probing.cancel()
-            # Not `await probing`: a cancellation of this task that arrives meanwhile must not be taken for the probe's.
+            # Not `await probing`: a cancellation of this task in the meantime could not be distinguished from the
+            # probe's own.
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self, process: ServiceProcess) -> None:
@@ -212,7 +213,7 @@ class Supervisor:
         process.signal(signal.SIGKILL)
 
     async def _follow_readiness(self) -> None:
-        """Announce the first time that the deployment serves, and each time that it does so again after a death."""
+        """Report when the deployment can serve for the first time, and each time that it can again after a death."""
         clock = asyncio.get_running_loop().time
         while True:
             since = clock()
@@ -233,7 +234,7 @@ class Supervisor:
             await asyncio.sleep(self._timing.probe_interval_s)
 
     async def _stop_all(self) -> None:
-        """Drain the gateway first, so that open requests still have everything behind it; then the rest."""
+        """Stop stage by stage: the gateway first, so that its open requests can finish, then the other services."""
         stages: dict[Stage, list[ServiceProcess]] = {}
         for process in self._processes.values():
             stages.setdefault(process.spec.stage, []).append(process)

@@ -1,4 +1,4 @@
-"""Settings as a TOML file, in which each supervised service reads them."""
+"""Serialization of settings as the TOML file that a supervised service reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dump_settings(settings: Settings) -> str:
-    """Return TOML that reads back as `settings`, secrets in clear; absent optional values are left out."""
+    """Return TOML that parses to `settings`, with secrets in plain text and without absent optional values."""
     lines: list[str] = []
     for section, values in settings.model_dump(exclude_none=True).items():
         lines.append(f"[{_string(section)}]")
@@ -41,5 +41,5 @@ def _value(value: object) -> str:
 
 
 def _string(text: str) -> str:
-    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    # A JSON string is a TOML basic string, except that TOML requires DEL to be escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -22,7 +22,7 @@ NAME = "pando.v1.Detokenizer"
 
 
 def main() -> None:
-    """Read the settings and serve until a signal comes."""
+    """Read the settings and serve until SIGTERM or SIGINT."""
     settings = load_settings("python -m services.detokenizer", "Token ids to text, incremental, with stop strings.")
     run_service("detokenizer", settings.log, lambda stop: serve(settings, stop), settings.detokenizer)
 
@@ -31,7 +31,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Run the detokenizer until `stopping` is set.
 
     Raises:
-        ConfigurationError: the settings cannot work.
+        ConfigurationError: the settings are invalid, the model cannot be read, or the address cannot be bound.
     """
     security = read_security(settings.rpc)
     server = RpcServer(NAME, settings.detokenizer.address, security)

@@ -1,4 +1,4 @@
-"""One choice on its way from ids to text."""
+"""The conversion of one choice from ids to text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from services.detokenizer.mailbox import Mailbox
     from services.detokenizer.messages import ChoiceSpec
 
-# Ends after which the text is complete. After others it may be continued elsewhere, so what is uncertain stays unsaid.
+# Finishes after which the text is complete. After others the choice may be resumed, so held-back text is not sent.
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Choice:
-    """Decoder, stop matcher and counters of one open choice."""
+    """The decoder, stop matcher and counters of one open choice."""
 
     __slots__ = (
         "_decoder",
@@ -43,13 +43,17 @@ class Choice:
     )
 
     def __init__(self, spec: ChoiceSpec, decoder: Decoder, mailbox: Mailbox) -> None:
-        """Begin the choice, or continue it where an interrupted one left off."""
+        """Begin the choice, or resume an interrupted one by decoding its ids without output.
+
+        Raises:
+            InvalidRequestError: a stop pattern is invalid.
+        """
         self.handle = spec.handle
         self.mailbox = mailbox
-        # Tokens of the push that is being worked on.
+        # Tokens of the current push.
         self.batch: list[int] = []
         self.logprobs: list[LogprobText] = []
-        # Generated tokens so far, those of an interrupted predecessor included.
+        # Generated tokens so far, including those of the interrupted predecessor.
         self.tokens = 0
         self._request_id = spec.request_id
         self._index = spec.choice_index
@@ -58,7 +62,7 @@ class Choice:
         self._decoder = decoder
         self._matcher = _matcher_of(spec)
         self._usage: PromptUsage | None = PromptUsage(spec.prompt_tokens, 0)
-        # Text decoded from a predecessor's ids that its client was not sent; characters it was sent beyond that.
+        # Text of the predecessor's ids that its client did not receive; characters that it received beyond this text.
         self._undelivered = ""
         self._unskipped = 0
         if spec.resume is not None:
@@ -66,31 +70,31 @@ class Choice:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Whether a stop string or pattern has ended the text."""
         return self._matcher is not None and self._matcher.matched is not None
 
     def start(self, cached_tokens: int) -> None:
-        """Note how much of the prompt the cache held; comes before the first token."""
+        """Record the number of cached prompt tokens; called before the first token."""
         if self._usage is not None:
             self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
 
     def tell_prompt(self, part: PromptLogprobsText) -> Delta:
-        """Return a delta that brings log probabilities of the prompt."""
+        """Return a delta with log probabilities of the prompt."""
         usage, self._usage = self._usage, None
         return Delta(self._request_id, self._index, self.tokens, (), "", (), usage, None, part)
 
     def advance(self, finish: Finish | None) -> Delta:
-        """Decode the batch, the last one if there is a `finish`, and return what is new.
+        """Decode the batch and return its delta; a `finish` marks it as the last batch.
 
-        The choice has ended if the delta has a finish: the given one, or that of a stop string.
+        The choice has ended if the delta has a finish: the given one, or that of a stop string or pattern.
         """
         first, ids, logprobs = self.tokens, self.batch, self.logprobs
         self.batch, self.logprobs = [], []
-        if self.is_stopped:  # in the text of a predecessor
+        if self.is_stopped:  # within the text of the predecessor
             ids, logprobs = [], []
         text = self._decode(ids[:-1] if finish is not None and self._is_by_token(finish) else ids)
         if self.is_stopped:
-            # What came after the match counts for nothing.
+            # Tokens after the match do not count.
             ids, logprobs = ids[: self.tokens - first], logprobs[: self.tokens - first]
         else:
             self.tokens = first + len(ids)
@@ -105,11 +109,11 @@ class Choice:
         return Delta(self._request_id, self._index, first, ids, text, logprobs, usage, finish)
 
     def _is_by_token(self, finish: Finish) -> bool:
-        """Whether the last token is the one that ended the choice, and no part of its text."""
+        """Whether the last token ended the choice and does not belong to its text."""
         return finish.reason is FinishReason.STOP and finish.matched_text is None and not self._include_stop_text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        """Decode until a stop string matches; `tokens` counts up to there."""
+        """Decode until a stop string or pattern matches; `tokens` counts the ids up to the match."""
         push, matcher = self._decoder.push, self._matcher
         if matcher is None:
             self.tokens += len(token_ids)
@@ -135,7 +139,7 @@ class Choice:
         self._unskipped = max(resume.delivered_characters - len(text), 0)
 
     def _trim(self, text: str) -> str:
-        """Put what the predecessor's client still lacks before `text`, or take off what it was already sent."""
+        """Prepend text that the predecessor's client did not receive, or remove text that it did receive."""
         text, self._undelivered = self._undelivered + text, ""
         skipped = text[self._unskipped :]
         self._unskipped = max(self._unskipped - len(text), 0)

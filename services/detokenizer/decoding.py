@@ -1,4 +1,4 @@
-"""Ids to text, one token at a time: what comes out is final, and never ends in half a character."""
+"""Incremental decoding of ids to text: the output is final and never ends within a character."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ if TYPE_CHECKING:
 
     from common.tokenization.vocabulary import Pieces
 
-# Tokens after which a text that still ends in half a character is taken as it is: no character is longer.
+# Tokens after which a text that still ends within a character is output as it is: no character is longer.
 _PATIENCE: Final = 8
-# Tokens before the undecided ones that are decoded along, because some decoders look at a token's neighbours.
+# Number of earlier tokens that are decoded again together with the pending ones, as some decoders depend on context.
 _CONTEXT: Final = 4
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoder(Protocol):
-    """The text of one growing sequence of ids."""
+    """An incremental decoder for one sequence of ids."""
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became certain."""
+        """Add a token; return the text that became final."""
 
     def flush(self) -> str:
-        """Return what was held back; nothing may be pushed afterwards."""
+        """Return the text that was held back; nothing may be pushed afterwards."""
 
 
 class ByteDecoder:
     """Decoder for vocabularies whose texts are the concatenation of their tokens' bytes.
 
-    Bytes that are no UTF-8 become U+FFFD, one for each maximal part of a character (Unicode 15, section 3.9, and the
-    practice of Python and Rust alike), as soon as it is certain that they are none.
+    Invalid UTF-8 becomes U+FFFD, one for each maximal subpart of a character (Unicode 15, section 3.9; as in Python and
+    Rust), as soon as it cannot become valid any more.
     """
 
     __slots__ = ("_data", "_pending", "_texts")
 
     def __init__(self, pieces: Pieces) -> None:
-        """Begin an empty text."""
         self._data = pieces.data
         self._texts = pieces.texts
-        # The start of a character, at most three bytes.
+        # The beginning of a character, at most three bytes.
         self._pending = b""
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became certain."""
+        """Add a token; return the text that became final."""
         if token_id >= len(self._data):
             return ""
         if not self._pending:
@@ -57,29 +56,28 @@ class ByteDecoder:
         return text
 
     def flush(self) -> str:
-        """Return what was held back: at most one U+FFFD."""
+        """Return the text that was held back: at most one U+FFFD."""
         text, _ = codecs.utf_8_decode(self._pending, "replace", True)
         self._pending = b""
         return text
 
 
 class WindowDecoder:
-    """Decoder for all others: decodes the last few tokens again with each new one and takes what is more.
+    """Decoder for all other vocabularies: decodes each new token together with the last few and outputs the difference.
 
-    The window has a fixed size, so that the cost stays linear in the length of the text.
+    The window has a fixed size, so that the cost is linear in the length of the text.
     """
 
     __slots__ = ("_context", "_pending", "_skip_special_tokens", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        """Begin an empty text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that became certain."""
+        """Add a token; return the text that became final."""
         self._pending.append(token_id)
         text = self._undecided()
         if (not text or text.endswith(_REPLACEMENT)) and len(self._pending) < _PATIENCE:
@@ -88,7 +86,7 @@ class WindowDecoder:
         return text
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         text = self._undecided()
         self._settle()
         return text

@@ -1,4 +1,4 @@
-"""Makes decoders for one model."""
+"""Creation of decoders for one model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ if TYPE_CHECKING:
 
 
 class DecoderFactory:
-    """The vocabulary of a model, and the decoders that fit it."""
+    """Creates decoders that suit a model's vocabulary; its tables are built once for all choices."""
 
     def __init__(self, model: TextModel) -> None:
-        """Build the tables, once for all choices."""
         self._tokenizer = model.tokenizer
         self._vocabulary = read_vocabulary(model.tokenizer, model.vocabulary_size)
         self._is_bytewise = is_bytewise(model.tokenizer)
 
     def make(self, *, skip_special_tokens: bool) -> Decoder:
-        """Return a decoder for a text that begins."""
+        """Return a decoder for a new sequence."""
         if self._is_bytewise:
             return ByteDecoder(self._vocabulary.pieces(skip_special_tokens=skip_special_tokens))
         return WindowDecoder(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, also of a special one."""
+        """Return the bytes of one token, special ones included."""
         return self._vocabulary.token_bytes(token_id)

@@ -1,4 +1,4 @@
-"""Brings push sessions and subscribers together."""
+"""The registry of push sessions and subscribers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 class Hub:
-    """Owns the mailboxes and the sessions of this process."""
+    """Owns the subscribers' mailboxes and the schedulers' push sessions of this process."""
 
     def __init__(self, decoders: DecoderFactory) -> None:
-        """Prepare to decode with `decoders`."""
         self._decoders = decoders
         self._mailboxes: dict[SubscriberId, Mailbox] = {}
         self._sessions: set[PushSession] = set()
@@ -29,22 +28,22 @@ class Hub:
 
     @property
     def subscribers(self) -> int:
-        """Number of gateways that listen."""
+        """Number of subscribed gateways."""
         return len(self._mailboxes)
 
     def open_session(self) -> PushSession:
-        """Begin a scheduler's stream."""
+        """Open a session for a scheduler's stream."""
         session = PushSession(self._mailboxes.get, self._decoders)
         self._sessions.add(session)
         return session
 
     def close_session(self, session: PushSession) -> None:
-        """End a scheduler's stream; its choices end with an error that invites to try again."""
+        """Close the session of a scheduler's stream; its choices end with a retryable error."""
         self._sessions.discard(session)
-        session.break_off(UnavailableError("the scheduler went away", retry_after_ms=1000))
+        session.break_off(UnavailableError("the scheduler has disconnected", retry_after_ms=1000))
 
     def subscribe(self, subscriber_id: SubscriberId) -> Mailbox:
-        """Begin a gateway's stream. A predecessor under the same id is over: its choices are gone."""
+        """Open a mailbox for a gateway's stream. An earlier one with the same id is closed; its choices are dropped."""
         predecessor = self._mailboxes.get(subscriber_id)
         if predecessor is not None:
             predecessor.close(UnavailableError(f"subscriber {subscriber_id} has subscribed again"))
@@ -54,7 +53,7 @@ class Hub:
         return mailbox
 
     def unsubscribe(self, mailbox: Mailbox) -> None:
-        """End a gateway's stream and report its choices as gone."""
+        """Remove a gateway's mailbox and report its choices as gone."""
         if self._mailboxes.get(mailbox.subscriber_id) is mailbox:
             del self._mailboxes[mailbox.subscriber_id]
         for session in self._sessions:

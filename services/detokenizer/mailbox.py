@@ -1,4 +1,4 @@
-"""What waits for one subscriber."""
+"""The queue of deltas for one subscriber."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ if TYPE_CHECKING:
     from common.deltas import Delta
     from common.types import RequestId, SubscriberId
 
-# A subscriber that reads at once never has more than a step's deltas here. Beyond this many, those of one choice are
-# merged, so that what waits grows with the text only.
+# A subscriber that keeps up never has more than one step's deltas waiting. Above this number, deltas of the same choice
+# are merged, so that the queue only grows with the text.
 MERGE_AT = 4096
-# Beyond this many tokens (half a minute of a fast GPU) the subscriber is taken for dead.
+# Above this number of tokens (half a minute of a fast GPU), the subscriber counts as dead.
 MAX_WAITING_TOKENS = 1_000_000
 
 
 class Mailbox:
-    """Deltas between the pushes that make them and the stream that carries them away."""
+    """The queue between pushes, which produce deltas, and the stream that sends them to a subscriber."""
 
     def __init__(self, subscriber_id: SubscriberId, *, merge_at: int = MERGE_AT, max_tokens: int = MAX_WAITING_TOKENS):
-        """Begin empty."""
         self.subscriber_id = subscriber_id
         self._merge_at = self._merge_next = merge_at
         self._max_tokens = max_tokens
@@ -35,16 +34,16 @@ class Mailbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be delivered any more."""
+        """Whether the subscription has ended with an error."""
         return self._error is not None
 
     @property
     def waiting(self) -> int:
-        """Number of deltas that wait to be taken."""
+        """Number of waiting deltas."""
         return len(self._waiting)
 
     def post(self, deltas: Iterable[Delta]) -> None:
-        """Add deltas; a mailbox that overflows closes."""
+        """Add deltas; the mailbox closes if more than `max_tokens` tokens wait. No effect on a closed mailbox."""
         if self._error is not None:
             return
         for delta in deltas:
@@ -57,15 +56,15 @@ class Mailbox:
             self._merge_next = max(self._merge_at, 2 * len(self._waiting))
         if self._tokens > self._max_tokens:
             self.close(
-                UnavailableError(f"subscriber {self.subscriber_id} does not keep up: {self._tokens} tokens wait")
+                UnavailableError(f"subscriber {self.subscriber_id} is too slow: {self._tokens} tokens are waiting")
             )
         self._arrived.set()
 
     async def take(self) -> Sequence[Delta]:
-        """Wait for deltas and return all there are.
+        """Wait for deltas and return all of them.
 
         Raises:
-            PandoError: the mailbox was closed, for this reason.
+            PandoError: the error with which the mailbox was closed.
         """
         await self._arrived.wait()
         if self._error is not None:
@@ -76,7 +75,7 @@ class Mailbox:
         return taken
 
     def close(self, error: PandoError) -> None:
-        """Drop what waits and end the subscription with `error`."""
+        """Drop waiting deltas and end the subscription with `error`."""
         if self._error is None:
             self._error = error
             self._waiting = []
@@ -84,10 +83,10 @@ class Mailbox:
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """Return the same deltas with those of each choice joined, in the order in which the choices began."""
+    """Return the deltas with those of each choice joined, in the order of the choices' first deltas."""
     parts: dict[tuple[RequestId, int, int], list[Delta]] = {}
     for delta in deltas:
-        # What is told of a prompt is bounded already, and stays by itself.
+        # Log probabilities of prompts are bounded already, so their deltas are not joined.
         kind = 0 if delta.prompt_logprobs is None else delta.prompt_logprobs.first + 1
         parts.setdefault((delta.request_id, delta.choice_index, kind), []).append(delta)
     return [_joined(part) if len(part) > 1 else part[0] for part in parts.values()]

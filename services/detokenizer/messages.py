@@ -1,4 +1,4 @@
-"""What comes in with a push, and what its sender has to be told, as values without protobuf."""
+"""Pushes of schedulers and the responses to them, as values free of protobuf types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
-    """A choice that begins; see `ChoiceOpen` in the contract."""
+    """A choice to open; see `ChoiceOpen` in protos/pando/v1/detokenizer.proto."""
 
     handle: int
     request_id: RequestId
@@ -31,9 +31,9 @@ class ChoiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What one step produced: `handles[i]` got `token_ids[i]`; `logprobs` by that i; `finishes` by handle.
+    """The results of one step: `handles[i]` got `token_ids[i]`; `logprobs` by index i; `finishes` by handle.
 
-    `starts` are the cached prompt tokens, by handle, of choices that got a row.
+    `starts` has the number of cached prompt tokens, by handle, of choices that were assigned a row.
     """
 
     opens: Sequence[ChoiceSpec] = ()
@@ -45,11 +45,11 @@ class Push:
     prompt_logprobs: Sequence[PromptPart] = ()
 
 
-# The following are made for every push: named tuples cost a third of frozen dataclasses.
+# The following are created for every push: named tuples cost a third of frozen dataclasses.
 
 
 class PromptPart(NamedTuple):
-    """Log probabilities of a part of a choice's prompt; see `ChoicePromptLogprobs` in the contract."""
+    """Log probabilities of a part of a choice's prompt; see `ChoicePromptLogprobs` in detokenizer.proto."""
 
     handle: int
     span: PromptLogprobSpan
@@ -58,14 +58,14 @@ class PromptPart(NamedTuple):
 
 
 class StopHit(NamedTuple):
-    """A choice that ended by stop text, and how many generated tokens count."""
+    """A choice that ended because of stop text, with its number of generated tokens up to the match."""
 
     handle: int
     completion_tokens: int
 
 
 class Answers(NamedTuple):
-    """What a pushing scheduler has to be told."""
+    """Handles that a scheduler must free: choices that ended because of stop text, and choices without a subscriber."""
 
     stop_hits: Sequence[StopHit]
     gone_handles: Sequence[int]

@@ -1,4 +1,4 @@
-"""Stop patterns on the text of one choice, with its stop strings if it has both."""
+"""Matching of stop patterns, together with stop strings if a choice has both."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class PatternStopMatcher:
-    """Ends a text like `services.detokenizer.stops.StopMatcher`: whatever match ends first, the longest of those."""
+    """Ends a text as `services.detokenizer.stops.StopMatcher` does: at the earliest end of a match, the longest one."""
 
     __slots__ = ("_held", "_include_stop_text", "_matchers", "_node", "_strings", "matched")
 
     def __init__(self, patterns: Iterable[str], strings: Iterable[str], *, include_stop_text: bool) -> None:
-        """Begin with an empty text.
+        """Compile `patterns`; empty `strings` are ignored.
 
         Raises:
-            InvalidRequestError: a pattern cannot be used.
+            InvalidRequestError: a pattern is invalid.
         """
         self._matchers = [PatternMatcher(compile_pattern(pattern)) for pattern in patterns]
         self._strings = StopAutomaton(strings)
         self._node = 0
         self._include_stop_text = include_stop_text
-        # The end of the text that may become a match.
+        # The suffix of the text that may still become a match.
         self._held = ""
-        # The text that ended it.
+        # The match that ended the text.
         self.matched: str | None = None
 
     def feed(self, text: str, *, armed: bool) -> str:
-        """Add `text` and return what may be shown; unless `armed`, matches that end in it are passed over."""
+        """Add `text` and return the text that became final; unless `armed`, matches that end in it are ignored."""
         buffer = self._held + text
         for position in range(len(self._held), len(buffer)):
             length = self._step(buffer[position])
@@ -45,12 +45,12 @@ class PatternStopMatcher:
         return buffer[:shown]
 
     def flush(self) -> str:
-        """Return what was held back; the text has ended."""
+        """Return the text that was held back; the text has ended."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> int:
-        """Add a character; return the length of the longest match that ends behind it, 0 if none does."""
+        """Add a character; return the length of the longest match that ends with it, 0 if none does."""
         node = self._strings.step(self._node, character)
         longest = self._strings.matches[node]
         self._node = self._strings.retreat(node) if longest else node

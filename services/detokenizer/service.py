@@ -1,7 +1,7 @@
-"""The gRPC face of the detokenizer.
+"""The gRPC servicer of the detokenizer.
 
-The streams write by `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally`
-only when it is collected, and what a stream holds has to be freed when it breaks.
+The streams use `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally` only
+when it is garbage-collected, but a stream must free its state as soon as it breaks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from services.detokenizer.hub import Hub
     from services.detokenizer.session import PushSession
 
-# A gateway that has not read for so long is stuck: it is let go before what waits for it fills the memory.
+# A gateway that has not read for this long counts as stuck and is disconnected, before its deltas fill the memory.
 WRITE_TIMEOUT_S = 30.0
 
 PushContext: TypeAlias = "grpc.aio.ServicerContext[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse]"
@@ -35,16 +35,15 @@ SubscribeContext: TypeAlias = (
 
 
 class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
-    """Decode, call the hub, encode."""
+    """Decodes messages, calls the hub, encodes its results."""
 
     def __init__(self, hub: Hub) -> None:
-        """Serve `hub`."""
         self._hub = hub
 
     async def Push(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
     ) -> None:
-        """Take in steps; answer with stop hits and choices that nobody listens to."""
+        """Process the results of steps; respond with stop hits and choices without a subscriber."""
         await context.send_initial_metadata(())
         session = self._hub.open_session()
         writer = asyncio.create_task(self._answer(session, context))
@@ -64,13 +63,18 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
     async def Subscribe(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request: detokenizer_pb2.SubscribeRequest, context: SubscribeContext
     ) -> None:
-        """Stream the deltas of a gateway's choices until one of the two goes away."""
+        """Stream the deltas of a gateway's choices until either side disconnects.
+
+        Raises:
+            InvalidRequestError: the subscriber id is missing.
+            UnavailableError: the gateway is too slow, or has subscribed again.
+        """
         if not request.subscriber_id:
             raise InvalidRequestError("subscriber_id must be set", param="subscriber_id")
         mailbox = self._hub.subscribe(SubscriberId(request.subscriber_id))
         self._measure()
         try:
-            # Only now: who hears of it may at once have choices opened that answer to this subscriber.
+            # Only after the mailbox exists: from now on the gateway may submit choices that refer to this subscriber.
             await context.send_initial_metadata(())
             while True:
                 response = deltas_to_wire(await mailbox.take())
@@ -83,7 +87,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
             self._measure()
 
     async def _answer(self, session: PushSession, context: PushContext) -> None:
-        # An error here means that the stream has broken; its reader learns of it by itself.
+        # An error here means that the stream has broken, which ends its reader as well.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
                 owed = await session.answers()

@@ -1,4 +1,4 @@
-"""One scheduler's push stream: its open choices and the answers it is owed."""
+"""The state of one scheduler's push stream: its open choices and pending responses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 
 class PushSession:
-    """Turns pushes into deltas in mailboxes. Handles are this session's own."""
+    """Converts pushes into deltas in mailboxes. Handles are only valid within a session."""
 
     def __init__(
         self,
         find_mailbox: Callable[[SubscriberId], Mailbox | None],
         decoders: DecoderFactory,
     ) -> None:
-        """Begin without choices."""
         self._find_mailbox = find_mailbox
         self._decoders = decoders
         self._choices: dict[int, Choice] = {}
@@ -43,10 +42,10 @@ class PushSession:
         return len(self._choices)
 
     def apply(self, push: Push) -> None:
-        """Work through what one step produced. Handles that are not open (any more) are passed over.
+        """Process the results of one step. Handles that are not open (any more) are ignored.
 
         Raises:
-            InvalidRequestError: a handle is opened that is open.
+            InvalidRequestError: a handle is opened that is already open.
         """
         for spec in push.opens:
             self._open(spec)
@@ -71,11 +70,11 @@ class PushSession:
         for mailbox, deltas in posts.items():
             mailbox.post(deltas)
             if mailbox.is_closed:
-                # Its stream may be stuck in a write and notice late; its rows shall not run on until then.
+                # Its stream may be stuck in a write and end late; its rows must not run until then.
                 self.drop_subscriber(mailbox)
 
     async def answers(self) -> Answers:
-        """Wait until the scheduler has to be told something, and return all of it."""
+        """Wait until there are responses for the scheduler, and return all of them."""
         await self._owed.wait()
         self._owed.clear()
         answers = Answers(self._stop_hits, self._gone)
@@ -83,13 +82,13 @@ class PushSession:
         return answers
 
     def drop_subscriber(self, mailbox: Mailbox) -> None:
-        """Forget the choices of a subscriber that left, and have their rows ended."""
+        """Drop the choices of a disconnected subscriber and report them as gone, so that their rows end."""
         for handle in [handle for handle, choice in self._choices.items() if choice.mailbox is mailbox]:
             del self._choices[handle]
             self._report_gone(handle)
 
     def break_off(self, error: PandoError) -> None:
-        """End every choice with `error`: the scheduler is away."""
+        """End every choice with `error`, because the scheduler is disconnected."""
         finish = Finish(FinishReason.ERROR, error=error.to_failure())
         for choice in self._choices.values():
             choice.mailbox.post([choice.advance(finish)])
@@ -101,17 +100,17 @@ class PushSession:
             self._report_gone(spec.handle)
             return
         if spec.handle in self._choices:
-            raise InvalidRequestError(f"handle {spec.handle} is open already", param="opens")
+            raise InvalidRequestError(f"handle {spec.handle} is already open", param="opens")
         decoder = self._decoders.make(skip_special_tokens=spec.skip_special_tokens)
         try:
             self._choices[spec.handle] = Choice(spec, decoder, mailbox)
-        except InvalidRequestError as error:  # a stop pattern that no tokenizer has checked
+        except InvalidRequestError as error:  # an invalid stop pattern that no tokenizer has checked
             finish = Finish(FinishReason.ERROR, error=error.to_failure())
             mailbox.post([Delta(spec.request_id, spec.choice_index, 0, (), "", finish=finish)])
             self._report_gone(spec.handle)
 
     def _distribute(self, push: Push) -> list[Choice]:
-        """Put each token into its choice's batch; return the choices that have something to do, in order."""
+        """Add each token to its choice's batch; return the choices to advance, in order."""
         choices = self._choices
         touched = []
         for handle, token_id in zip(push.handles, push.token_ids, strict=True):
@@ -127,7 +126,7 @@ class PushSession:
             if choice is not None and not choice.batch:
                 touched.append(choice)
         for spec in push.opens:
-            # A resumed choice may have been ended by a stop string before.
+            # A stop string may already have ended a resumed choice.
             choice = choices.get(spec.handle)
             if choice is not None and choice.is_stopped and not choice.batch and spec.handle not in push.finishes:
                 touched.append(choice)
@@ -145,7 +144,7 @@ class PushSession:
                 choice.logprobs.append(self._spell(push.token_ids[index], logprob))
 
     def _spell(self, token_id: int, logprob: TokenLogprob) -> LogprobText:
-        """Add the tokens' bytes to their log probabilities."""
+        """Combine log probabilities with the bytes of their tokens."""
         spell = self._decoders.token_bytes
         tops = zip(logprob.top_token_ids, logprob.top_logprobs, strict=True)
         return LogprobText(
@@ -174,7 +173,7 @@ class PushSession:
     def _end(self, choice: Choice) -> None:
         del self._choices[choice.handle]
         if choice.is_stopped:
-            # Also if the scheduler has ended it meanwhile: it ignores handles that it doesn't know.
+            # Even if the scheduler has ended the choice in the meantime: it ignores unknown handles.
             self._stop_hits.append(StopHit(choice.handle, choice.tokens))
             self._owed.set()
 

@@ -1,7 +1,7 @@
-"""Finds stop strings in a growing text and holds back what may become one.
+"""Incremental search for stop strings, which holds back text that may still become one.
 
-Of several stop strings the one whose last character comes first ends the text, the longest of those that end there.
-So the result doesn't depend on how the text is cut into tokens, and no text is waited for that a match makes void.
+Of several stop strings, the one with the earliest end ends the text; of those with the same end, the longest. So the
+result does not depend on token boundaries, and a match is final as soon as its last character arrives.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class StopAutomaton:
-    """All stop strings of a request as one automaton (Aho and Corasick 1975): a constant effort for each character.
+    """All stop strings of a request as one automaton (Aho and Corasick 1975), with constant cost per character.
 
-    Node 0 is the root. A node stands for the longest end of the text that begins some stop string.
+    Node 0 is the root. The current node represents the longest suffix of the text that is a prefix of a stop string.
     """
 
     __slots__ = ("depths", "fallbacks", "firsts", "matches", "nexts")
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
         """Build the automaton; empty strings are ignored."""
-        # Per node: the node after each character that goes on; where to go on with any other character; characters from
-        # the root; length of the longest stop string that ends here, 0 if none does.
+        # Per node: the next node for each character that continues a stop string; the node to continue from with any
+        # other character; characters from the root; length of the longest stop string that ends here, 0 if none does.
         self.nexts: list[dict[str, int]] = [{}]
         self.fallbacks: list[int] = [0]
         self.depths: list[int] = [0]
@@ -42,7 +42,7 @@ class StopAutomaton:
         return nexts[node].get(character, 0)
 
     def retreat(self, node: int) -> int:
-        """Return the node for the longest end of the text that can still grow into a stop string."""
+        """Return the node for the longest suffix of the text that may still become a stop string."""
         while node and not self.nexts[node]:
             node = self.fallbacks[node]
         return node
@@ -73,24 +73,23 @@ class StopAutomaton:
 
 
 class StopMatcher:
-    """The text of one choice on its way to the client."""
+    """Filters the text of one choice: ends it at a stop string and holds back possible beginnings of one."""
 
     __slots__ = ("_automaton", "_held", "_include_stop_text", "_node", "matched")
 
     def __init__(self, automaton: StopAutomaton, *, include_stop_text: bool) -> None:
-        """Begin with an empty text."""
         self._automaton = automaton
         self._include_stop_text = include_stop_text
         self._node = 0
-        # The end of the text that may become a stop string; as long as the node is deep.
+        # The suffix of the text that may still become a stop string; its length is the node's depth.
         self._held = ""
         # The stop string that ended the text.
         self.matched: str | None = None
 
     def feed(self, text: str, *, armed: bool) -> str:
-        """Add `text` and return what may be shown; unless `armed`, stop strings that end in it are passed over.
+        """Add `text` and return the text that became final; unless `armed`, stop strings that end in it are ignored.
 
-        Once `matched` is set the text has ended: nothing may be fed any more.
+        Once `matched` is set, the text has ended and nothing may be fed.
         """
         automaton, node = self._automaton, self._node
         if node == 0 and automaton.firsts.isdisjoint(text):
@@ -108,7 +107,7 @@ class StopMatcher:
         return buffer[:shown]
 
     def flush(self) -> str:
-        """Return what was held back; the text has ended."""
+        """Return the text that was held back; the text has ended."""
         held, self._held, self._node = self._held, "", 0
         return held
 

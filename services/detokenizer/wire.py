@@ -1,4 +1,4 @@
-"""Protobuf messages of this service, to and from the values of `messages.py`."""
+"""Conversion between this service's protobuf messages and the values of `messages.py`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
-    """Decode what one step produced.
+    """Decode the results of one step.
 
     Raises:
-        InvalidRequestError: the columns do not fit together.
+        InvalidRequestError: the columns have inconsistent lengths.
     """
     tokens = len(message.token_ids)
     if len(message.handles) != tokens or any(entry.index >= tokens for entry in message.logprobs):
-        raise InvalidRequestError("handles, token_ids and logprobs do not fit together", param="handles")
+        raise InvalidRequestError("handles, token_ids and logprobs are inconsistent", param="handles")
     if any(len(entry.logprob.top_token_ids) != len(entry.logprob.top_logprobs) for entry in message.logprobs):
         raise InvalidRequestError("top_token_ids and top_logprobs differ in length", param="logprobs")
     return Push(
@@ -40,12 +40,12 @@ def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
 
 
 def deltas_to_wire(deltas: Sequence[Delta]) -> detokenizer_pb2.SubscribeResponse:
-    """Encode what waits for a subscriber."""
+    """Encode deltas for a subscriber."""
     return detokenizer_pb2.SubscribeResponse(deltas=[_delta_to_wire(delta) for delta in deltas])
 
 
 def answers_to_wire(answers: Answers) -> detokenizer_pb2.PushResponse:
-    """Encode what the scheduler has to be told."""
+    """Encode responses to a scheduler."""
     hits = [
         detokenizer_pb2.StopHit(handle=hit.handle, completion_tokens=hit.completion_tokens) for hit in answers.stop_hits
     ]
@@ -81,7 +81,7 @@ def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
         token_ids=delta.token_ids,
         text=delta.text,
     )
-    # The rest is rare: a delta without it costs half as much.
+    # The other fields are rare; a delta without them costs half as much.
     if delta.logprobs:
         message.logprobs.extend(_logprob_to_wire(logprob) for logprob in delta.logprobs)
     if delta.prompt_usage is not None:

@@ -84,7 +84,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: dict[str, str]) -> None:
-    up.wait_for("Ctrl-C ends it")
+    up.wait_for("Press Ctrl-C to stop")
     children = children_of(up.process.pid)
     assert len(children) == 5
     # The shown command, run by a shell as a person would paste it.
@@ -106,7 +106,7 @@ def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: 
 
 
 def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
-    up.wait_for("Ctrl-C ends it")
+    up.wait_for("Press Ctrl-C to stop")
     children = children_of(up.process.pid)
     up.end(signal.SIGKILL)
     wait_until(lambda: not [pid for pid in children if is_running(pid)], timeout_s=120)
@@ -115,7 +115,7 @@ def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
 @contextmanager
 def long_stream(up: Up) -> Iterator[Iterator[str]]:
     """Open a stream of thousands of tokens, of which the first has come."""
-    up.wait_for("Ctrl-C ends it")
+    up.wait_for("Press Ctrl-C to stop")
     url = next(word for line in up.lines for word in line.split() if word.startswith("http://")).removesuffix("/v1")
     body = {"model": "smollm2-135m-instruct", "prompt": "Hi", "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as answer:

@@ -1,4 +1,4 @@
-"""Sessions as single requests in the order of time."""
+"""Conversion of sessions to single requests in order of arrival."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that is due at `time_s` and, if nothing delays it, runs for `duration_s` after its prefill."""
+    """A request that arrives at `time_s`, in seconds after the start."""
 
     time_s: float
     request: BenchRequest
 
 
 def by_time(sessions: Iterable[Session], token_s: float) -> Iterator[Arrival]:
-    """Yield the requests of sessions that come in order of arrival.
+    """Yield the requests of sessions, which must be in order of arrival.
 
-    A next turn is due when the answer before it has been written, at `token_s` per token, and thought about: no
-    matter how long the prompt before it took, so that every cache under test is asked the same at the same times.
+    A turn arrives after the previous answer has been generated, at `token_s` seconds per token, and the user's delay.
+    Prefill times are ignored, so that every cache under test gets the same requests at the same times.
     """
     pending: list[tuple[float, int, int, Session]] = []
     for number, session in enumerate(sessions):

@@ -1,4 +1,4 @@
-"""`pando bench cache`: the prefix cache by itself, under a million requests, without a model."""
+"""`pando bench cache`: the prefix cache alone, with a million simulated requests and no model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     machine, shape = Machine(), M1Shape()
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(all)")
     parser.add_argument("--requests", type=positive_int, default=1_000_000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of the Mooncake form instead of M1")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in the Mooncake format, instead of M1")
     parser.add_argument("--trace-speed", type=positive_float, default=1.0, help="2 is twice as fast (%(default)s)")
     parser.add_argument("--jobs", type=positive_int, default=2, help="modes simulated at the same time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
@@ -48,7 +48,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     m1.add_argument("--apps", type=positive_int, default=shape.apps, help="(%(default)s)")
     m1.add_argument("--rate", type=positive_float, default=10.0, metavar="R", help="requests/s (%(default)s)")
     m1.add_argument("--burstiness", type=positive_float, default=1.0, metavar="CV", help="1: Poisson (%(default)s)")
-    m1.add_argument("--scale", type=positive_float, default=1.0, help="lengths times this (%(default)s)")
+    m1.add_argument("--scale", type=positive_float, default=1.0, help="factor on lengths (%(default)s)")
     group = parser.add_argument_group("machine")
     group.add_argument("--device-pages", type=positive_int, default=machine.device_pages, help="(%(default)s)")
     group.add_argument("--page-size", type=positive_int, default=machine.page_size, help="(%(default)s)")
@@ -61,10 +61,10 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    """Simulate all modes; return the exit code."""
+    """Simulate all modes; return the exit code: 1 if a mode other than shared found tokens without evidence."""
     console, progress = output_console(), Console(stderr=True)
     try:
-        # Forked children would inherit whatever threads this process has.
+        # Not forked, as this process may have threads.
         with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
             tasks = {mode: pool.submit(simulate, arguments, mode) for mode in arguments.modes}
             for task in as_completed(tasks.values()):
@@ -85,16 +85,16 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 
 def workload_name(arguments: argparse.Namespace) -> str:
-    """Return a name for results: runs of different pressure are different benchmarks."""
+    """Return the benchmark's name for results; runs with other numbers of requests or pages are other benchmarks."""
     name = "m1" if arguments.trace is None else f"trace-{arguments.trace.name.partition('.')[0]}"
     return f"{name}-{arguments.requests}-requests-{arguments.device_pages}-pages"
 
 
 def simulate(arguments: argparse.Namespace, mode: CacheName) -> CacheFigures:
-    """Return what one mode shows.
+    """Simulate one mode and return its figures.
 
     Raises:
-        ValueError: a wrong shape or trace.
+        ValueError: the shape or the trace is invalid.
         OSError: the trace cannot be read.
     """
     machine = Machine(

@@ -1,4 +1,4 @@
-"""Token ids for segments, made so fast that the cache is measured and not they."""
+"""Fast generation of token ids for segments, so that its time does not affect measurements of the cache."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _SPAN = (1 << 31) - LARGEST_SEGMENT
 
 
 class Contents:
-    """Gives each segment a run of ascending ids from a place drawn by its key.
+    """Maps each segment to ascending ids that start at a hash of its key.
 
-    Equal keys begin alike, different ones differ from their first token on. For a radix tree, which compares and does
-    not interpret, that is as good as any text.
+    Segments with equal keys have a common prefix; others differ from their first token on. A radix tree only compares
+    ids, so real text is not needed.
     """
 
     def __init__(self) -> None:
-        """Draw nothing yet."""
         self._ascending = np.arange(LARGEST_SEGMENT, dtype=np.int32)
 
     def ids(self, segments: Iterable[Segment]) -> TokenIds:
-        """Return [tokens] int32 of a prompt.
+        """Return the ids of a prompt, [tokens] int32.
 
         Raises:
             ValueError: a segment is longer than `LARGEST_SEGMENT`.
@@ -39,7 +38,7 @@ class Contents:
     def _segment(self, segment: Segment) -> TokenIds:
         if segment.tokens > LARGEST_SEGMENT:
             raise ValueError(
-                f"segment {segment.key} has {segment.tokens} tokens, at most {LARGEST_SEGMENT} are simulated"
+                f"segment {segment.key} has {segment.tokens} tokens; at most {LARGEST_SEGMENT} are supported"
             )
         start = int.from_bytes(blake2b(segment.key.encode(), digest_size=8).digest(), "little") % _SPAN
         return self._ascending[: segment.tokens] + np.int32(start)

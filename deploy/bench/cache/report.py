@@ -20,7 +20,7 @@ NONE = "–"
 
 
 def cache_table(figures: Mapping[str, CacheFigures], title: str) -> Table:
-    """Return what the modes found, side by side."""
+    """Return the figures of all modes as a table."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for mode in figures:
@@ -32,7 +32,7 @@ def cache_table(figures: Mapping[str, CacheFigures], title: str) -> Table:
 
 
 def cost_table(figures: Mapping[str, CacheFigures]) -> Table:
-    """Return what the operations cost in each mode."""
+    """Return the costs of the operations in each mode as a table."""
     table = Table(title="µs per operation: median (mean)", title_justify="left")
     table.add_column("")
     for mode in figures:
@@ -45,7 +45,7 @@ def cost_table(figures: Mapping[str, CacheFigures]) -> Table:
 
 
 def per_request_us(figures: CacheFigures) -> float:
-    """Return what the cache costs per request, epoch boundaries included."""
+    """Return the time of the cache per request in microseconds, epoch boundaries included."""
     return sum(cost.total_s for cost in figures.costs.values()) / max(figures.requests, 1) * 1e6
 
 
@@ -86,7 +86,7 @@ def _cells(figures: CacheFigures, shared: CacheFigures | None) -> dict[str, str]
         "prompt tokens": f"{figures.input_tokens:,}",
         "hit tokens": f"{hits:,}",
         "hit rate": f"{figures.hit_rate:.1%}",
-        "… of a cache without limits": f"{ideal:.1%}",
+        "… of an unlimited cache": f"{ideal:.1%}",
         "hit tokens of shared's": f"{hits / shared.hit_tokens:.3f}" if shared and shared.hit_tokens else NONE,
         "hits across users without evidence": f"{figures.crossing_tokens:,}",
         "Jain's index of hit rates": f"{figures.fairness:.3f}",
@@ -97,5 +97,5 @@ def _cells(figures: CacheFigures, shared: CacheFigures | None) -> dict[str, str]
         "… after, median (longest)": f"{median(waits):.0f} ({max(waits):.0f}) s" if waits else NONE,
         "promotions": f"{figures.promotions:,}",
         "false quarantines, demotions": f"{figures.quarantines:,}, {figures.demotions:,}",
-        "never fitted": f"{figures.refused:,}",
+        "too large for memory": f"{figures.refused:,}",
     }

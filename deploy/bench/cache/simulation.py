@@ -1,6 +1,6 @@
-"""A server without a model: requests come, hold pages, are computed for some time, and leave their pages behind.
+"""Simulation of a server without a model: requests arrive, allocate pages, run for some time, and leave cached pages.
 
-It does with the prefix cache what the scheduler does, but for batching: memory is the only thing that is short here.
+It calls the prefix cache like the scheduler, but without batching: memory is the only limited resource.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TENANT = "tenant"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the server that is simulated can do; by default about an 8B model on one large GPU."""
+    """Capacity and speed of the simulated server; by default about an 8B model on one large GPU."""
 
     device_pages: int = 65_536
     page_size: int = 16
@@ -46,7 +46,7 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request that runs; `ids` are those of its prompt and of its answer, `table` the pages for all of them."""
+    """A running request; `ids` are those of its prompt and its answer, `table` the pages for all of them."""
 
     request: BenchRequest
     ids: TokenIds
@@ -55,25 +55,25 @@ class _Row:
 
 
 class Simulation:
-    """Owns one cache, its pages, and the requests that run."""
+    """Owns one cache, its pages, and the running requests."""
 
     def __init__(self, mode: CacheName, machine: Machine, config: CacheConfig, tally: Tally) -> None:
-        """Start with an empty cache; what happens is told to `tally`."""
+        """Start with an empty cache; events are counted by `tally`."""
         self.allocator = PageAllocator(machine.device_pages)
         self.cache = make_cache(mode, self.allocator, machine.page_size, config)
         self._machine = machine
         self._tally = tally
         self.contents = Contents()
         self.now = 0.0
-        # A thread's own time costs more to read than some operations take; so the machine has to be quiet.
+        # Wall-clock time, so the machine must be idle: reading a thread's CPU time takes longer than some operations.
         self._clock = time.perf_counter_ns
-        # What is due: (time, order, what to do), and requests that wait for memory.
+        # Pending actions as (time, order, action), and requests that wait for memory.
         self._due: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = 0
         self._waiting: deque[BenchRequest] = deque()
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
-        """Play all of `arrivals`, which come in order, to the end."""
+        """Simulate all of `arrivals`, which must be in order, until the last request ends."""
         now = 0.0
         for arrival in arrivals:
             now = arrival.time_s
@@ -85,7 +85,7 @@ class Simulation:
             now = self._due[0][0]
             self._catch_up(now)
             self._advance(now)
-        assert not self._waiting, "whoever waits for memory gets it when the others have ended"
+        assert not self._waiting, "waiting requests get memory when the others have ended"
 
     def _catch_up(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
@@ -107,16 +107,16 @@ class Simulation:
             self._waiting.popleft()
 
     def _try_start(self, request: BenchRequest, now: float) -> bool:
-        """Start a request if there is memory for all of it."""
+        """Start a request if there is memory for its prompt and its answer; True if it started or can never fit."""
         prompt, answer = request.segments, request.answer
         ids = self.contents.ids(prompt if answer is None else (*prompt, answer))
         tokens = request.input_tokens
-        # Of the last token no KV is computed.
+        # No KV is computed for the answer's last token.
         pages = -(-(len(ids) - (answer is not None)) // self._machine.page_size)
         if pages > self._machine.device_pages:
             self._tally.refuse(request)
             return True
-        view = View(Subject(TENANT, request.user or "nobody"))
+        view = View(Subject(TENANT, request.user or "anonymous"))
         clock, prompt_ids = self._clock, ids[:tokens]
         started = clock()
         matched = self.cache.peek(view, prompt_ids)

@@ -1,4 +1,4 @@
-"""Counts what a simulated cache found, for whom, how soon, and at what cost."""
+"""Counts the hits of a simulated cache by user, the delays of promotions, and the costs of operations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from deploy.bench.workloads.ideal import IdealCache
 
 OPERATIONS = ("peek", "commit", "insert", "release", "evict", "advance")
-# A view of the users' tenant that looks whether a prompt is shared, and has never asked for it.
+# A view of the users' tenant that sends no requests, to check whether a prompt is shared.
 OBSERVER = View(Subject(TENANT, "observer"))
 ONE_MORE = Segment("one more", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time of one kind of operation in microseconds; a busy machine shows in the mean, hardly in the median."""
+    """Time of one kind of operation in microseconds; other load affects the mean more than the median."""
 
     count: int
     median_us: float
@@ -38,13 +38,13 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """All of them together."""
+        """Total time of all operations of this kind, in seconds."""
         return self.count * self.mean_us / 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
-    """What one mode showed. Tokens are prompt tokens; pages are physical pages that cannot be handed out at once."""
+    """The figures of one mode. Tokens are prompt tokens; pages are physical pages that are not free."""
 
     requests: int
     refused: int
@@ -53,7 +53,7 @@ class CacheFigures:
     ideal_own: int
     ideal_anybody: int
     crossing_tokens: int
-    """Found in what others asked, without evidence that it is public; must be 0 but where all share everything."""
+    """Tokens found in prompts of others without sufficient evidence; must be 0 in all modes but shared."""
     fairness: float
     """Jain's index of the users' hit rates: 1 if all are equal, 1 / n if one has everything."""
     users: int
@@ -63,15 +63,15 @@ class CacheFigures:
     promotions: int
     quarantines: int
     demotions: int
-    """Nobody probes in these workloads, so that each one is false."""
+    """All of them are false, as the workloads contain no probing."""
     prompts_seen: int
     promoted_after_s: tuple[float, ...]
-    """Of each system prompt that became public: seconds from its first request to the epoch in which it did."""
+    """For each system prompt that became public: seconds from its first request to the epoch in which it did."""
     costs: dict[str, Cost]
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens."""
+        """Share of all prompt tokens that were found in the cache."""
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
@@ -83,7 +83,7 @@ class _User:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a mode lets a user find beside its own: what enough users have asked, and what the operator has pinned."""
+    """Prompts of others that a mode lets a user find: those with sufficient evidence, and those that are pinned."""
 
     by_evidence: bool
     by_pins: bool
@@ -98,32 +98,32 @@ class _Sums:
 
 
 class Tally:
-    """Is told what happens in a simulation; `figures` sums it up."""
+    """Collects the events of a simulation; `figures` returns the result."""
 
     def __init__(self, rules: Rules, ideal: IdealCache) -> None:
-        """LockedPath what is found against `rules` and an ideal cache."""
+        """Compare hits with `rules` and with an ideal cache."""
         self._rules = rules
         self._ideal = ideal
         self._sums = _Sums()
         self._users: dict[str, _User] = {}
         self._times = {name: array("q") for name in OPERATIONS}
         self._pages = array("q")
-        # System prompts, which stand first in a prompt: all keys, and those that are not public yet since when.
+        # System prompts, the first segments of prompts: all keys, and the start times of those that are not public yet.
         self._seen: set[str] = set()
         self._pending: dict[str, tuple[float, Segment]] = {}
         self._fresh: list[Segment] = []
         self._promoted: list[float] = []
 
     def note(self, operation: str, nanoseconds: int) -> None:
-        """Note how long an operation took."""
+        """Record the duration of an operation."""
         self._times[operation].append(nanoseconds)
 
     def refuse(self, _request: BenchRequest) -> None:
-        """Note that a request can never fit."""
+        """Record a request that is too large for memory."""
         self._sums.refused += 1
 
     def start(self, request: BenchRequest, matched: int, now: float) -> None:
-        """Note that a request starts with so many tokens found."""
+        """Record the start of a request with `matched` cached tokens."""
         hit = self._ideal.ask(request)
         self._sums.ideal_own += hit.own
         self._sums.ideal_anybody += hit.anybody
@@ -131,7 +131,7 @@ class Tally:
         evident = hit.evident if self._rules.by_evidence else 0
         pinned = first.tokens if self._rules.by_pins and first.role == "system" else 0
         self._sums.crossing += max(matched - max(hit.own, evident, pinned), 0)
-        user = self._users.setdefault(request.user or "nobody", _User())
+        user = self._users.setdefault(request.user or "anonymous", _User())
         user.asked += request.input_tokens
         user.found += matched
         if first.role == "system" and first.key not in self._seen:
@@ -140,12 +140,12 @@ class Tally:
             self._fresh.append(first)
 
     def close_epoch(self, nanoseconds: int, simulation: Simulation) -> None:
-        """Note the state at an epoch boundary, which took so long."""
+        """Record the state after an epoch boundary, and the duration of the boundary."""
         self.note("advance", nanoseconds)
         self._pages.append(used_pages(simulation))
         cache, now = simulation.cache, simulation.now
         for key, (since, segment) in list(self._pending.items()):
-            # A prompt is never found to its last token, so one more is asked.
+            # The last token of a prompt never matches, so one more is appended.
             ids = simulation.contents.ids((segment, ONE_MORE))
             if cache.peek(OBSERVER, ids) >= segment.tokens // cache.page_size * cache.page_size:
                 del self._pending[key]
@@ -156,7 +156,7 @@ class Tally:
                 cache.pin(simulation.contents.ids((segment,)))
 
     def figures(self, simulation: Simulation) -> CacheFigures:
-        """Return what the whole simulation showed."""
+        """Return the figures of the whole simulation."""
         events = simulation.cache.events
         asked = np.array([user.asked for user in self._users.values()], np.float64)
         found = np.array([user.found for user in self._users.values()], np.float64)
@@ -183,12 +183,12 @@ class Tally:
 
 
 def used_pages(simulation: Simulation) -> int:
-    """Return the pages that running rows or live nodes hold."""
+    """Return the number of pages that running rows or live nodes hold."""
     return simulation.allocator.capacity - simulation.allocator.free_pages - simulation.cache.soft_free_pages
 
 
 def jain_index(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return (Σx)² / (n Σx²) (Jain, Chiu and Hawe, 1984); 1 if there is nothing to share."""
+    """Return (Σx)² / (n Σx²) (Jain, Chiu and Hawe, 1984); 1 if all values are 0."""
     array = np.asarray(values, np.float64)
     squares = float((array**2).sum())
     return float(array.sum()) ** 2 / (len(array) * squares) if squares else 1.0

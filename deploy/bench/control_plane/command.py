@@ -1,4 +1,4 @@
-"""`pando bench control-plane`: what everything but the model costs, measured with a worker that computes nothing."""
+"""`pando bench control-plane`: the cost of everything except the model, with a worker that computes nothing."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ PARTS = ("step", "pipeline", "latency", "abort", "memory")
 
 def add_control_plane_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `pando bench control-plane`."""
-    parser.add_argument(
-        "--rows", type=positive_int, default=256, help="rows that decode at the same time (%(default)s)"
-    )
+    parser.add_argument("--rows", type=positive_int, default=256, help="concurrently decoding rows (%(default)s)")
     parser.add_argument("--repeats", type=positive_int, default=5, help="per figure (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure; default: all")
     add_setting_arguments(parser)
@@ -50,7 +48,7 @@ def add_control_plane_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_control_plane(arguments: argparse.Namespace) -> int:
-    """Measure part by part, each group of parts in a deployment of its own; return the exit code."""
+    """Measure each group of parts in a separate deployment; return the exit code."""
     console = output_console()
     allow_open_files(OPEN_FILES)
     figures: list[Figure] = []
@@ -72,17 +70,17 @@ def run_control_plane(arguments: argparse.Namespace) -> int:
 
 
 def plan_parts(arguments: argparse.Namespace) -> list[tuple[float, list[Measure]]]:
-    """Return, for each deployment to start, how long its steps take in milliseconds and what is measured there."""
+    """Return, for each deployment to start, the duration of its steps in milliseconds and its measurements."""
     repeats = arguments.repeats
     idle: dict[str, Measure] = {
-        "latency": lambda ring: measure_added_latency(ring, repeats),
-        "abort": lambda ring: measure_abort_latency(ring, repeats),
+        "latency": lambda observed: measure_added_latency(observed, repeats),
+        "abort": lambda observed: measure_abort_latency(observed, repeats),
     }
     groups: list[tuple[float, dict[str, Measure]]] = [
-        (STEP_MS, {"step": lambda ring: measure_scheduler_step(ring, arguments.rows, repeats)}),
-        (0.0, {"pipeline": lambda ring: measure_pipeline(ring, repeats)}),
+        (STEP_MS, {"step": lambda observed: measure_scheduler_step(observed, arguments.rows, repeats)}),
+        (0.0, {"pipeline": lambda observed: measure_pipeline(observed, repeats)}),
         (IDLE_STEP_MS, idle),
-        # A process that has worked before gives memory back while requests take some.
+        # In a new deployment: a process that was busy before frees memory while requests allocate some.
         (IDLE_STEP_MS, {"memory": measure_memory}),
     ]
     chosen = [(ms, [measure for part, measure in parts.items() if part in arguments.only]) for ms, parts in groups]
@@ -90,7 +88,7 @@ def plan_parts(arguments: argparse.Namespace) -> list[tuple[float, list[Measure]
 
 
 def figure_table(figures: Sequence[Figure], title: str) -> Table:
-    """Return the figures as a table, with what was aimed at."""
+    """Return the figures as a table, with their targets."""
     table = Table(title=title, title_justify="left")
     for heading in ("", "measured", "unit", "target"):
         table.add_column(heading, justify="left" if heading in ("", "unit") else "right")
@@ -103,7 +101,7 @@ def figure_table(figures: Sequence[Figure], title: str) -> Table:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit of open files, for this process and those it starts: every open request is a connection."""
+    """Raise the limit of open files for this process and its children: every open request is a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -123,7 +121,7 @@ def _measure_in_deployment(
     with LaunchedDeployment(arguments.config, arguments.overrides, defaults) as deployment:
 
         async def measure_all() -> list[Figure]:
-            async with ObservedRing(deployment) as ring:
-                return [figure for measure in measures for figure in await measure(ring)]
+            async with ObservedRing(deployment) as observed:
+                return [figure for measure in measures for figure in await measure(observed)]
 
         return asyncio.run(measure_all()), deployment.model

@@ -1,4 +1,4 @@
-"""A measured figure beside what was aimed at."""
+"""A measured figure and its target."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Figure:
     spread: Spread
     unit: str
     target: float | None = None
-    """An upper bound, in the same unit; absent: only reported."""
+    """Upper bound in the same unit; None: no target."""
 
     @classmethod
     def of(cls, metric: str, name: str, values: Sequence[float], unit: str, target: float | None = None) -> Figure:
-        """Make a figure of repeats."""
+        """Return the figure of repeated measurements."""
         return cls(metric, name, Spread.of(values), unit, target)
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the median keeps the target; None without one."""
+        """Whether the median meets the target; None without a target."""
         return None if self.target is None else self.spread.median <= self.target

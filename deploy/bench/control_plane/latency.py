@@ -1,4 +1,4 @@
-"""What the hops add to an idle request's first token, and how soon a client that leaves is forgotten."""
+"""The time that the hops add to the first token of an idle server, and the time until an abort frees pages."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ CHUNKS_BEFORE_LEAVING = 5
 POLL_S = 0.001
 
 
-async def measure_added_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Ask one chat at a time; what the worker's forward pass took, by its own clock, is taken off."""
-    bench = await Bench.connect(TargetOptions(ring.url, endpoint="chat"))
+async def measure_added_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
+    """Send one chat at a time and subtract the time of the worker's forward pass, by the worker's clock."""
+    bench = await Bench.connect(TargetOptions(observed.url, endpoint="chat"))
     added: list[float] = []
     try:
         await bench.warm_up(5, 1, PROMPT_TOKENS, 4)
         for repeat in range(repeats):
             sessions = random_sessions(REQUESTS_PER_REPEAT, PROMPT_TOKENS, 4, name=f"latency/{repeat}")
-            before = await ring.step_totals()
+            before = await observed.step_totals()
             result = await bench.closed_loop(sessions, 1)
-            after = await ring.step_totals()
+            after = await observed.step_totals()
             step_s = (after.compute_s - before.compute_s) / (after.passes - before.passes)
             firsts = [first for record in result.records if (first := record.time_to_first_s) is not None]
             if len(firsts) < len(sessions):
-                raise RingStateError("a request brought no token")
+                raise RingStateError("a request had no output")
             added += [(first - step_s) * 1000 for first in firsts]
     finally:
         await bench.close()
     return [Figure.of("added_ttft", "added to the first token by all hops, idle", added, "ms", TARGET_ADDED_MS)]
 
 
-async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Leave in the middle of an answer and poll until the scheduler holds nothing for it any more."""
-    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+async def measure_abort_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
+    """Disconnect in the middle of an answer and poll until the scheduler has freed its row and pages."""
+    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     times: list[float] = []
     try:
         for number in range(repeats * ABORTS_PER_REPEAT):
-            await ring.wait_for("an idle ring", is_idle)
+            await observed.wait_for("an idle scheduler", is_idle)
             await _leave_midway(bench, number)
             left = bench.clock.now()
-            await ring.wait_for("the pages of an aborted request", is_idle, POLL_S)
+            await observed.wait_for("the pages of an aborted request", is_idle, POLL_S)
             times.append((bench.clock.now() - left) * 1000)
     finally:
         await bench.close()
@@ -63,7 +63,7 @@ async def measure_abort_latency(ring: ObservedRing, repeats: int) -> list[Figure
 
 
 def is_idle(state: scheduler_pb2.GetStateResponse) -> bool:
-    """Whether nothing runs, nothing waits, and no page is held."""
+    """Whether no request runs or waits, and no page is protected."""
     held = sum(tier.protected_pages for tier in state.tiers)
     return not (state.running_rows or state.waiting_requests or held)
 
@@ -84,7 +84,7 @@ async def _leave_midway(bench: Bench, number: int) -> None:
     try:
         await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
-            raise RingStateError(f"an answer ended before it could be left: {asking.result()}")
+            raise RingStateError(f"an answer ended before it could be aborted: {asking.result()}")
     finally:
         asking.cancel()
         leaving.cancel()

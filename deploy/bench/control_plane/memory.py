@@ -1,4 +1,4 @@
-"""Memory that an open request costs in all services together."""
+"""Memory per open request in all services together."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from deploy.bench.records import Session
 
 PROMPT_TOKENS = 256
-# What a process allocates once is in every count; the slope over them is what each request costs.
+# One-time allocations are included at every count, so the slope over the counts is the memory per request.
 COUNTS = (128, 256, 384, 512, 640)
 SETTLE_S = 0.5
 TARGET_KIB = 64.0
 
 
-async def measure_memory(ring: ObservedRing) -> list[Figure]:
-    """Hold ever more requests open while the scheduler is paused, and fit a line through the memory."""
-    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+async def measure_memory(observed: ObservedRing) -> list[Figure]:
+    """Hold increasing numbers of requests open while the scheduler is paused, and fit a line to the memory."""
+    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     sessions = random_sessions(COUNTS[-1], PROMPT_TOKENS, 8, name="memory")
     await bench.warm_up(8, 8, PROMPT_TOKENS, 8)
-    await ring.pause()
+    await observed.pause()
     open_requests: list[asyncio.Task[object]] = []
     try:
-        samples = [await _hold(ring, bench, sessions[:count], open_requests) for count in COUNTS]
+        samples = [await _hold(observed, bench, sessions[:count], open_requests) for count in COUNTS]
     finally:
         for task in open_requests:
             task.cancel()
         await asyncio.gather(*open_requests, return_exceptions=True)
-        await ring.resume()
+        await observed.resume()
         await bench.close()
     costs = {name: slope([sample[name] for sample in samples]) / 1024 for name in samples[0]}
     total = sum(costs.values())
@@ -51,12 +51,12 @@ def slope(memory_bytes: list[int]) -> float:
 
 
 async def _hold(
-    ring: ObservedRing, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
+    observed: ObservedRing, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
 ) -> dict[str, int]:
-    """Open what is not open yet, wait until all wait in the scheduler, and return the memory of each service."""
+    """Open further requests until all `sessions` wait in the scheduler, and return each service's memory in bytes."""
     count = len(sessions)
     new = sessions[len(open_requests) :]
     open_requests += [asyncio.create_task(bench.client.send(session.requests[0])) for session in new]
-    await ring.wait_for(f"{count} waiting requests", lambda state: state.waiting_requests == count)
+    await observed.wait_for(f"{count} waiting requests", lambda state: state.waiting_requests == count)
     await asyncio.sleep(SETTLE_S)
-    return ring.memory_bytes()
+    return observed.memory_bytes()

@@ -1,4 +1,4 @@
-"""A deployment seen from outside: processor time and memory of its processes, the scheduler's state and metrics."""
+"""Measurements of a deployment from outside: CPU time and memory of processes, the scheduler's state and metrics."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ WAIT_TIMEOUT_S = 60.0
 
 
 class RingStateError(Exception):
-    """The ring did not come to the state that a measurement needs."""
+    """The deployment did not reach the state that a measurement needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What the scheduler has counted since its start."""
+    """Totals of the scheduler since its start."""
 
     handling_s: float
-    """Its own time for steps: planning, encoding, taking in results, pushing text."""
+    """Its own time for steps: planning, encoding, processing results, pushing tokens."""
     passes: float
     """Forward passes."""
     compute_s: float
-    """Time of the worker for them."""
+    """The worker's time for the forward passes."""
 
 
 class ObservedRing:
-    """Probes of a running deployment; use as an async context manager."""
+    """Measures a running deployment; use it as an async context manager."""
 
     def __init__(self, deployment: LaunchedDeployment) -> None:
         """Observe `deployment`, whose scheduler must export metrics."""
@@ -50,7 +50,6 @@ class ObservedRing:
         self._metrics_port = deployment.settings.scheduler.metrics_port
 
     async def __aenter__(self) -> Self:
-        """Connect."""
         self._channel = open_channel(self.deployment.address_of("scheduler"))
         self._scheduler = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._http = HttpClient(f"http://127.0.0.1:{self._metrics_port}")
@@ -59,7 +58,6 @@ class ObservedRing:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Disconnect."""
         await self._http.aclose()
         await self._channel.close()
 
@@ -69,15 +67,15 @@ class ObservedRing:
         return {name: time.user + time.system for name, time in times.items()}
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the memory that each service alone occupies (pages shared with others are the libraries' code)."""
+        """Return the unshared memory (USS) of each service; shared pages are mostly code of libraries."""
         return {name: int(process.memory_full_info().uss) for name, process in self._processes.items()}
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
-        """Return queues, rows and pages."""
+        """Return the scheduler's state."""
         return await self._scheduler.GetState(scheduler_pb2.GetStateRequest(), timeout=CALL_TIMEOUT_S)
 
     async def pause(self) -> None:
-        """Let no waiting request start."""
+        """Stop the admission of waiting requests."""
         await self._scheduler.Pause(scheduler_pb2.PauseRequest(), timeout=CALL_TIMEOUT_S)
 
     async def resume(self) -> None:
@@ -90,23 +88,23 @@ class ObservedRing:
         """Poll the scheduler's state until `holds`.
 
         Raises:
-            RingStateError: it does not within a minute; the message says `what` was waited for.
+            RingStateError: it does not within a minute; the message contains `what`.
         """
         try:
             async with asyncio.timeout(WAIT_TIMEOUT_S):
                 while not holds(await self.state()):  # noqa: ASYNC110  (the state lives in another process)
                     await asyncio.sleep(interval_s)
         except TimeoutError:
-            raise RingStateError(f"waited in vain for {what}") from None
+            raise RingStateError(f"timed out while waiting for {what}") from None
 
     async def step_totals(self) -> StepTotals:
-        """Return what the scheduler's metrics say about steps."""
+        """Return the totals of steps from the scheduler's metrics."""
         response = await self._http.request("GET", "/metrics", timeout_s=CALL_TIMEOUT_S)
         return parse_step_totals(response.body.decode())
 
 
 def parse_step_totals(text: str) -> StepTotals:
-    """Read the scheduler's totals out of Prometheus' text format.
+    """Parse the scheduler's totals from Prometheus' text format.
 
     Raises:
         RingStateError: a metric is missing.

@@ -1,4 +1,4 @@
-"""What the whole pipeline costs per token when the worker computes nothing: HTTP in, server-sent events out."""
+"""The cost of the whole pipeline per token, from HTTP request to server-sent events, without a model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STREAMS = 64
 WAVES = 3
 
 
-async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
-    """Stream as fast as everything goes and divide tokens by time, and by processor time."""
-    bench = await Bench.connect(TargetOptions(ring.url, prompt_form="ids"))
+async def measure_pipeline(observed: ObservedRing, repeats: int) -> list[Figure]:
+    """Stream at full speed; report tokens per second, and per second of processor time."""
+    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     rates: list[float] = []
     per_core: list[float] = []
     shares: dict[str, list[float]] = {}
@@ -31,9 +31,9 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
         await bench.warm_up(STREAMS, STREAMS, PROMPT_TOKENS, 16)
         for repeat in range(repeats):
             sessions = random_sessions(STREAMS * WAVES, PROMPT_TOKENS, OUTPUT_TOKENS, name=f"pipeline/{repeat}")
-            before, client_before = ring.cpu_seconds(), time.process_time()
+            before, client_before = observed.cpu_seconds(), time.process_time()
             result = await bench.closed_loop(sessions, STREAMS)
-            after, client_after = ring.cpu_seconds(), time.process_time()
+            after, client_after = observed.cpu_seconds(), time.process_time()
             if failed := [record for record in result.records if record.error is not None]:
                 raise RingStateError(f"{len(failed)} requests failed, such as: {failed[0].message}")
             tokens = sum(record.output_tokens for record in result.records)
@@ -46,7 +46,7 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
     finally:
         await bench.close()
     return [
-        Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client beside it", rates, "tok/s"),
+        Figure.of("pipeline_output", f"gateway SSE, {STREAMS} streams, client on the same machine", rates, "tok/s"),
         Figure.of("pipeline_output_per_core", "tokens per second of processor time", per_core, "tok/s"),
         *(Figure.of(f"pipeline_{name}_cpu", f"… {name}, per token", values, "µs") for name, values in shares.items()),
         Figure.of(
@@ -55,6 +55,11 @@ async def measure_pipeline(ring: ObservedRing, repeats: int) -> list[Figure]:
             [cost * tokens for cost, tokens in zip(shares["gateway"], batching, strict=True)],
             "µs",
         ),
-        Figure.of("pipeline_tokens_per_event", "tokens per event: the fake outruns the pipeline", batching, "tokens"),
+        Figure.of(
+            "pipeline_tokens_per_event",
+            "tokens per event: the fake worker is faster than the pipeline",
+            batching,
+            "tokens",
+        ),
         Figure.of("pipeline_client_cpu", "… (this client, per token)", client, "µs"),
     ]

@@ -1,4 +1,4 @@
-"""`pando bench tenants`: what keeping users apart costs, mode beside mode, in one run with a real model."""
+"""`pando bench tenants`: the cost of isolating users; compares cache modes in one run with a real model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive_int, default=3, help="(%(default)s)")
     parser.add_argument("--users", type=positive_int, help="per phase; default: 32")
     parser.add_argument("--apps", type=positive_int, help="default: 2")
-    parser.add_argument("--scale", type=positive_float, help="lengths times this; default: 1/8")
+    parser.add_argument("--scale", type=positive_float, help="factor on lengths; default: 1/8")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=positive_int, default=8, help="sessions at a time (%(default)s)")
     load.add_argument("--rate", type=positive_float, help="instead: sessions per second, Poisson")
@@ -43,7 +43,7 @@ def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tenants(arguments: argparse.Namespace) -> int:
-    """Measure; return the exit code."""
+    """Measure all modes; return the exit code."""
     console, progress = output_console(), Console(stderr=True)
     options = options_of(arguments)
     try:
@@ -64,7 +64,7 @@ def run_tenants(arguments: argparse.Namespace) -> int:
 
 
 def options_of(arguments: argparse.Namespace) -> RoundOptions:
-    """Return how the rounds are played."""
+    """Return the options of the rounds."""
     size = DEFAULT_SIZES[arguments.mix]
     chosen = {name: getattr(arguments, name) for name in ("users", "apps", "scale") if getattr(arguments, name)}
     return RoundOptions(

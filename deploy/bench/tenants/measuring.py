@@ -1,4 +1,4 @@
-"""Plays the same rounds against one server per cache mode, in turn."""
+"""Runs the same rounds against one server per cache mode, in turn."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 DEVICE_PAGES = 2048
 RPC_TIMEOUT_S = 10.0
-# Requests per point of the curve from a cold start.
+# Requests per point of the throughput curve after a cold start.
 CURVE_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
-    """What one phase showed; `curve` has requests/s of successive groups of requests, in order of their ends."""
+    """The figures of one phase; `curve` has the requests/s of successive groups of requests, ordered by their ends."""
 
     load: LoadFigures
     curve: tuple[float, ...]
@@ -52,7 +52,7 @@ class ModeRounds:
 
 @dataclass(frozen=True, slots=True)
 class RoundOptions:
-    """How the rounds are played: `concurrency` sessions at a time, or `rate` new ones per second if given."""
+    """Options of the rounds: `concurrency` sessions at a time, or `rate` new sessions per second if it is set."""
 
     mix: str
     size: MixSize
@@ -64,10 +64,10 @@ class RoundOptions:
 
 
 class ModeServer:
-    """A deployment in one mode, and a client of it."""
+    """A deployment in one cache mode, with a client."""
 
     def __init__(self, mode: str, config: str | None, overrides: Sequence[str], options: RoundOptions) -> None:
-        """Prepare; it starts with `start`."""
+        """Prepare the deployment; `start` connects to it."""
         self.mode = mode
         self._options = options
         self._admin_token = secrets.token_hex(16)
@@ -81,7 +81,7 @@ class ModeServer:
         """Connect to the deployment, which has been entered, and warm it up.
 
         Raises:
-            TargetError: it cannot be measured.
+            TargetError: the deployment cannot be measured.
         """
         url = self.deployment.url
         bench = await Bench.connect(TargetOptions(url=url, prompt_form="ids", seed=self._options.seed))
@@ -90,10 +90,10 @@ class ModeServer:
         self._bench = bench
 
     def pin(self, prompts: Sequence[Segment]) -> None:
-        """Pin prompts, as an operator does before the app is opened to users.
+        """Pin prompts, as an operator does before users access an app.
 
         Raises:
-            TargetError: the scheduler keeps no pins.
+            TargetError: the scheduler does not support pins or refuses one.
         """
         metadata = (("authorization", f"Bearer {self._admin_token}"),)
         with grpc.insecure_channel(self.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
@@ -110,7 +110,7 @@ class ModeServer:
                     raise TargetError(f"{self.mode}: a prompt of {prompt.tokens} tokens was not pinned")
 
     async def play(self, phase: Phase) -> PhaseFigures:
-        """Play one phase.
+        """Run one phase and return its figures.
 
         Raises:
             TargetError: a request failed.
@@ -127,9 +127,9 @@ class ModeServer:
 
 
 async def play_rounds(
-    servers: Sequence[ModeServer], options: RoundOptions, tell: Callable[[str], None]
+    servers: Sequence[ModeServer], options: RoundOptions, report: Callable[[str], None]
 ) -> list[ModeRounds]:
-    """Play all rounds; each goes through the servers in turn, so that a busy machine meets all alike.
+    """Run all rounds; each measures the servers in turn, so that other load on the machine affects all equally.
 
     Raises:
         TargetError: see `ModeServer`.
@@ -145,15 +145,15 @@ async def play_rounds(
                     await asyncio.to_thread(server.pin, system_prompts(phases[0].sessions))
                     await asyncio.sleep(1.5 * options.epoch_seconds)
                 for phase in phases:
-                    tell(f"round {number + 1} of {options.rounds}: {server.mode}, {phase.name}")
+                    report(f"round {number + 1} of {options.rounds}: {server.mode}, {phase.name}")
                     kept.phases.setdefault(phase.name, []).append(await server.play(phase))
-                    # What has evidence becomes public at an epoch's end.
+                    # Prompts with sufficient evidence become shared at the end of an epoch.
                     await asyncio.sleep(1.5 * options.epoch_seconds)
     return played
 
 
 def throughput_curve(result: LoadResult, step: int = CURVE_STEP) -> tuple[float, ...]:
-    """Return requests/s of each `step` requests, in order of their ends; what is left over at the end is left out."""
+    """Return the requests/s of successive groups of `step` requests, ordered by their ends, without a partial group."""
     ends = sorted(record.ended_s for record in result.records)
     start = min(record.started_s for record in result.records)
     marks = [start, *ends[step - 1 :: step]]

@@ -1,4 +1,4 @@
-"""Loads of several users with common prompts, scaled to a small model on a processor, in two phases per round."""
+"""Loads of several users with common prompts, scaled to a small model on a CPU, in two phases per round."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from deploy.bench.records import BenchRequest, Segment, Session
 
-# What many users have in common: the same in both phases of a round, and new in each round.
+# Keys of segments that many users share: equal in both phases of a round, and new in each round.
 COMMON_KEYS = ("system/", "template/", "secret/")
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One load: `name` is cold, with prompts that nobody has asked yet, or warm: other users, the same apps."""
+    """One load: `name` is cold, with new prompts, or warm, with other users of the same apps."""
 
     name: str
     sessions: tuple[Session, ...]
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MixSize:
-    """How much one phase asks."""
+    """The size of one phase."""
 
     users: int
     apps: int
@@ -44,7 +44,7 @@ def s1_sessions(size: MixSize, seed: int) -> list[Session]:
 def m1_mix_sessions(size: MixSize, seed: int) -> list[Session]:
     """Return workload M1, scaled and without pauses: conversations, private documents, a template with secrets.
 
-    Documents are the shorter ones of M1: with the longest, hardly anything else would be measured on a processor.
+    Documents have the lower lengths of M1: the longest ones would dominate the time on a CPU.
     """
     documents = M1Shape().document_tokens[0]
     shape = M1Shape(
@@ -64,7 +64,7 @@ DEFAULT_SIZES = {"s1": MixSize(users=32, apps=2, scale=1 / 8), "m1": MixSize(use
 
 
 def round_phases(mix: str, size: MixSize, number: int, seed: int) -> tuple[Phase, Phase]:
-    """Return the phases of one round: equal work by other users, of which nothing was asked in an earlier round."""
+    """Return the phases of one round: the same work for other users, with prompts that no earlier round has used."""
     sessions = MIXES[mix](size, seed + number)
 
     def phase(name: str) -> Phase:
@@ -80,7 +80,7 @@ def arriving(sessions: Sequence[Session], rate: float, seed: int) -> list[Sessio
 
 
 def system_prompts(sessions: Sequence[Session], page_tokens: int = PAGE_TOKENS) -> list[Segment]:
-    """Return the distinct prompts that an operator would pin: those of at least a page."""
+    """Return the distinct system prompts that an operator would pin: those of at least a page."""
     segments = (session.requests[0].segments[0] for session in sessions)
     long = (segment for segment in segments if segment.role == "system" and segment.tokens >= page_tokens)
     return list({segment.key: segment for segment in long}.values())

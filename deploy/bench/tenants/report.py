@@ -1,4 +1,4 @@
-"""Tables and results of modes measured beside each other; ratios are taken within rounds."""
+"""Tables and results that compare modes; ratios are computed within rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deploy.bench.tenants.measuring import ModeRounds, PhaseFigures
 
 SUBJECT = "user_aware"
-# metric, name, unit, decimals, how it is read off
+# metric, name, unit, decimals, function that reads it
 FIGURES: tuple[tuple[str, str, str, int, Callable[[PhaseFigures], float]], ...] = (
     ("request_throughput", "requests/s", "requests/s", 2, lambda phase: phase.load.requests_per_s),
     ("output_throughput", "output tokens/s", "tok/s", 1, lambda phase: phase.load.output_tokens_per_s),
@@ -25,7 +25,7 @@ FIGURES: tuple[tuple[str, str, str, int, Callable[[PhaseFigures], float]], ...] 
     ("ttft_p99", "time to first token p99, ms", "ms", 0, lambda phase: _first_ms(phase, 99)),
     ("cached_share", "cached share of input", "share", 3, lambda phase: phase.load.cached_share or 0.0),
 )
-# metric, what of user_aware as a multiple of which mode's, target as the specification gives it
+# metric, mode with which user_aware is compared, target of the specification
 RATIOS = (
     ("request_throughput", "isolated", "≥ 2.66"),
     ("request_throughput", "shared", "≥ 0.97"),
@@ -36,7 +36,7 @@ RATIOS = (
 
 
 def mode_table(rounds: Sequence[ModeRounds], phase: str, title: str) -> Table:
-    """Return one phase of all modes."""
+    """Return the figures of all modes in one phase as a table."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for mode in rounds:
@@ -48,7 +48,7 @@ def mode_table(rounds: Sequence[ModeRounds], phase: str, title: str) -> Table:
 
 
 def ratio_table(rounds: Sequence[ModeRounds]) -> Table:
-    """Return what user awareness gains and costs, before and after promotion."""
+    """Return the figures of user_aware relative to other modes, before and after promotion, as a table."""
     phases = list(rounds[0].phases)
     table = Table(title=f"{SUBJECT} as a multiple of other modes", title_justify="left")
     for heading in ("", *phases, "target, warm"):
@@ -61,7 +61,7 @@ def ratio_table(rounds: Sequence[ModeRounds]) -> Table:
 
 
 def ratio(rounds: Sequence[ModeRounds], phase: str, metric: str, other: str) -> Spread | None:
-    """Return a figure of the subject over that of another mode, round by round; None if one was not measured."""
+    """Return a figure of user_aware divided by that of another mode, by round; None if a mode was not measured."""
     by_mode = {mode.mode: mode for mode in rounds}
     if SUBJECT not in by_mode or other not in by_mode:
         return None
@@ -70,13 +70,13 @@ def ratio(rounds: Sequence[ModeRounds], phase: str, metric: str, other: str) -> 
 
 
 def values(mode: ModeRounds, phase: str, metric: str) -> list[float]:
-    """Return one figure of a phase in every round."""
+    """Return one figure of a phase for every round."""
     read = next(read for name, _, _, _, read in FIGURES if name == metric)
     return [read(figures) for figures in mode.phases[phase]]
 
 
 def sheets_of(rounds: Sequence[ModeRounds], benchmark: str, model: str, provenance: Provenance) -> list[ResultSheet]:
-    """Return all figures as results; the label says mode and phase, or what is divided by what."""
+    """Return all figures as results; labels are mode and phase, or the two modes of a ratio and the phase."""
     sheets = []
     for phase in rounds[0].phases:
         for mode in rounds:

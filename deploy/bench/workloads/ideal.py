@@ -1,4 +1,4 @@
-"""What a cache without limits could find of a workload: for each user alone, and for all users together."""
+"""Hit rates of an unlimited cache for a workload: per user, and over all users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class IdealHit:
-    """Tokens of one prompt that were asked before: by its user, by anybody, and by enough users to be public."""
+    """Tokens of one prompt that were sent before: by its user, by any user, and by enough users to be public."""
 
     own: int
     anybody: int
@@ -24,29 +24,29 @@ class IdealHit:
 
 @dataclass(frozen=True, slots=True)
 class IdealRates:
-    """Shares of all prompt tokens that an unlimited cache finds."""
+    """Shares of all prompt tokens that an unlimited cache would find."""
 
     input_tokens: int
     within: float
-    """In the user's own earlier requests."""
+    """Found in the user's own earlier requests."""
     across: float
-    """Only in those of others."""
+    """Found only in requests of other users."""
 
 
 class IdealCache:
-    """Remembers every prefix of whole segments, and who has asked it; matches are cut to whole pages."""
+    """Stores every prefix of whole segments with its users; matches are rounded down to whole pages."""
 
     def __init__(self, *, keeps_answers: bool, principals: int = 3, page_tokens: int = PAGE_TOKENS) -> None:
-        """Let `principals` distinct users make something evident; `keeps_answers`: answers are found again, too."""
+        """`principals`: distinct users that are sufficient evidence; `keeps_answers`: answers are stored, too."""
         self._keeps_answers = keeps_answers
         self._principals = principals
         self._page_tokens = page_tokens
-        # By prefix: how much of its last segment is known, and to whom. Most are known to one user alone.
+        # By prefix: the known tokens of its last segment, and its users. Most prefixes have a single user.
         self._known: dict[int, tuple[int, str | set[str]]] = {}
 
     def ask(self, request: BenchRequest) -> IdealHit:
-        """Return what of a prompt is known, then know all of it."""
-        user = request.user or f"nobody-{len(self._known)}"
+        """Return the hit of a prompt, then store the prompt."""
+        user = request.user or f"anonymous-{len(self._known)}"
         segments = request.segments
         found = [0, 0, 0]
         goes_on = [True, True, True]
@@ -66,7 +66,7 @@ class IdealCache:
         return IdealHit(own, anybody, evident)
 
     def _learn(self, prefix: int, segment: Segment, user: str) -> tuple[int, bool, int]:
-        """Return what was known of a segment: its tokens, whether to `user`, and to how many; then note `user`."""
+        """Return a segment's known tokens, whether `user` has sent it, and its number of users; then add `user`."""
         tokens, users = self._known.get(prefix, (0, ""))
         count = len(users) if isinstance(users, set) else bool(users)
         is_own = user in users if isinstance(users, set) else user == users
@@ -80,7 +80,7 @@ class IdealCache:
 
 
 def ideal_rates(requests: Iterable[BenchRequest], *, keeps_answers: bool) -> IdealRates:
-    """Return what an unlimited cache would find of requests that come in this order."""
+    """Return the hit rates of an unlimited cache for requests in this order."""
     cache = IdealCache(keeps_answers=keeps_answers)
     total = own = anybody = 0
     for request in requests:

@@ -1,8 +1,8 @@
-"""Workload M1: many users of many apps in conversations, with private documents and a secret in a template.
+"""Workload M1: conversations of many users with many apps, with private documents and secrets in a template.
 
-Users ask with Zipf-distributed frequency. Each has a few apps, each app a system prompt that all its users share. A
-session is a conversation with one app; some begin with a private document, which is asked about again later, and some
-are a template that everybody knows, filled with one of few secrets.
+The users' request rates follow a Zipf distribution. Each user has a few apps; each app has a system prompt that all its
+users share. A session is a conversation with one app. Some sessions begin with a private document, which later sessions
+may use again; some are a public template with one of a few secrets.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-BLOCK = 4096  # sessions drawn at a time
+BLOCK = 4096  # sessions generated at a time
 
 
 @dataclass(frozen=True, slots=True)
 class M1Shape:
-    """Lengths are in tokens, and medians where they are drawn log-normally; `scale` shortens all of them alike.
+    """Parameters of M1. Lengths are in tokens, those of log-normal distributions are medians; `scale` multiplies all.
 
-    What the specification of the workload leaves open is: the spread of lengths (`sigma`, of their logarithms), how
-    many sessions have a document or are a filled template, and the template's own length.
+    The workload's specification does not define the spread of lengths (`sigma`, of their logarithms), the shares of
+    sessions with a document or a template, and the template's length; these are our choice.
     """
 
     users: int = 10_000
     apps: int = 100
     zipf: float = 1.0
     apps_per_user: int = 3
-    """At most; at least one."""
+    """Upper bound; the lower bound is 1."""
     system_tokens: float = 1500
     turns: float = 1.7
     """Mean of a geometric distribution."""
@@ -53,10 +53,10 @@ class M1Shape:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be drawn.
+        """Check the parameters.
 
         Raises:
-            ValueError: a value is out of its range.
+            ValueError: a value is out of range.
         """
         if min(self.users, self.apps, self.apps_per_user, self.secrets) < 1 or self.turns < 1 or self.scale <= 0:
             raise ValueError("M1 needs at least 1 user, app, secret and turn, and a positive scale")
@@ -67,7 +67,7 @@ class M1Shape:
 def m1_sessions(
     shape: M1Shape, requests: int, rate: float = 1.0, burstiness: float = 1.0, seed: int = 0
 ) -> list[Session]:
-    """Return sessions of `requests` requests in order of arrival, `rate` requests per second on average."""
+    """Return sessions with `requests` requests in total, in order of arrival, with `rate` requests per second."""
     sessions: list[Session] = []
     left = requests
     for session in m1_stream(shape, rate, burstiness, seed):
@@ -86,7 +86,7 @@ def m1_stream(shape: M1Shape, rate: float = 1.0, burstiness: float = 1.0, seed: 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The draws of `BLOCK` sessions: arrays [BLOCK] each."""
+    """Random values for `BLOCK` sessions: arrays [BLOCK] each."""
 
     gaps: NDArray[np.float64]
     users: NDArray[np.int64]
@@ -97,7 +97,7 @@ class _Block:
 
 
 class _Drawer:
-    """Draws sessions, and remembers each user's document."""
+    """Generates sessions, with the state of each user's document."""
 
     def __init__(self, shape: M1Shape, rate: float, burstiness: float, seed: int) -> None:
         if rate <= 0 or burstiness <= 0:
@@ -156,7 +156,7 @@ class _Drawer:
     def _template(self) -> tuple[Segment, ...]:
         half = max(1, round(self._shape.template_tokens * self._shape.scale / 2))
         secret = int(self._random.integers(self._shape.secrets))
-        # A slot is not scaled: it has to fill a page to be guessed.
+        # The secret is not scaled: it must fill a page to be guessed.
         slot = Segment(f"secret/{secret}", self._shape.secret_tokens)
         return Segment("template/head", half, role="system"), slot, Segment("template/rest", half)
 

@@ -1,4 +1,4 @@
-"""Prompts that share nothing, of given lengths."""
+"""Random prompts of given lengths, without common prefixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_sessions(
 ) -> list[Session]:
     """Return `count` requests; lengths are uniform within ±`length_spread` (a share of the length).
 
-    Different `name`s give different prompts of the same lengths, so that repeats find nothing in a cache.
+    Different `name`s give different prompts of the same lengths, so that repeats do not hit a cache.
     """
     if not 0 <= length_spread < 1:
         raise ValueError("the length spread must be in [0, 1)")

@@ -1,4 +1,4 @@
-"""Apps with one system prompt each, asked by many users: what isolation between users costs, or saves."""
+"""Apps with one system prompt each and many users, to measure the cost of isolation between users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deploy.bench.records import BenchRequest, Segment, Session
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixShape:
-    """The defaults are workload S1 of the performance targets."""
+    """Parameters of the workload; the defaults are workload S1 of the performance targets."""
 
     apps: int = 16
     users: int = 512
@@ -20,7 +20,7 @@ class SharedPrefixShape:
     output_tokens: int = 64
 
     def scaled(self, factor: float) -> SharedPrefixShape:
-        """Return the same with all lengths times `factor`, for small models."""
+        """Return the shape with all lengths multiplied by `factor`, for small models."""
 
         def length(tokens: int) -> int:
             return max(1, round(tokens * factor))
@@ -34,7 +34,7 @@ class SharedPrefixShape:
 
 
 def shared_prefix_sessions(shape: SharedPrefixShape, seed: int = 0) -> list[Session]:
-    """Return every request of every user in random order; user u always talks to app u mod apps."""
+    """Return all requests of all users in random order; user u uses app u mod apps."""
     if min(shape.apps, shape.users, shape.requests_per_user) < 1:
         raise ValueError("apps, users and requests per user must be at least 1")
     sessions = [

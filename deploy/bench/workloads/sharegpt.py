@@ -1,6 +1,6 @@
-"""Conversations from a file in the form that ShareGPT exports have.
+"""Conversations from a file in the format of ShareGPT exports.
 
-That is a JSON array of `{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}`.
+The format is a JSON array of `{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from deploy.bench.records import BenchRequest, Segment, Session
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Lengths are only aimed at here; usage reports the true ones.
+# An estimate for intended lengths; usage reports the true ones.
 CHARACTERS_PER_TOKEN = 4
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class ShareGptOptions:
-    """Which conversations are taken, and how much of each."""
+    """The selection of conversations, and limits on each."""
 
     count: int
     turns: int = 1
-    """User turns of a conversation; later ones carry the file's own answers as history."""
+    """User turns of a conversation; later turns have the answers in the file as history."""
     output_tokens: int | None = None
-    """Fixed length of answers; absent: about that of the file's answers."""
+    """Fixed length of answers; None: about the length of the answers in the file."""
     max_input_tokens: int = 1024
     max_output_tokens: int = 1024
 
@@ -38,14 +38,14 @@ def sharegpt_sessions(path: Path, options: ShareGptOptions, seed: int = 0) -> li
     """Return up to `count` sessions, one user each, drawn without replacement.
 
     Raises:
-        ValueError: the file is no such JSON, or no conversation in it fits.
+        ValueError: the file does not have this format, or no conversation in it is short enough.
     """
     try:
         entries = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(entries, list):
-        raise ValueError(f"{path} is no JSON array of conversations")
+        raise ValueError(f"{path} is not a JSON array of conversations")
     order = list(range(len(entries)))
     random.Random(seed).shuffle(order)
     sessions: list[Session] = []
@@ -55,12 +55,12 @@ def sharegpt_sessions(path: Path, options: ShareGptOptions, seed: int = 0) -> li
         if requests := _requests(entries[index], f"user-{index:05d}", options):
             sessions.append(Session(requests))
     if not sessions:
-        raise ValueError(f"{path} has no conversation of the right form and length")
+        raise ValueError(f"{path} has no conversation of the right format and length")
     return sessions
 
 
 def _requests(entry: Any, user: str, options: ShareGptOptions) -> tuple[BenchRequest, ...]:
-    """Return one request per user turn that has an answer, as far as the lengths fit."""
+    """Return one request per answered user turn, until a length limit is exceeded."""
     requests: list[BenchRequest] = []
     history: list[Segment] = []
     for question, answer in _turns(entry)[: options.turns]:
@@ -74,7 +74,7 @@ def _requests(entry: Any, user: str, options: ShareGptOptions) -> tuple[BenchReq
 
 
 def _turns(entry: Any) -> list[tuple[str, str]]:
-    """Return the (question, answer) pairs at the start of a conversation, whatever JSON it came from."""
+    """Return the (question, answer) pairs at the start of a conversation; empty if the JSON has another structure."""
     messages = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
         return []
@@ -84,7 +84,7 @@ def _turns(entry: Any) -> list[tuple[str, str]]:
         if isinstance(message, dict)
     ]
     if parsed and parsed[0][0] is None:
-        parsed = parsed[1:]  # a system message; few files have one
+        parsed = parsed[1:]  # a system message, which few files have
     turns: list[tuple[str, str]] = []
     for (asker, question), (answerer, answer) in zip(parsed[::2], parsed[1::2], strict=False):
         if (asker, answerer) != ("user", "assistant") or not question or not answer:
@@ -98,5 +98,5 @@ def _literal(text: str, role: str) -> Segment:
 
 
 def estimate_tokens(text: str) -> int:
-    """Return about how many tokens `text` is."""
+    """Return an estimate of the number of tokens of `text`, at least 1."""
     return max(1, len(text) // CHARACTERS_PER_TOKEN)

@@ -1,8 +1,8 @@
-"""Replay of hash-id traces in the form that the Mooncake traces have, one JSON object per line.
+"""Replay of hash-id traces in the format of the Mooncake traces, one JSON object per line.
 
 `{"timestamp": 3052, "input_length": 6758, "output_length": 500, "hash_ids": [46, 47, …]}`: milliseconds, tokens, and
-one id per block of 512 prompt tokens. Equal ids at equal places are equal content. A `user` field, if there is one,
-names the user.
+one id per block of 512 prompt tokens. Equal ids at equal positions mean equal content. An optional field `user` names
+the user.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """How a trace is fitted to the server under test."""
+    """Adaptation of a trace to the server under test."""
 
     count: int | None = None
-    """Only the first so many requests."""
+    """Number of requests to replay, from the first one; None: all."""
     speed: float = 1.0
-    """2 plays it twice as fast."""
+    """Replay speed; 2 is twice as fast."""
     scale: float = 1.0
-    """Lengths, blocks included, times this: long-context traces on small models."""
+    """Factor on lengths, including blocks, to run long-context traces on small models."""
     block_tokens: int = BLOCK_TOKENS
     user: str | None = "trace"
-    """Who asks where the trace does not say; requests of one user may share their prefixes."""
+    """The user of requests for which the trace names none; requests of one user may share prefixes."""
 
 
 def trace_sessions(path: Path, options: TraceOptions) -> list[Session]:
     """Return the requests of the trace in `path` with their arrival times.
 
     Raises:
-        ValueError: a line is not of this form; the message names it.
+        ValueError: a line does not have this format; the message names the line.
     """
     with path.open("rb") as lines:
         return parse_trace(lines, options, str(path))
 
 
 def trace_stream(path: Path, options: TraceOptions) -> Iterator[Session]:
-    """Yield the requests of a trace whose lines are in order of time, so that a long one needs no memory.
+    """Yield the requests of a trace that is ordered by time, without loading all of it.
 
     Raises:
-        ValueError: a line is not of this form, or earlier than the one before it; the message names it.
+        ValueError: a line does not have this format, or is earlier than the one before it; the message names the line.
     """
     first = last = None
     with path.open("rb") as lines:
@@ -83,7 +83,7 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{place}: no JSON: {error}") from None
+        raise ValueError(f"{place}: not JSON: {error}") from None
     numbers = ("timestamp", "input_length", "output_length")
     if not isinstance(row, dict) or not all(isinstance(row.get(key), int | float) for key in numbers):
         raise ValueError(f"{place}: timestamp, input_length and output_length must be numbers")
@@ -99,7 +99,7 @@ def _request(row: dict[str, Any], options: TraceOptions) -> BenchRequest:
     for hash_id in row["hash_ids"]:
         if left <= 0:
             break
-        # What is drawn for a key starts alike whatever its length, so a block that is cut short still matches.
+        # Contents of one key are prefixes of each other for all lengths, so a shortened block still matches.
         segments.append(Segment(f"block/{hash_id}", min(block, left)))
         left -= block
     if left > 0:

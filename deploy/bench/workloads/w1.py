@@ -1,4 +1,4 @@
-"""Offline workload W1: the one that mini-sglang and nano-vllm publish their throughput with."""
+"""Offline workload W1, for which mini-sglang and nano-vllm publish their throughput."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ TOTAL_OUTPUT_TOKENS = 133_966
 
 
 def w1_requests(requests: int = REQUESTS, scale: float = 1.0) -> list[BenchRequest]:
-    """Return the first `requests` of the workload, lengths times `scale`.
+    """Return the first `requests` of the workload, with lengths multiplied by `scale`.
 
-    The whole workload is always drawn, all prompts before all output lengths, so that a part of it is a part of it.
+    The whole workload is always generated, all prompts before all output lengths, so that a part of it is a prefix of
+    the whole.
+
+    Raises:
+        ValueError: `requests` or `scale` is out of range.
     """
     if not 1 <= requests <= REQUESTS:
         raise ValueError(f"W1 has 1 to {REQUESTS} requests")
@@ -33,7 +37,7 @@ def w1_requests(requests: int = REQUESTS, scale: float = 1.0) -> list[BenchReque
 
 
 def w1_sessions(requests: int = REQUESTS, scale: float = 1.0) -> list[Session]:
-    """Return W1 as sessions, to send it to a server over HTTP."""
+    """Return W1 as sessions, for a server under test over HTTP."""
     return [Session((request,)) for request in w1_requests(requests, scale)]
 
 

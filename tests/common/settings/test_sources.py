@@ -104,7 +104,7 @@ def test_a_flag_like_none_is_answered_without_a_guess(capsys: pytest.CaptureFixt
     ("flags", "message"),
     [
         (["--rpc.token", "hush-hush"], "at least 16"),
-        (["--rpc.token", "hush-hush-hush-hush", "--rpc.plaintext", "true"], "rpc.token needs TLS"),
+        (["--rpc.token", "hush-hush-hush-hush", "--rpc.plaintext", "true"], "rpc.token requires TLS"),
     ],
 )
 def test_a_secret_that_does_not_fit_is_not_repeated(flags: list[str], message: str) -> None:

@@ -107,7 +107,7 @@ def test_the_setting_wins_over_the_files() -> None:
     decoder = load_served_model(ModelSettings())
     assert (decoder.embedding.pooling, decoder.embedding.dimensions) == (Pooling.LAST, 576)
     assert load_served_model(ModelSettings(pooling="mean")).embedding.pooling is Pooling.MEAN
-    with pytest.raises(ConfigurationError, match="cls is for encoders"):
+    with pytest.raises(ConfigurationError, match="cls is only for encoders"):
         load_served_model(ModelSettings(pooling="cls"))
 
 

@@ -54,7 +54,7 @@ def test_parts_are_bounded_and_make_up_the_whole(tokens: int, top: int, asked: i
 def test_columns_that_do_not_fit_together_are_refused(column: str) -> None:
     message = span_to_wire(span_of(4, 2, 1))
     getattr(message, column).append(1)
-    with pytest.raises(InvalidRequestError, match="do not fit"):
+    with pytest.raises(InvalidRequestError, match="inconsistent lengths"):
         span_from_wire(message)
 
 

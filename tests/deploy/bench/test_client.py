@@ -85,7 +85,7 @@ async def test_an_empty_first_chunk_is_no_first_token(server: FakeOpenAIServer) 
         ("error-midway", "stream_error", "the worker died"),
         ("breaks-off", "disconnect", "connection lost"),
         ("no-done", "truncated", "without a finish"),
-        ("not-json", "stream_error", "no JSON"),
+        ("not-json", "stream_error", "not JSON"),
     ],
 )
 async def test_failures_are_records_of_their_kind(

@@ -72,8 +72,8 @@ def test_a_stream_is_finished_by_done_or_by_a_finish_reason() -> None:
     [
         ({"error": {"message": "gone"}}, "gone"),
         ({"error": "gone"}, "gone"),
-        (b"{half", "no JSON"),
-        (b"[1]", "no object"),
+        (b"{half", "not JSON"),
+        (b"[1]", "not an object"),
     ],
 )
 def test_errors_in_the_stream_are_noted(event: object, message: str) -> None:

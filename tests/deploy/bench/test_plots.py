@@ -43,7 +43,7 @@ def test_what_is_kept_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_file_that_is_no_list_of_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text("{}")
     assert main(["bench", "plots", str(tmp_path)]) == 2
-    assert "a.json is no list" in capsys.readouterr().err
+    assert "a.json is not a list" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

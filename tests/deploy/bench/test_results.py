@@ -66,7 +66,7 @@ def test_a_figure_that_is_not_there_is_left_out() -> None:
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"mine": 1}')
-    with pytest.raises(ValueError, match="no list of results"):
+    with pytest.raises(ValueError, match="not a list of results"):
         write_results(path, sheet(1).results)
     assert json.loads(path.read_text()) == {"mine": 1}
 

@@ -56,8 +56,8 @@ def test_a_server_without_usage_still_chats(server: FakeOpenAIServer) -> None:
         ("overloaded", "429: come back later"),
         ("unheard-of", "404: no model"),
         ("error-midway", "the worker died"),
-        ("no-done", "broke off"),
-        ("breaks-off", "broke"),
+        ("no-done", "the answer is incomplete"),
+        ("breaks-off", "failed"),
         ("not-json", "unreadable"),
     ],
 )

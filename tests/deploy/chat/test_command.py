@@ -52,7 +52,7 @@ def test_nothing_to_ask_is_an_error(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["chat", "--url", server.url]) == 1
-    assert "nothing to ask" in capsys.readouterr().err
+    assert "there is no prompt" in capsys.readouterr().err
 
 
 def test_a_server_that_is_away_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

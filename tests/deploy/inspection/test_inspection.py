@@ -216,7 +216,7 @@ def test_tree_tells_why_a_node_is_public_and_what_is_unusual_about_it() -> None:
     )
     text = describe(node)
     assert "public (by 3 users in epoch 7; 4 computed it)" in text
-    for part in ("2 host pages", "on host", "9 hits by 2 users in epoch 8", "1 users do not see it", "ids 5 6"):
+    for part in ("2 host pages", "on host", "9 hits by 2 users in epoch 8", "hidden from 1 users", "ids 5 6"):
         assert part in text
     assert "private of view:00ff" in describe(
         scheduler_pb2.TreeNode(visibility=scheduler_pb2.VISIBILITY_PRIVATE, owner_fingerprint="00ff")
@@ -299,7 +299,7 @@ def test_a_system_prompt_is_pinned_with_the_template_around_it_and_nothing_behin
     assert texts == ["<system>Be kind.</><user>"] * 2 + ["Be kind.", "Be"]
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "24 of 25 tokens are public from the next epoch on"
-    assert shown[2:] == ["unpinned; what is cached stays public", "there is no such pin"]
+    assert shown[2:] == ["unpinned; cached entries stay public", "there is no such pin"]
 
 
 def test_a_prompt_that_cannot_be_had_is_an_error_in_words(

@@ -63,7 +63,7 @@ def test_all_ranks_begin_and_end_together(
     found, flags = ranks
     assert main(["profile", "start", "--seconds", "12.5", *flags]) == 0
     assert [rank.seconds for rank in found] == [12.5, 12.5]
-    assert "records for at most 12 s, to /traces/rank1.json.gz" in capsys.readouterr().out
+    assert "recording for at most 12 s, to /traces/rank1.json.gz" in capsys.readouterr().out
     assert main(["profile", "stop", *flags]) == 0
     assert "/traces/rank0.json.gz: 1,234 passes, 1.5 MiB" in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ def test_what_has_moved_is_shown_with_its_rate() -> None:
 @pytest.mark.parametrize(
     ("cost", "expected"),
     [
-        (scheduler_pb2.LoadCost(), "always, as nothing has been measured"),
+        (scheduler_pb2.LoadCost(), "always, as no cost has been measured"),
         (scheduler_pb2.LoadCost(prefill_tokens_per_s=9e3, load_bytes_per_s=2e9), "never (prefill 9,000 tokens/s; 2.00"),
         (
             scheduler_pb2.LoadCost(

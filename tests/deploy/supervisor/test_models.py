@@ -119,5 +119,5 @@ def test_the_command_line_takes_several_models() -> None:
     assert settings.models["large"].tp == 2
     with pytest.raises(ConfigurationError):
         read_arguments(["--models", "nameless"])
-    with pytest.raises(ConfigurationError, match="called by its name"):
+    with pytest.raises(ConfigurationError, match="served by its name"):
         read_arguments(["--models", '{"a": {"served_name": "b"}}'])

@@ -107,5 +107,5 @@ def test_a_run_directory_is_closed_to_others(tmp_path: Path) -> None:
 def test_a_run_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigurationError, match="somebody else"):
+    with pytest.raises(ConfigurationError, match="another user"):
         make_private(tmp_path / "link")

@@ -1,4 +1,4 @@
-{{/* The container of a service; takes {root, name}, `group` of schedulers, and `pod` where it is one of several in a pod. */}}
+{{/* The container of a service; takes {root, name}, `group` of schedulers, and `pod` if it is one of several in a pod. */}}
 {{- define "pando.container" -}}
 {{- $root := .root -}}
 {{- $values := index $root.Values .name -}}
@@ -8,7 +8,7 @@
 {{- $image := $root.Values.image.services -}}
 {{- if $isWorker }}{{ $image = ternary $root.Values.image.workerCuda $root.Values.image.workerCpu (eq $values.device "cuda") }}{{ end -}}
 {{- $isSidecar := and $isWorker (hasKey . "pod") -}}
-{{- /* The kubelet has no certificate to show to a gateway that asks its clients for one. */}}
+{{- /* The kubelet has no certificate for a gateway that requires client certificates. */}}
 {{- $hasProbePort := and (eq .name "gateway") (ne $root.Values.gateway.clientAuthoritySecret "") -}}
 - name: {{ .name }}
   {{- if $isSidecar }}
@@ -18,7 +18,7 @@
   image: {{ include "pando.image" (dict "root" $root "image" $image) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if gt $ranks 1 }}
-  # One process per rank; when one ends, all do, and the container starts anew.
+  # One process per rank; when one ends, all end, and the container restarts.
   command: [python, -m, deploy.ranks, --ranks, {{ $ranks | quote }}, --config, /etc/pando/pando.toml]
   {{- else }}
   command: [python, -m, {{ $facts.module }}, --config, /etc/pando/pando.toml]
@@ -37,7 +37,7 @@
       valueFrom: {resourceFieldRef: {resource: requests.cpu}}
     {{- end }}
     {{- if and $isSidecar $root.Values.tls.enabled }}
-    # The scheduler beside it has the other one.
+    # The other port is used by the scheduler in the same pod.
     - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
     {{- else if $hasProbePort }}
     - {name: PANDO_RPC__PROBE_PORT, value: {{ include "pando.probePort" . | quote }}}
@@ -91,7 +91,7 @@
     - {name: clients, mountPath: /etc/pando/clients, readOnly: true}
     {{- end }}
     {{- if and (has .name (list "gateway" "scheduler")) $root.Values.limits }}
-    # As a folder: a file alone would not follow the ConfigMap.
+    # As a directory, because a single mounted file is not updated with its ConfigMap.
     - {name: limits, mountPath: /etc/pando/limits, readOnly: true}
     {{- end }}
     {{- if and (has .name (list "gateway" "scheduler")) $root.Values.adminToken.existingSecret }}
@@ -105,12 +105,12 @@
     {{- end }}
 {{- end -}}
 
-{{/* The port that answers health in plaintext, where the services talk TLS. */}}
+{{/* The port that serves health in plaintext, if the services use TLS. */}}
 {{- define "pando.probePort" -}}
 {{- ternary 9210 9200 (and (eq .name "worker") (hasKey . "pod")) -}}
 {{- end -}}
 
-{{/* A port's name; takes {purpose, rank} beside the container's own. No two containers of a pod may have one of the same name. */}}
+{{/* A port's name; takes {purpose, rank} and the container's own parameters. Names must be unique within a pod. */}}
 {{- define "pando.portName" -}}
 {{- if and (eq .name "gateway") (eq .purpose "grpc") -}}http
 {{- else if and (eq .name "worker") (hasKey . "pod") -}}{{ ternary "rank" "rank-metrics" (eq .purpose "grpc") }}-{{ .rank }}
@@ -118,9 +118,9 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Health "" says that the loop turns, the service's full name that a request would be served now. */}}
+{{/* Health "" is SERVING while the event loop runs, the service's full name while a request would be served. */}}
 {{- define "pando.probes" -}}
-{{- /* The kubelet's gRPC probes speak no TLS. */}}
+{{- /* The kubelet's gRPC probes do not support TLS. */}}
 {{- $port := ternary (include "pando.probePort" .) (toString .facts.port) .root.Values.tls.enabled -}}
 {{- $isPlain := or (not .root.Values.gateway.certificateSecret) .root.Values.gateway.clientAuthoritySecret -}}
 {{- $scheme := ternary "HTTP" "HTTPS" (not (not $isPlain)) -}}
@@ -141,7 +141,7 @@ readinessProbe:
   timeoutSeconds: 3
 {{- else -}}
 startupProbe:
-  # The scheduler serves once the workers have loaded their weights; the others are there at once.
+  # The scheduler serves once the workers have loaded their weights; the others serve at once.
   grpc: {port: {{ $port }}, service: {{ ternary .facts.health "" (eq .name "scheduler") | quote }}}
   periodSeconds: 5
   timeoutSeconds: 5
@@ -158,7 +158,7 @@ readinessProbe:
 {{- end -}}
 {{- end -}}
 
-{{/* Values' resources, and one GPU per rank. */}}
+{{/* The resources in the values, and one GPU per rank. */}}
 {{- define "pando.resources" -}}
 {{- $values := index .root.Values .name -}}
 {{- $resources := deepCopy $values.resources -}}

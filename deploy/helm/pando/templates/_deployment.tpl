@@ -1,4 +1,4 @@
-{{/* A Deployment; takes {root, name}, `group` of schedulers, and `single` for services of which two would disagree. */}}
+{{/* A Deployment; takes {root, name}, `group` of schedulers, and `single` for services of which only one may run. */}}
 {{- define "pando.deployment" -}}
 {{- $values := index .root.Values .name -}}
 apiVersion: apps/v1

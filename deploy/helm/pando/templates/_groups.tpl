@@ -1,4 +1,4 @@
-{{/* Scheduler groups: whether each is one pod, and how many there are apart from that. */}}
+{{/* Scheduler groups: whether each is one pod, and the number of other groups. */}}
 {{- define "pando.together" -}}
 {{- if eq .Values.groups.layout "together" -}}
 {{- $worker := .Values.worker -}}
@@ -11,12 +11,12 @@ true
 {{- end -}}
 {{- end -}}
 
-{{/* The groups whose scheduler and workers have objects of their own, as a JSON list of numbers. */}}
+{{/* The groups whose scheduler and workers are separate objects, as a JSON list of numbers. */}}
 {{- define "pando.separateGroups" -}}
 {{- ternary (list) (until (int .Values.groups.replicas)) (eq "true" (include "pando.together" .)) | toJson -}}
 {{- end -}}
 
-{{/* What keeps a component running: pods of the ring by name, as a mapping to the numbers of their groups, if they have any. */}}
+{{/* The components that run in pods, by name, as a mapping to the numbers of their groups, if any. */}}
 {{- define "pando.pods" -}}
 {{- $pods := dict "gateway" (dict) "tokenizer" (dict) "detokenizer" (dict) -}}
 {{- if include "pando.together" . -}}
@@ -29,7 +29,7 @@ true
 {{- $pods | toJson -}}
 {{- end -}}
 
-{{/* Where schedulers are, for those who choose among them: a JSON list. Pods that are groups are found by DNS. */}}
+{{/* Addresses of the schedulers, for services that choose one: a JSON list. Groups that are pods are found by DNS. */}}
 {{- define "pando.schedulers" -}}
 {{- $port := (include "pando.ring" . | fromYaml).scheduler.port | int -}}
 {{- $addresses := list -}}
@@ -56,7 +56,7 @@ $(POD_NAME).{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespac
 {{- end -}}
 {{- end -}}
 
-{{/* What tells a scheduler its workers, as variables of its container: that is all that groups differ by. Takes {root, group}. */}}
+{{/* The workers of a scheduler, as variables of its container: the only difference between groups. Takes {root, group}. */}}
 {{- define "pando.groupVariables" -}}
 {{- $ring := include "pando.ring" .root | fromYaml -}}
 {{- $addresses := list -}}

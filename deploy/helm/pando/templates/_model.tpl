@@ -22,7 +22,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The container that fetches the model; takes {root, isWhole}. Tokenizer and detokenizer want no weights. */}}
+{{/* The container that downloads the model; takes {root, isWhole}. Tokenizer and detokenizer need no weights. */}}
 {{- define "pando.modelDownload" -}}
 {{- $model := .root.Values.model -}}
 {{- $target := include "pando.modelReference" .root -}}

@@ -7,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What a component is selected by; takes {root, name}, and for schedulers and workers their `group`. */}}
+{{/* The labels that select a component; takes {root, name}, and for schedulers and workers their `group`. */}}
 {{- define "pando.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -25,7 +25,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{/* The name of a component's objects; the first group's are called as if it were the only one. */}}
+{{/* The name of a component's objects; those of the first group are named as if it were the only one. */}}
 {{- define "pando.name" -}}
 {{ include "pando.fullname" .root }}-{{ .name }}{{ with .group }}-group-{{ . }}{{ end }}
 {{- end -}}

@@ -19,7 +19,7 @@ spec:
 {{- $hasWorker := or $isGroup (eq .name "worker") -}}
 {{- $isAdmin := or $isGroup (has .name (list "gateway" "scheduler")) -}}
 serviceAccountName: {{ include "pando.serviceAccount" $root }}
-# No service talks to the Kubernetes API.
+# No service uses the Kubernetes API.
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds ($values.drainSeconds | default 0) 10 }}
@@ -132,7 +132,7 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* What values say, and for ranks of a group in several pods: all on one node. */}}
+{{/* The affinity in the values; the pods of one group's ranks must share a node. */}}
 {{- define "pando.affinity" -}}
 {{- $worker := .root.Values.worker -}}
 {{- $affinity := deepCopy (.values | default (index .root.Values .name)).affinity -}}

@@ -1,4 +1,4 @@
-{{/* Who the services of the ring are: their ports, modules and health names. One place, for pods, probes and policies. */}}
+{{/* The services: ports, modules and health names, for pods, probes and policies. */}}
 {{- define "pando.ring" -}}
 
 gateway: {module: gateway, port: 8000, metrics: 9095}
@@ -44,7 +44,7 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- end -}}
 {{- end -}}
 
-{{/* The settings of all services as a mapping; the chart's own addresses win over `settings`. Workers: pando.groupVariables. */}}
+{{/* The settings of all services as a mapping; the chart's addresses take precedence over `settings`. Workers: pando.groupVariables. */}}
 {{- define "pando.settings" -}}
 {{- $ring := include "pando.ring" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
@@ -59,7 +59,7 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
 {{- $gateway := dict "host" $interface "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) "metrics_host" $interface -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
-{{- /* Names that a sidecar of a service mesh may pass on over loopback. */}}
+{{- /* Host names of requests that a service mesh's sidecar may forward over loopback. */}}
 {{- $service := printf "%s-gateway" $name -}}
 {{- $namespaced := printf "%s.%s" $service .Release.Namespace -}}
 {{- $hosts := list $service $namespaced (printf "%s.svc" $namespaced) (printf "%s.svc.cluster.local" $namespaced) -}}

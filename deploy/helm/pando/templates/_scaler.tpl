@@ -1,4 +1,4 @@
-{{/* Who scales a component; takes {root, name, kind, scaling} and metrics {cpuPercent, averages: {metric: target per pod, or 0}}. */}}
+{{/* The autoscaler of a component; takes {root, name, kind, scaling} and metrics {cpuPercent, averages: {metric: target per pod, or 0}}. */}}
 {{- define "pando.scaler" -}}
 {{- $target := dict "apiVersion" "apps/v1" "kind" .kind "name" (include "pando.name" .) -}}
 {{- if eq .scaling.mode "hpa" }}

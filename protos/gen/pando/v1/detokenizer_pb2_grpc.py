@@ -50,15 +50,15 @@ class DetokenizerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Push(self, request_iterator, context):
-        """One long-lived stream per scheduler; each message is what one step produced.
-        When it breaks, every choice it opened ends with a retryable error.
+        """One long-lived stream per scheduler; each message has the results of one step.
+        When it breaks, every choice that it opened ends with a retryable error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Subscribe(self, request, context):
-        """One long-lived stream per gateway process. When it breaks, its choices are reported as gone.
+        """One long-lived stream per gateway process. When it breaks, its choices are reported to their schedulers as gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

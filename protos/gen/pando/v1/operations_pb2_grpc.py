@@ -45,7 +45,7 @@ class OperationsServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def SetLogLevel(self, request, context):
-        """Changes what this process logs, until it ends.
+        """Sets the log level of this process, until it ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -97,29 +97,29 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """Queues, rows, pages per tier, the worker group.
+        """Returns the state of queue, rows, pages per tier and the worker group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpTree(self, request, context):
-        """The cache's nodes, parents before children, as they are at one moment: nothing else is scheduled for the 10 µs that
-        each node takes, so limit it on large trees.
+        """Returns a consistent snapshot of the cache's nodes, parents before children. It blocks scheduling for about 10 µs
+        per node, so set a limit on large trees.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops every cache entry that no running request needs.
+        """Drops all cache entries that no running request needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops admitting rows; running rows go on.
+        """Stops the admission of rows; running rows continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,28 +133,28 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchCacheEvents(self, request, context):
-        """A snapshot of the tree as INSERTED events, then every change, in order.
+        """Streams a snapshot of the tree as INSERTED events, then every change, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Drops everything that is private to one subject, also while its requests run. Needs the admin credential.
+        """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Declares a prompt public from the next epoch on, whoever has computed it. Needs the admin credential.
+        """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Undoes Pin; what is cached stays public while it is cached. Needs the admin credential.
+        """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

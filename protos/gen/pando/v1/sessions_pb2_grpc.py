@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SessionsStub(object):
-    """Schedulers host sessions. Tokenizers serve this, too: they ask the scheduler group that all requests of the session go
-    to.
+    """Schedulers host sessions. Tokenizers offer this service, too, and forward calls to the scheduler group that serves
+    all requests of the session.
     """
 
     def __init__(self, channel):
@@ -49,19 +49,19 @@ class SessionsStub(object):
 
 
 class SessionsServicer(object):
-    """Schedulers host sessions. Tokenizers serve this, too: they ask the scheduler group that all requests of the session go
-    to.
+    """Schedulers host sessions. Tokenizers offer this service, too, and forward calls to the scheduler group that serves
+    all requests of the session.
     """
 
     def OpenSession(self, request, context):
-        """Opens a session, or says why not: RESOURCE_EXHAUSTED if a quota is used up.
+        """Opens a session. RESOURCE_EXHAUSTED: a quota is used up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session, so that what it has kept may go.
+        """Ends a session, so that its KV may be evicted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_SessionsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Sessions(object):
-    """Schedulers host sessions. Tokenizers serve this, too: they ask the scheduler group that all requests of the session go
-    to.
+    """Schedulers host sessions. Tokenizers offer this service, too, and forward calls to the scheduler group that serves
+    all requests of the session.
     """
 
     @staticmethod

@@ -86,14 +86,14 @@ class TokenizerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenderChat(self, request, context):
-        """Applies the model's chat template and shows the prompt.
+        """Applies the model's chat template and returns the prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What is served, and its limits.
+        """Returns the served model and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

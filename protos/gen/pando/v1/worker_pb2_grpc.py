@@ -77,38 +77,38 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Plans down, results up. The rows of a rank live exactly as long as this stream.
+        """Receives plans and returns results. The rows of a rank exist as long as this stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareGrammar(self, request, context):
-        """Compiles a grammar ahead of the rows that need it. INVALID_ARGUMENT: it is wrong, too large, or takes too long.
-        RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compiling stops
-        when all calls for the same grammar and view are cancelled.
-        Asked of rank 0 only, which samples.
+        """Compiles a grammar before rows need it. INVALID_ARGUMENT: it is invalid, too large, or takes too long.
+        RESOURCE_EXHAUSTED: its subject has too many open compilations, or has used up its compile seconds. Compilation is
+        aborted when all calls for the same grammar and view are cancelled.
+        Called only on rank 0, which samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """What this rank holds now.
+        """Returns the current state of this rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Begins to record what this rank computes; refused while it records already, and where no directory is configured.
+        """Starts a recording of this rank's computations; refused during a recording, or if no directory is configured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the recording and writes it; refused if there is none.
+        """Stops the recording and writes its trace; refused if there is no recording.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

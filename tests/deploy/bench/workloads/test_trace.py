@@ -56,7 +56,7 @@ def test_prompt_beyond_the_hashed_blocks_is_the_requests_own() -> None:
 
 @pytest.mark.parametrize(
     ("line", "what"),
-    [(b"{half", "no JSON"), (b"[]", "numbers"), (b'{"timestamp": 1}', "numbers"), (row(0, 5, []) + b"]", "no JSON")],
+    [(b"{half", "not JSON"), (b"[]", "numbers"), (b'{"timestamp": 1}', "numbers"), (row(0, 5, []) + b"]", "not JSON")],
 )
 def test_a_wrong_line_is_named(line: bytes, what: str) -> None:
     with pytest.raises(ValueError, match=rf"trace:2: .*{what}"):
