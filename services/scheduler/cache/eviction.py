@@ -108,8 +108,11 @@ class _Ranking(Generic[H]):
         self._enter_noted()
         if not self._heap:
             return None
-        _, entry, holding = self._heap[number % len(self._heap)]
-        return holding if self._entries.get(holding) == entry else None
+        for index in range(number, number + len(self._heap)):
+            _, entry, holding = self._heap[index % len(self._heap)]
+            if self._entries.get(holding) == entry:
+                return holding
+        return None
 
     def _enter_noted(self) -> None:
         if not self._noted:
