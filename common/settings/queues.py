@@ -17,7 +17,7 @@ class QueueSettings(SessionSettings):
     """Order of the waiting queue. fcfs: by arrival. lpm: longest cached prefix first. priority: by the requests'
     priority. fair: fair shares of tenants, and of subjects within each tenant, by the weights in the limits file;
     running requests are preempted for a tenant or subject that has less than its share, and continue later with the
-    same tokens; the requests of one subject start in order of arrival."""
+    same tokens; a subject that waits alone is served in order of arrival."""
     limits_file: Path | None = None
     """TOML file with limits of tenants and subjects, the same file as gateway.limits_file; reloaded when it changes.
     Absent: all have equal weights, quotas and floors."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -36,10 +37,15 @@ class _Tenant:
         left = self._left[subject]
         return left[0] if left else None
 
-    def take_next(self, subject: str) -> None:
+    def next_few(self, subject: str, most: int) -> list[Sequence]:
+        """Return up to `most` of the subject's next sequences that may start."""
         if subject not in self._left:
             self._copy(subject)
-        self._left[subject].popleft()
+        return list(islice(self._left[subject], most))
+
+    def take(self, sequence: Sequence) -> None:
+        """Leave out a sequence of those that `next_few` has returned."""
+        self._left[sequence.request.view.subject.name].remove(sequence)
 
     def _copy(self, subject: str) -> None:
         self._left[subject] = deque(sequence for sequence in self.lines[subject].values() if sequence.may_start)
@@ -48,7 +54,7 @@ class _Tenant:
 class FairShare:
     """Orders by virtual token counters on two levels, with `slack_tokens` of freedom that longest-prefix order uses.
 
-    The sequences of one subject start by arrival, so with one subject the order is first come, first served.
+    One subject alone is served by arrival; beside others, its own sequences start by longest prefix, too.
 
     A tenant may be preferred for a cached prefix only while its counter is at most `slack_tokens` above the lowest of
     all that wait, and so may a subject among those of its tenant. So on each level, the counters of two that keep
@@ -58,7 +64,7 @@ class FairShare:
     """
 
     def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
-        """Read `counters`, which the core keeps; match the next sequences of at most `window` subjects at a time."""
+        """Read `counters`, which the core keeps; match at most `window` sequences at a time."""
         assert slack_tokens >= 0
         assert window > 0
         self._counters = counters
@@ -67,6 +73,9 @@ class FairShare:
 
     def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
         """Yield one sequence after the other; what the caller charges for one counts for the choice of the next."""
+        if sum(map(len, waiting.lines.values())) == 1:
+            yield from waiting
+            return
         tenants = {name: self._tenant(lines) for name, lines in waiting.lines.items()}
         heap = [self._tenant_entry(name, tenant) for name, tenant in tenants.items() if tenant.heap]
         heapq.heapify(heap)
@@ -82,11 +91,15 @@ class FairShare:
             most = max(1, self._window // len(nearest))
             taken = [(name, self._take_nearest(tenants[name].heap, most)) for _, _, name in nearest]
             subjects = [(name, subject) for name, entries in taken for _, _, subject in entries]
-            candidates = [found for name, subject in subjects if (found := tenants[name].next_of(subject)) is not None]
+            candidates = [
+                sequence
+                for name, entries in taken
+                for _, _, subject in entries
+                for sequence in tenants[name].next_few(subject, max(1, most // len(entries)))
+            ]
             # `max` keeps the first of equals, and the nearest come by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
-            of = chosen.request.view.subject
-            tenants[of.tenant].take_next(of.name)
+            tenants[chosen.request.view.tenant].take(chosen)
             yield chosen
             for name, subject in subjects:
                 self._put_back(tenants[name], subject)

@@ -54,6 +54,17 @@ def test_within_the_slack_the_longest_prefix_goes_first() -> None:
     assert handles(policy.order(line_up(waiting), lambda sequence: match[sequence.handle])) == [2, 1, 3]
 
 
+def test_one_subject_alone_goes_by_arrival_and_beside_others_by_prefix() -> None:
+    own = [waiting_sequence(number, user="ann") for number in range(3)]
+    policy = FairShare(counters_of(ann=0, bob=0), slack_tokens=100)
+
+    def match(sequence: Sequence) -> int:
+        return 16 * sequence.handle
+
+    assert handles(policy.order(line_up(own), match)) == [0, 1, 2]
+    assert handles(policy.order(line_up([*own, waiting_sequence(3, user="bob")]), match)) == [3, 2, 1, 0]
+
+
 def test_no_more_than_the_window_is_matched_at_a_time() -> None:
     matched: list[int] = []
 
