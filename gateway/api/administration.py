@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.names import check_name
 from common.version import version
 from gateway.api.operations import readiness
 from gateway.api.schema import documented
@@ -59,6 +60,8 @@ def create_router(context: Context) -> APIRouter:
             await context.admin(request)
         elif not body.rid:
             raise InvalidRequestError("'rid' should name a request.", param="rid")
+        else:
+            check_name("rid", body.rid)
         await context.charge_for_ending(request, identify(caller).subject)
         rid = None if body.abort_all else body.rid
         count = await context.aborts.abort(rid, caller)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from redis.exceptions import RedisError
 
-from common.errors import UnavailableError
+from common.errors import QueueFullError, UnavailableError
 from common.logs import get_logger
+from common.room import SharedRoom
+from common.types import Subject
 from gateway.identity.caller import Caller, owns
 from gateway.state.server import StateAwayError
 from gateway.state.signatures import RefusedError
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 # How long an abort waits for the reports of other gateways.
 REPORTS_WITHIN_S = 1.0
 RECONNECT_S = 0.2
+# Aborts that may ask other gateways at a time: each polls for reports over a connection that others need, too.
+MAX_OPEN_ABORTS = 32
 NEEDS_SECRET = (
     "requests were ended at this gateway; the others end what is not the caller's own only if all of them have "
     "gateway.state_secret."
@@ -78,6 +82,7 @@ class SharedAborts:
         self._local = LocalAborts(generations)
         self._signatures = signatures
         self._channel = f"{state.prefix}:aborts"
+        self._room = SharedRoom(MAX_OPEN_ABORTS, "ending requests at other gateways", 1000)
         self._log = get_logger("aborts")
 
     async def abort(self, request_id: str | None, caller: Caller) -> int:
@@ -86,11 +91,26 @@ class SharedAborts:
         Raises:
             UnavailableError: it was not found here, and the other gateways cannot be asked, or an administrator asks
                 and they would not believe it.
+            QueueFullError: too many other aborts are open; what was open here has been ended.
         """
         found = await self._local.abort(request_id, caller)
+        subject = Subject(caller.tenant, caller.subject)
+        try:
+            self._room.take(subject)
+        except QueueFullError:
+            if found and request_id is not None:
+                return found
+            raise
+        try:
+            return found + await self._abort_elsewhere(request_id, caller, found)
+        finally:
+            self._room.give_back(subject)
+
+    async def _abort_elsewhere(self, request_id: str | None, caller: Caller, found: int) -> int:
+        """Return how many more requests other gateways have ended, beside those `found` here."""
         if caller.is_admin and not self._signatures.are_made:
             if (found and request_id is not None) or await self._gateways() <= 1:
-                return found
+                return 0
             raise UnavailableError(f"{found} {NEEDS_SECRET}")
         reports = f"{self._reports}{secrets.token_hex(16)}"
         content = {
@@ -102,10 +122,10 @@ class SharedAborts:
         message = self._signatures.seal(content)
         try:
             receivers = await self._state.call(lambda redis: redis.publish(self._channel, message))
-            return found + await self._collect(reports, receivers)
+            return await self._collect(reports, receivers)
         except StateAwayError:
             if found and request_id is not None:
-                return found
+                return 0
             raise
 
     async def run(self) -> None:
@@ -166,7 +186,7 @@ class SharedAborts:
             found += sum(map(int, received))
             receivers -= len(received)
             if receivers:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.01)
         return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import ConfigurationError, QueueFullError
 from common.logs import get_logger
 from common.room import SharedRoom
+from common.types import Subject
 from gateway.stored_responses.store import decode, size_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from common.types import Subject
     from gateway.stored_responses.store import Holder, StoredResponse
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (created)
 # Writes that may wait for the disk; beyond that responses are not kept, which is logged.
 MAX_PENDING_WRITES = 1_000
 RETRY_AFTER_MS = 1000
+# Reads and deletions that may wait for the one thread; a read may take tens of milliseconds.
+MAX_PENDING_READS = 64
 
 
 class SqliteResponses:
@@ -61,6 +63,7 @@ class SqliteResponses:
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "responses")
         self._room = SharedRoom(MAX_PENDING_WRITES, "being stored", RETRY_AFTER_MS)
+        self._reads = SharedRoom(MAX_PENDING_READS, "reading stored responses", RETRY_AFTER_MS)
         self._log = get_logger("responses")
         try:
             self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
@@ -86,19 +89,24 @@ class SqliteResponses:
 
     async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none."""
-        return await self._run(lambda: self._select(holder, response_id))
+        return await self._run(holder, lambda: self._select(holder, response_id))
 
     async def delete(self, holder: Holder, response_id: str) -> bool:
         """Forget a response of `holder`; return whether there was one."""
-        return await self._run(lambda: self._delete(holder, response_id))
+        return await self._run(holder, lambda: self._delete(holder, response_id))
 
     async def close(self) -> None:
         """Write what is pending and close."""
         self._thread.shutdown()
         self._database.close()
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _run(self, holder: Holder, work: Callable[[], T]) -> T:
+        subject = Subject(holder.tenant, holder.credential)
+        self._reads.take(subject)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._reads.give_back(subject)
 
     def _note_written(self, subject: Subject, writing: Future[None]) -> None:
         self._room.give_back(subject)

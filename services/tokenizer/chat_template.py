@@ -164,7 +164,7 @@ def _with_parsed_arguments(call: Json) -> Json:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 

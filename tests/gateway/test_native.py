@@ -91,6 +91,10 @@ async def test_a_request_is_aborted_by_its_exact_id_only() -> None:
     assert len(gateway.ring.aborted) == 1
 
 
+async def test_an_id_to_abort_that_no_request_can_have_is_refused() -> None:
+    assert error_of(await faked(None).post("/abort_request", {"rid": "x" * 20_000}), 400)["param"] == "rid"
+
+
 async def test_nobody_aborts_or_administrates_for_others(tmp_path: Path) -> None:
     keys = [ApiKey(name, hash_of(name), "acme", admin=name == "root") for name in ("ann", "bob", "root")]
     save_keys(tmp_path / "keys.toml", keys)

@@ -45,6 +45,15 @@ class Billing:
         for subject, tokens in generated.items():
             self.counters.charge(subject, output_tokens=tokens)
 
+    def charge_idle_rows(self, sequence: Sequence, tokens: int) -> None:
+        """Charge a waiting sequence `tokens` that other subjects' rows could have generated in pages kept for it.
+
+        So a prompt that needs most of the memory holds up other tenants, and subjects of its own, for its share of the
+        time only.
+        """
+        if self.counters is not None and tokens:
+            self.counters.charge(sequence.request.view.subject, output_tokens=tokens)
+
     def leave(self, sequence: Sequence, *, for_good: bool) -> None:
         """A sequence is about to lose its row."""
         if self.counters is None or sequence.row is None:

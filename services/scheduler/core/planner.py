@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.tenancy import Tenancy
+
+
+# Waiting sequences whose mean length stands for that of all.
+_SAMPLED_SEQUENCES = 64
 
 
 class Planner:
@@ -69,7 +74,8 @@ class Planner:
         self.paused = False
         # Makes some session give up what it holds, if any does: only when otherwise nothing could go on.
         self.yield_pin: Callable[[], bool] = lambda: False
-        self._lacks_memory = False
+        # The sequence that the last plan had no pages for.
+        self._refused: Sequence | None = None
 
     @property
     def next_step(self) -> StepId:
@@ -82,6 +88,15 @@ class Planner:
         `decode_step_s` is the measured duration of a decode step, if known. `idle`: no plan is in flight, so that
         bookkeeping alone is worth a message.
         """
+        while True:
+            plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
+            if not has_freed_pages:
+                return plan
+
+    def _try_plan(
+        self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool
+    ) -> tuple[StepPlan | None, bool]:
+        """Return the next plan, if any, and whether pages were freed instead, so that planning has to start over."""
         first = self._make_room()
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
@@ -94,17 +109,19 @@ class Planner:
         opens = self._admit(first, budget, now, prefills, grants)
         if not (len(decoding) or prefills):
             if self._unstick(prefilling, now):
-                return self.plan(now, epoch, decode_step_s, idle=idle)
+                return None, True
             if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
-                return None
+                return None, False
         # Whoever could start has started above, so a lock delays nobody.
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
         steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
+        if self._refused is not None:
+            self._billing.charge_idle_rows(self._refused, self._idle_rows(self._refused) * steps)
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
         self._next_step += 1
-        return StepPlan(
+        plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
             closes=closes,
@@ -116,6 +133,18 @@ class Planner:
             transfers=loads.take_transfers(now) if loads is not None else (),
             jumps=self._rows.jumps(),
         )
+        return plan, False
+
+    def _idle_rows(self, refused: Sequence) -> int:
+        """Return about how many waiting sequences of other subjects could run in the pages kept for a refused one."""
+        others = len(self._queue) - self._queue.census.of(refused.request.view.subject)
+        if not (others and self._rows.running):
+            return 0
+        known = sum(
+            len(sequence.token_ids) for sequence in islice(self._queue, _SAMPLED_SEQUENCES) if sequence is not refused
+        )
+        mean_pages = self._memory.pages_of(known // min(len(self._queue), _SAMPLED_SEQUENCES) + 1)
+        return min(self._free_slots, others, self._memory.available_pages // mean_pages)
 
     def _make_room(self) -> Sequence | None:
         """Let rows make way for a waiting sequence; return it if it goes before all others now."""
@@ -248,7 +277,7 @@ class Planner:
     ) -> list[RowOpen]:
         """Start waiting sequences while there is room, `first` before all others; return what the workers must open."""
         opens: list[RowOpen] = []
-        self._lacks_memory = False
+        self._refused = None
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
@@ -266,7 +295,7 @@ class Planner:
                 continue
             lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lock is None:
-                self._lacks_memory = True
+                self._refused = sequence
                 self.preemption.note_refusal(sequence)
                 break
             opens.append(self._open(sequence, lock, now))
@@ -331,5 +360,5 @@ class Planner:
             self._retract(self.preemption.victim(stuck))
             return True
         is_alone = len(stuck) == 1 and not self._memory.room
-        is_empty = self._lacks_memory and not self._rows.running
+        is_empty = self._refused is not None and not self._rows.running
         return (is_alone or is_empty) and not self._is_moving_pages(now) and self.yield_pin()

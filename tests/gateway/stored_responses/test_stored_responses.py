@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigurationError
+from common.errors import ConfigurationError, QueueFullError
 from common.types import Subject
 from gateway.state.server import StateAwayError
 from gateway.stored_responses.redis_responses import RedisResponses
@@ -293,3 +293,16 @@ async def test_what_is_finished_while_the_server_is_away_is_stored_when_it_is_ba
                 redis_process.start()
                 await until(lambda: server.is_up and not kept._waiting)
                 assert await kept.find(ANN, "a") == stored("a")
+
+
+async def test_reads_of_one_user_leave_places_for_those_of_others() -> None:
+    store = SqliteResponses(None, 60.0, MEBIBYTE)
+    await put(store, ANN, stored("anns"))
+    await put(store, Holder("other", "key/k"), stored("others"))
+    reading = [asyncio.ensure_future(store.find(ANN, "anns")) for _ in range(200)]
+    await asyncio.sleep(0)
+    assert await store.find(Holder("other", "key/k"), "others")
+    results = await asyncio.gather(*reading, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, QueueFullError)]
+    assert 100 < len(refused) < 200
+    await store.close()

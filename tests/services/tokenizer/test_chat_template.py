@@ -185,6 +185,13 @@ def test_arguments_that_are_no_json_object_stay_as_they_are() -> None:
     assert templates(source).render(ChatPrompt((message,))) == "not json;[1];{;"
 
 
+def test_arguments_too_deep_to_be_read_stay_as_they_are() -> None:
+    text = '{"a":' * 100_000
+    calls = [{"function": {"name": "f", "arguments": text}}]
+    message = ChatMessage("assistant", tool_calls_json=json.dumps(calls))
+    assert templates("{{ messages[0].tool_calls[0].function.arguments }}").render(ChatPrompt((message,))) == text
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

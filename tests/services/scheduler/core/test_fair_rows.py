@@ -395,3 +395,42 @@ def test_max_min_shares_are_fair(total: float, parties: dict[int, tuple[float, i
         if share < demands[name] - 1e-9:
             # Who has less than it asks for has, for its weight, as much as anybody.
             assert all(share / weights[name] >= other / weights[each] - 1e-6 for each, other in shares.items())
+
+
+@pytest.mark.parametrize("blockers", [("rival", "rival"), ("rival", "friend")])
+def test_a_prompt_that_never_fits_costs_others_their_share_of_the_time_only(blockers: tuple[str, str]) -> None:
+    """A tenant keeps one small row running, beside which its waiting prompt for nearly all pages cannot start."""
+    small, giant = blockers
+
+    def served(steps: int, *, is_attacked: bool) -> int:
+        harness = Harness(
+            policy="fair",
+            pages=200,
+            max_rows=16,
+            max_step_tokens=256,
+            max_context=800,
+            max_waiting=1000,
+            cache="user_aware",
+        )
+        rng, numbers = random.Random(1), count()
+        for step in range(steps):
+            of_tenant = Counter(each.request.view.tenant for each in harness.core.open_sequences)
+            users = {(each.request.view.tenant, each.request.view.subject.name) for each in harness.core.open_sequences}
+            for _ in range(24 - of_tenant["victim"]):
+                number = next(numbers)
+                prompt = [(number * 31 + 7 * index + number * index) % 800 + 20 for index in range(40)]
+                request = make_request(f"v{number}", prompt, tenant="victim", max_tokens=rng.randint(20, 140))
+                harness.core.submit(request, 0.0)
+            if is_attacked and step >= 100:
+                if (small, "small") not in users:
+                    request = make_request(f"s{step}", prompt_of(step), tenant=small, user="small", max_tokens=500)
+                    harness.core.submit(request, 0.0)
+                if (giant, "giant") not in users:
+                    request = make_request(f"g{step}", prompt_of(step, 796), tenant=giant, user="giant", max_tokens=1)
+                    harness.core.submit(request, 0.0)
+            harness.plan()
+            harness.result()
+        return sum(len(output) for (name, _), output in harness.outputs.items() if name.startswith("v"))
+
+    share = 1 / (1 + len(set(blockers)))
+    assert served(1000, is_attacked=True) >= 0.85 * share * served(1000, is_attacked=False)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import replace
 
 import pytest
@@ -443,3 +445,32 @@ def test_tokens_behind_a_stop_text_are_no_part_of_the_turn(*, ended_by_itself: b
     harness.run()
     prompt = [*FIRST, *harness.outputs["one", 0][:3], 5]
     assert harness.outputs["two", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
+
+
+def test_a_prompt_for_which_hundreds_of_pins_yield_is_planned_without_recursion() -> None:
+    sessions = 250
+    rules = SessionRules(
+        per_subject=sessions,
+        per_tenant=sessions,
+        total=sessions,
+        subject_tokens=4_000,
+        tenant_tokens=4_000,
+        total_tokens=4_000,
+    )
+    harness = harness_with(rules, pages=1_000, max_context=4_000, max_step_tokens=512)
+    for number in range(sessions):
+        open_session(harness, f"s{number}")
+        prompt = [20 + number, 21, 22, 23, 24]
+        assert ask(harness, f"r{number}", prompt, session=f"s{number}", max_tokens=1) is None
+        harness.run()
+    assert sum(tokens > 0 for tokens in pinned(harness)) == sessions
+    big = [(number * 7) % 800 + 20 for number in range(3_990)]
+    assert ask(harness, "big", big, session=None, max_tokens=1) is None
+    frames = len(inspect.stack())
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(frames + 150)
+    try:
+        harness.plan()
+    finally:
+        sys.setrecursionlimit(limit)
+    assert harness.core.sessions.yielded > 200
