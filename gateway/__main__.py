@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the gateway until a signal."""
+    """Run the gateway until the process receives a termination signal."""
     settings = load_settings("python -m gateway", "OpenAI-compatible HTTP front end of Pando.")
     allow_many_connections()
 

@@ -1,4 +1,4 @@
-"""The ASGI application: endpoints, and the shape of every error."""
+"""The ASGI application: routes, middleware and exception handlers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from gateway.api.context import Context
 
-# Headers that scripts of pages may read, beside those that they may anyway.
+# Response headers that browser scripts may read in addition to the CORS-safelisted ones.
 SHOWN_TO_PAGES = (
     "retry-after",
     "retry-after-ms",
@@ -53,9 +53,9 @@ SHOWN_TO_PAGES = (
     "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-# What clients of Anthropic's API ask.
+# Path prefix of Anthropic's Messages API.
 ANTHROPIC = "/v1/messages"
-# Errors that are refusals, by what metrics call them.
+# Error codes that count as refusals, with their value of the metric's label `cause`.
 REFUSALS = {
     ErrorCode.QUEUE_FULL: "queue_full",
     ErrorCode.UNAVAILABLE: "unavailable",
@@ -81,14 +81,14 @@ BODIES = (
 
 
 def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the application over `context`, which browsers may call for pages of `cors_origins`."""
-    # Its own telemetry would ask for providers at every request; metrics and traces are ours.
+    """Build the application over `context`; `cors_origins` are the origins whose pages may call it from a browser."""
+    # FastAPI's own telemetry would look up its providers on every request; Pando has its own metrics and traces.
     silent: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-    # Its own description would be shown to everybody, and its pages load scripts from elsewhere.
+    # FastAPI's own OpenAPI route needs no credentials, and its documentation pages load scripts from other hosts.
     app = FastAPI(title="Pando", redirect_slashes=False, openapi_url=None, telemetry=silent)
     generating = (chat, completions, responses, messages, native)
     for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
-        # Not by `include_router`, whose routers within a router are searched twice for every request.
+        # `include_router` is not used: a request would search the routes of nested routers twice.
         app.router.routes.extend(endpoint.create_router(context).routes)
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)
@@ -124,7 +124,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:
-    """Answer for paths and methods that do not exist."""
+    """Handle unknown paths and methods that a path does not support."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     message = {404: f"Unknown URL: {method} {path}", 405: f"Method {method} is not allowed for {path}."}
@@ -133,12 +133,12 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> Response:
-    """Answer for what FastAPI itself rejects, in our shape and with our status."""
+    """Return FastAPI's own validation errors in the gateway's error shape, with status 400."""
     return http_error_response(HttpError(400, str(error)))
 
 
 def _shaped(request: Request, response: Response) -> Response:
-    """Return the answer of an error as its endpoint's clients know it: Anthropic's look for a type."""
+    """Adapt an error response to the endpoint: Anthropic's clients expect a top-level `type`."""
     if request.url.path.startswith(ANTHROPIC):
         response.body = b'{"type":"error",' + bytes(response.body)[1:]
         response.headers["content-length"] = str(len(response.body))
@@ -146,5 +146,5 @@ def _shaped(request: Request, response: Response) -> Response:
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    """Return something for nobody."""
+    """Return a response that is never delivered, because the connection is closed."""
     return Response(status_code=CLIENT_GONE_STATUS)

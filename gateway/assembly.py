@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Gateway:
-    """One gateway process. Build it on the event loop that it shall run on."""
+    """One gateway process. It must be constructed on the event loop that runs it."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Gateway:
         security: Security = UNIX_ONLY,
         limits_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Build everything and listen. Tests control the refilling of limits with a clock, in seconds.
+        """Build all parts and open the listening socket; tests pass `limits_clock` (seconds) to control refilling of
+        limits.
 
         Raises:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.
@@ -93,11 +94,11 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """The TCP port it listens on."""
+        """The TCP port on which the gateway listens."""
         return self._server.port
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until `stopping` is set and open requests have ended or drained for too long."""
+        """Serve until `stopping` is set and all open requests have ended or `drain_s` has passed."""
         settings = self._settings
         rings = [each.ring.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
@@ -116,15 +117,15 @@ class Gateway:
 
 
 def fingerprint() -> str:
-    """Return what tells a client that the server has changed."""
+    """Return the `system_fingerprint` of responses; it changes with the server's version."""
     return f"pando-{version()}"
 
 
 def build_identity(settings: GatewaySettings) -> Identity:
-    """Return who decides whose a request is.
+    """Return the authentication of requests by API keys, signed tokens, trusted proxies or none of them.
 
     Raises:
-        ConfigurationError: the keys file, a network or what concerns tokens is wrong.
+        ConfigurationError: the keys file, a network or a setting for tokens is wrong.
     """
     keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
@@ -134,7 +135,7 @@ def build_identity(settings: GatewaySettings) -> Identity:
 
 
 def build_quotas(settings: GatewaySettings, meters: Meters) -> Quotas:
-    """Return who holds tenants and users to their limits, as counted by `meters`.
+    """Return the quotas of tenants and users; `meters` counts their use.
 
     Raises:
         ConfigurationError: the limits file is wrong.
@@ -143,14 +144,12 @@ def build_quotas(settings: GatewaySettings, meters: Meters) -> Quotas:
 
 
 class ReloadedKeys:
-    """Implements `gateway.identity.identity.Keys` with a file that may change."""
+    """Implements `gateway.identity.identity.Keys` with a file that is reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Load `path`."""
         self._ring = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key that `secret` is, by the file as it is now."""
         return self._ring.value.find(secret)
 
 
@@ -172,7 +171,7 @@ def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
 
 
 def resume_policy(settings: GatewaySettings) -> ResumePolicy:
-    """Return the bounds of our patience with the ring."""
+    """Return the bounds on resubmitting interrupted requests."""
     return ResumePolicy(
         attempts=settings.resume_attempts,
         deadline_s=settings.resume_deadline_s,
@@ -181,7 +180,7 @@ def resume_policy(settings: GatewaySettings) -> ResumePolicy:
 
 
 def limits(settings: GatewaySettings) -> Limits:
-    """Return the bounds on what one client can make this process hold."""
+    """Return the bounds on the memory and time that one client can use."""
     timeout_s = settings.request_timeout_s
     return Limits(
         body_bytes=settings.max_body_bytes,

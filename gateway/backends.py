@@ -1,4 +1,4 @@
-"""The models that are served, each by services of its own, and which of them a request means."""
+"""The served models, each with its own services, and the mapping from model names to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One model and the services behind it. Without a name it is the only one, and called as its tokenizer says."""
+    """One model and its services. Without a name it is the only model, and its name comes from the tokenizer."""
 
     served: ServedModel
     model: Model
@@ -32,13 +32,13 @@ class Backend:
 
 
 class Backends:
-    """All models of this gateway, by their names and by what else clients may call them."""
+    """All models of this gateway, found by name or alias."""
 
     def __init__(self, backends: Sequence[Backend], default: str | None = None) -> None:
-        """Serve `backends`; requests that name no model mean `default`.
+        """Serve `backends`; `default` is the model of requests that name none.
 
         Raises:
-            ConfigurationError: two have the same name, or the default is none of them.
+            ConfigurationError: two models share a name or alias, or the default is not one of them.
         """
         assert backends, "a gateway serves something"
         self.default = default
@@ -55,16 +55,16 @@ class Backends:
 
     @property
     def all(self) -> tuple[Backend, ...]:
-        """The models in the order of the settings."""
+        """All models, in the order of the settings."""
         return self._backends
 
     async def find(self, name: str | None) -> Backend:
-        """Return the model that `name` means; without a name, the default or the only one.
+        """Return the model called `name`; without a name, the default or the only model.
 
         Raises:
             InvalidRequestError: no name is given, and several models are served without a default.
-            ModelNotFoundError: nothing here is called so.
-            UnavailableError: the only model's services have never been reached, so nobody knows its name.
+            ModelNotFoundError: no served model has this name.
+            UnavailableError: the only model's services have never been reached, so its name is unknown.
         """
         name = name or self.default
         if name is None:
@@ -82,7 +82,7 @@ class Backends:
         return self._backends[0]
 
     async def require(self, name: str | None) -> ModelInfo:
-        """Return what is served as `name`, as `find` does.
+        """Return the card of the model that `find` returns.
 
         Raises:
             UnavailableError: its services have never been reached.
@@ -90,7 +90,7 @@ class Backends:
         return await (await self.find(name)).served.card()
 
     async def require_named(self, name: str | None) -> ModelInfo:
-        """Return what is served as `name`, where clients are to name a model, unless there is a default.
+        """Like `require`, for endpoints where the name is mandatory unless there is a default.
 
         Raises:
             InvalidRequestError: no name is given, and there is no default.
@@ -100,7 +100,7 @@ class Backends:
         return await self.require(name)
 
     async def known(self) -> list[tuple[Backend, ModelInfo | None]]:
-        """Return all models, with what is known of each; None if its services have never been reached."""
+        """Return all models, each with its card, or None if its services have never been reached."""
         cards = await asyncio.gather(*(backend.served.card() for backend in self._backends), return_exceptions=True)
         known = []
         for backend, card in zip(self._backends, cards, strict=True):
@@ -119,10 +119,10 @@ class Backends:
 
 
 def check_generates(card: ModelInfo) -> ModelInfo:
-    """Return `card` if its model generates.
+    """Return `card` if its model can generate.
 
     Raises:
-        InvalidRequestError: it only embeds.
+        InvalidRequestError: it is an embedding model.
     """
     if card.is_encoder:
         message = f"The model '{card.name}' generates nothing; it embeds, at /v1/embeddings."

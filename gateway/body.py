@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded while it streams in, then as JSON."""
+"""Reads a request's body with a size limit and parses it as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive
 
-# A client that is told "too large" before it has sent everything often sees only a broken connection. So some of the
-# rest is read and thrown away first.
+# A client that receives "too large" while it is still sending often sees only a broken connection. So up to this much
+# of the rest is read and discarded first.
 DISCARD_BYTES = 32 * 1024 * 1024
 DISCARD_S = 2.0
-# A client may pause so long between two pieces of its body, and take so long for all of it.
+# Longest pause between two chunks of a body, and longest time for the whole body.
 PAUSE_S = 30.0
 BODY_S = 300.0
 
@@ -32,9 +32,9 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
     """Return the JSON object in the body, which may have up to `limit` bytes.
 
     Raises:
-        HttpError: the body is too large, comes too slowly, or is no JSON by its content type.
-        InvalidRequestError: the body is no JSON object.
-        ClientGoneError: the client went away meanwhile.
+        HttpError: the body is too large, arrives too slowly, or its content type or encoding is not supported.
+        InvalidRequestError: the body is not a JSON object.
+        ClientGoneError: the client disconnected.
     """
     _check_headers(request)
     body = await _read(request, limit)
@@ -49,8 +49,8 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
 
 
 def _check_headers(request: Request) -> None:
-    # Whoever writes requests by hand may leave it out. Pages may not: with it, a browser asks before it sends what a
-    # foreign page wants, and we never permit that.
+    # Clients that are not browsers may omit the content type. Pages may not: application/json makes a browser send a
+    # preflight request first, which the gateway does not grant to foreign origins.
     unnamed = "" if "origin" in request.headers else "application/json"
     content_type = request.headers.get("content-type", unnamed).partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -63,7 +63,7 @@ def _check_headers(request: Request) -> None:
 async def _read(request: Request, limit: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
-        # With "Expect: 100-continue" the client waits for permission; answering at once spares it the upload.
+        # With "Expect: 100-continue" the client waits before it uploads; an immediate answer saves it the upload.
         if "expect" not in request.headers:
             await _discard(request.receive)
         raise _too_large(limit)
@@ -92,7 +92,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read and throw away what still comes, within bounds."""
+    """Read and discard the rest of the body, up to DISCARD_BYTES and DISCARD_S."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):

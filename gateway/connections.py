@@ -1,4 +1,4 @@
-"""Connections whose other end is slow, silent or gone."""
+"""Limits on slow, silent and dead connections."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 if TYPE_CHECKING:
     import asyncio
 
-# A client gets so long to send the line and the headers of a request, and may not send more than this for them.
+# Limits on the time and the size of a request's line and headers.
 HEADER_S = 30.0
 MAX_HEADER_BYTES = 128 * 1024
-# An end that went away without a word is noticed after silence of about IDLE + COUNT * INTERVAL, or when what was sent
-# is not acknowledged for so long.
+# A peer that vanished is detected after about IDLE + COUNT * INTERVAL seconds of silence, or when sent data stays
+# unacknowledged for UNACKNOWLEDGED_MS.
 IDLE_S, INTERVAL_S, COUNT = 30, 10, 3
 UNACKNOWLEDGED_MS = 60_000
-# More than anybody serves from one process.
+# More connections than one process can serve.
 MAX_FILES = 65_536
 
 
 class ImpatientProtocol(HttpToolsProtocol):
-    """Closes connections that do not come to the end of their headers."""
+    """Closes connections whose request headers are incomplete after HEADER_S or larger than MAX_HEADER_BYTES."""
 
     _deadline: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _is_in_headers = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base has it
-        """Begin to wait for a request."""
         super().connection_made(transport)
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; too many of headers end the connection."""
+        """Process `data`; close the connection if the headers are too large."""
         if self._is_in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES + len(data):
@@ -45,18 +44,15 @@ class ImpatientProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the end of the headers."""
         super().on_message_begin()
         self._expect_headers()
 
     def on_headers_complete(self) -> None:
-        """End the wait."""
         self._is_in_headers = False
         self._stop_waiting()
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -72,20 +68,23 @@ class ImpatientProtocol(HttpToolsProtocol):
 
 
 def allow_many_connections() -> int:
-    """Let this process open as many files as it may, since shells allow 1,024; return how many. A connection is one."""
+    """Raise this process's limit on open files, of which each connection is one, and return the limit then in force.
+
+    Shells often set it to 1,024; the new limit is the hard limit or MAX_FILES, whichever is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if 0 <= soft < allowed:
-        # Some systems name a limit that they do not grant.
+        # Some systems report a hard limit that they do not grant.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def notice_dead_peers(listening: socket.socket) -> None:
-    """Have all connections that `listening` accepts end by themselves if their other end is gone."""
+    """Set options on `listening` so that the kernel closes accepted connections whose peer is gone."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Connections inherit these where they exist.
+    # Accepted connections inherit these options, on systems that have them.
     options = {
         "TCP_KEEPIDLE": IDLE_S,
         "TCP_KEEPINTVL": INTERVAL_S,

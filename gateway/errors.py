@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients know, with the headers that tell them whether to try again."""
+"""Errors in the shape of OpenAI's API, with headers that state whether a retry may succeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEFAULT_RETRY_AFTER_MS = 1000
-# What the official clients repeat by themselves; for anything else x-should-retry would tell them nothing.
+# Statuses that the official clients retry by default; for other 4xx statuses, x-should-retry is not needed.
 RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
 
 
@@ -50,10 +50,10 @@ HTTP_SHAPES: dict[int, ErrorShape] = {
 
 
 class HttpError(Exception):
-    """An error that only HTTP knows (413, 415, 404 of a path), outside the ring's error codes."""
+    """An error without an error code in the pipeline, such as 413, 415 or the 404 of an unknown path."""
 
     def __init__(self, status: int, message: str, *, close: bool = False) -> None:
-        """Keep status and message; `close` ends the connection, because the rest of the body is not read."""
+        """`close` closes the connection after the response, because the rest of the request's body is not read."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -61,24 +61,24 @@ class HttpError(Exception):
 
 
 def error_body(message: str, shape: ErrorShape, param: str | None = None) -> bytes:
-    """Return the JSON of an error; all four keys are always there."""
+    """Return the JSON body of an error; all four keys are always present."""
     error = {"message": message, "type": shape.type, "param": param, "code": shape.code}
     return orjson.dumps({"error": error})
 
 
 def error_event(error: PandoError) -> bytes:
-    """Return the same JSON for an error inside a stream."""
+    """Return the JSON of an error inside a stream."""
     return error_body(error.message, SHAPES[error.code], error.param)
 
 
 def error_response(error: PandoError) -> Response:
-    """Return the HTTP answer for `error`."""
+    """Return the HTTP response for `error`, with headers about retries."""
     status = HTTP_STATUS[error.code]
     return json_error(status, error_event(error), _retry_headers(status, error))
 
 
 def http_error_response(error: HttpError, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the HTTP answer for an error that only HTTP knows."""
+    """Return the HTTP response for an `HttpError`."""
     shape = HTTP_SHAPES.get(error.status, SHAPES[ErrorCode.INVALID_REQUEST])
     sent = dict(headers or {})
     if error.close:
@@ -87,7 +87,7 @@ def http_error_response(error: HttpError, headers: Mapping[str, str] | None = No
 
 
 def internal_error_response() -> Response:
-    """Return the answer for a defect of ours; what it was is in the log, under the request's id."""
+    """Return the response for a defect of the gateway; the log has its cause, under the request's id."""
     body = error_body("The server had an internal error; its log knows the cause.", SHAPES[ErrorCode.INTERNAL])
     return json_error(500, body, {"x-should-retry": "false"})
 

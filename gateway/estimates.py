@@ -1,4 +1,4 @@
-"""What a request will use, as far as that can be told before it is encoded."""
+"""Estimates of a request's tokens, before it is tokenized."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def announced_tokens(request: GenerateRequest) -> int:
-    """Return about how many tokens `request` will use; an output without a limit counts when it is there."""
+    """Return the estimated number of prompt and output tokens of `request`; an output without a limit counts as 0."""
     return prompt_tokens(request.prompt) + (request.stop.max_tokens or 0) * request.n
 
 
 def prompt_tokens(prompt: Prompt) -> int:
-    """Return about how many tokens `prompt` is."""
+    """Return the estimated number of tokens of `prompt`."""
     match prompt:
         case TokenPrompt(ids):
             return len(ids)

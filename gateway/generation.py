@@ -1,4 +1,4 @@
-"""One HTTP request's way through the ring: submit, receive, continue after failures, abort."""
+"""One HTTP request's way through the pipeline: submission, updates, resumption after failures, abort."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
 MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
-# Log probabilities of prompts that one response may tell: some 15 MB of JSON, written in half a second. What one prompt
-# may have is the tokenizer's bound.
+# Log probabilities of prompts that one response may contain: some 15 MB of JSON, rendered in half a second. The
+# tokenizer limits them per prompt.
 MAX_PROMPT_VALUES = 524_288
 SILENT = RequestFailure(ErrorCode.UNAVAILABLE, "nothing was heard of the request for too long", retryable=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole response."""
+    """Token counts of one response."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    # Of each prompt.
+    # One entry per prompt.
     prompts: tuple[PromptUsage, ...] = ()
 
     def counts(self) -> dict[str, int]:
-        """Return the totals, for logs."""
+        """Return the totals, as fields of a log event."""
         return {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
 
 
 @dataclass(slots=True)
 class _Route:
-    """One submission that is under way: where each of its choices belongs, until that choice ends or moves on."""
+    """One open submission and those of its choices that have neither ended nor been resubmitted."""
 
     entry: JournalEntry
     choices: dict[int, ChoiceRecord]
@@ -58,9 +58,10 @@ class _Route:
 
 
 class Generation:
-    """The choices of one HTTP request while they grow. It hears the ring, and one reader takes the updates.
+    """The choices of one HTTP request while they are generated; a listener of the pipeline, with one reader of its
+    updates.
 
-    `close` is idempotent and ends in the ring whatever has not ended there by itself.
+    `close` is idempotent and aborts every submission that is still open.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Generation:
     ) -> None:
         """Prepare the generation of `entries`; at most about `buffer_bytes` of updates wait for the reader.
 
-        At most `window` prompts are in the ring at the same time; None: all may be.
+        At most `window` prompts are submitted at the same time; None submits all of them.
         """
         self.entries = entries
         self._window = len(entries) if window is None else window
         self._unsent = deque(entries)
-        # Called once if the reader has fallen too far behind; the generation has failed then.
+        # Called once if more than `buffer_bytes` wait for the reader; by then the generation has failed.
         self.on_overflow: Callable[[], None] = lambda: None
         self._ring = ring
         self._policy = policy
@@ -94,7 +95,7 @@ class Generation:
         self._unfinished = sum(len(entry.choices) for entry in entries)
         self._resubmissions = 0
         self._prompt_values = 0
-        # Nothing is heard, submitted or put into the outbox from then on.
+        # Once set, no updates are accepted, and nothing is submitted or put into the outbox.
         self._over = False
         self._log = get_logger("generation")
 
@@ -110,24 +111,24 @@ class Generation:
         )
 
     def start(self) -> None:
-        """Submit all prompts, or as many as may be in the ring; the others follow as these end."""
+        """Submit all prompts, or the first `window` of them; each of the others follows when a choice has ended."""
         for _ in range(self._window):
             self._submit_next()
 
     async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
-        """Wait for news and return all there is; empty once every choice has ended, None after a nudge.
+        """Wait for updates and return all that are pending; empty once every choice has ended, None after a nudge.
 
         Raises:
-            RequestFailedError: the request failed, and everything before the failure has been returned.
+            RequestFailedError: the request failed, and all updates before the failure have been returned.
         """
         return await self._outbox.take()
 
     def nudge(self) -> None:
-        """Let the reader come back though there is no news."""
+        """Wake the reader without an update."""
         self._outbox.nudge()
 
     def close(self, cause: str | None = None) -> None:
-        """Forget everything; what still runs is aborted and counted under `cause`."""
+        """Stop; abort every choice that still runs, counted in the metrics under `cause`."""
         if self._over:
             return
         if self._unfinished and cause:
@@ -135,17 +136,18 @@ class Generation:
         self._end(None)
 
     def fail(self, failure: RequestFailure, cause: str | None = None) -> None:
-        """End it with an error for the client, unless it has ended; counted under `cause`."""
+        """Fail the generation with an error for the client, unless it has ended; counted in the metrics under
+        `cause`."""
         if self._over or not self._unfinished:
             return
         if cause:
             self._metrics.aborts.labels(cause).inc()
         self._end(failure)
 
-    # --- what the ring tells (gateway.ring.port.Listener) -------------------------------------------------------------
+    # --- callbacks of the pipeline (gateway.ring.port.Listener) -------------------------------------------------------
 
     def on_admission(self, admission: Admission) -> None:
-        """Note an acceptance, or treat a rejection as the failure of all choices of that submission."""
+        """Record an acceptance; treat a rejection as a failure of all choices of that submission."""
         route = self._routes.get(admission.request_id)
         if route is None:
             return
@@ -154,13 +156,13 @@ class Generation:
             self._interrupt(route, route.choices.values(), admission.rejected)
             return
         self._note_admission(route)
-        # To a resumed submission the tokens generated before may count as prompt.
+        # The scheduler may count the tokens generated before as the prompt of a resumed submission.
         if not route.entry.prompt_tokens:
             route.entry.prompt_tokens = admission.prompt_tokens
             self._count_values(route.entry)
 
     def on_delta(self, delta: Delta) -> None:
-        """Pass on what is new; continue elsewhere if this was a failure that waiting may cure."""
+        """Pass on new tokens; after a failure that may be temporary, schedule a resubmission."""
         route = self._routes.get(delta.request_id)
         choice = route.choices.get(delta.choice_index) if route else None
         if route is None or choice is None:
@@ -188,14 +190,14 @@ class Generation:
             self._interrupt(route, (choice,), failure)
 
     def on_lost(self, request_id: RequestId, failure: RequestFailure) -> None:
-        """Continue all unfinished choices of a submission of which nothing more will be heard."""
+        """Resubmit all unfinished choices of a submission that will send no more updates."""
         route = self._routes.pop(request_id, None)
         if route is None:
             return
         self._interrupt(route, route.choices.values(), failure)
 
     def end_silence(self, limit_s: float) -> None:
-        """Take submissions that were not heard of for `limit_s` for lost: whoever should have answered is gone."""
+        """Treat submissions without any message for `limit_s` as lost: the service that held them is gone."""
         now = self._loop.time()
         silent = [request_id for request_id, route in self._routes.items() if now - route.heard_at > limit_s]
         for request_id in silent:
@@ -236,7 +238,8 @@ class Generation:
                 choice.was_admitted = True
 
     def _count_values(self, entry: JournalEntry) -> None:
-        """Refuse a response that would tell too much of its prompts, as soon as their lengths say so."""
+        """Fail the response when the log probabilities of its prompts, known from their lengths, exceed
+        MAX_PROMPT_VALUES."""
         self._prompt_values += entry.told_values
         if self._prompt_values > MAX_PROMPT_VALUES:
             message = (
@@ -288,7 +291,8 @@ class Generation:
 
 
 def _failure_of(finish: Finish | None) -> RequestFailure | None:
-    """Return the failure that `finish` stands for; an abort that the client did not ask for is one, too."""
+    """Return the failure that `finish` stands for, if any; an abort that the client did not request is a failure,
+    too."""
     if finish is None:
         return None
     if finish.reason is FinishReason.ERROR:

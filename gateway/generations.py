@@ -1,4 +1,4 @@
-"""All generations of this process: bounds their number, journals them, and knows when the last one has ended."""
+"""All open generations of this process: their number is limited, and shutdown waits for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000
-# Thousands of texts may come in one request: they shall not fill the scheduler's queue at once.
+# One request may contain thousands of texts; submitted all at once, they would fill the scheduler's queue.
 EMBEDDING_WINDOW = 256
 ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
 SHUTDOWN = RequestFailure(
@@ -34,12 +34,12 @@ SHUTDOWN = RequestFailure(
 
 
 class Generations:
-    """Opens and closes generations. `draining` refuses new ones while the open ones finish."""
+    """Opens and closes generations. While `draining` is set, new ones are refused and the open ones finish."""
 
     def __init__(
         self, ring: Ring, journal: Journal, policy: ResumePolicy, metrics: GatewayMetrics, *, max_open_requests: int
     ) -> None:
-        """Prepare for at most `max_open_requests` prompts at a time."""
+        """At most `max_open_requests` prompts are open at a time."""
         self.draining = False
         self._ring = ring
         self._journal = journal
@@ -52,11 +52,12 @@ class Generations:
         self._idle.set()
 
     def open(self, requests: Sequence[GenerateRequest], *, buffer_bytes: int | None = None) -> Generation:
-        """Submit `requests`, whose choices number through one response; the caller must `close` the generation.
+        """Submit `requests`, whose choices are numbered consecutively in one response; the caller must `close` the
+        generation.
 
         Raises:
             QueueFullError: too many requests are open.
-            RequestFailedError: this process is about to end.
+            RequestFailedError: this process is shutting down.
         """
         if self.draining:
             raise RequestFailedError(SHUTDOWN)
@@ -72,14 +73,14 @@ class Generations:
         self._taken[generation] = (requests[0].view.subject, len(requests))
         self._idle.clear()
         self._metrics.open_requests.set(len(self._journal))
-        # For the log line at the request's end.
+        # Fields of the log event at the request's end.
         request = requests[0]
         bind_contextvars(request_id=request.request_id, tenant=request.view.tenant, model=request.model)
         generation.start()
         return generation
 
     def close(self, generation: Generation, cause: str | None = None) -> None:
-        """End `generation` if it has not ended, and forget it; `cause` is counted if it was cut short."""
+        """End `generation` if it has not ended, and remove it; an early end is counted under `cause`."""
         if generation not in self._open:
             return
         self._open.remove(generation)
@@ -97,11 +98,10 @@ class Generations:
         bind_contextvars(**usage.counts())
 
     def abort(self, request_id: str | None, owner: Callable[[View], bool]) -> int:
-        """End the request called exactly `request_id`, or all, of those whose principal `owner` accepts.
+        """Abort the requests that `owner` accepts and that are called exactly `request_id` (None: any name).
 
-        What stands behind a dot in the id of a request makes it unique, and is no part of its name.
-
-        Returns how many there were.
+        The suffix of a request id that starts at its last dot makes it unique and is not part of its name.
+        Returns the number of aborted requests.
         """
         found = [
             generation
@@ -113,7 +113,7 @@ class Generations:
         return len(found)
 
     async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
-        """Look for requests that the ring has forgotten, until cancelled."""
+        """Look periodically for requests that the pipeline has lost, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             for generation in list(self._open):
@@ -121,11 +121,11 @@ class Generations:
 
     @property
     def open_requests(self) -> int:
-        """Number of prompts that are being continued."""
+        """Number of prompts that are being processed."""
         return len(self._journal)
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests, wait up to `limit_s` for the open ones to end, and fail what is left then."""
+        """Refuse new requests, wait up to `limit_s` for the open ones to end, then fail the rest."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -142,6 +142,6 @@ def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
 
 
 def _names(generation: Generation) -> tuple[str, str]:
-    """Return the whole id of a generation's first request, and what its client knows it by."""
+    """Return the complete id of a generation's first request, and the id that its client was given."""
     whole = generation.entries[0].request.request_id
     return whole, whole.rpartition(".")[0] or whole.removesuffix("-0")

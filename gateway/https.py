@@ -1,4 +1,4 @@
-"""The gateway's own certificate, which may be renewed while it serves, and whose certificates it asks clients for."""
+"""The gateway's TLS certificate, reloaded when its files change, and the authorities of client certificates."""
 
 from __future__ import annotations
 
@@ -20,41 +20,42 @@ WATCH_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class HttpsFiles:
-    """Where certificate and key are, and the authorities that sign clients' certificates, if those must have one."""
+    """Paths of the certificate, its key and, if client certificates are required, the authorities that sign them."""
 
     certificate: Path
     key: Path
     clients: Path | None = None
 
     def stamps(self) -> tuple[int, ...]:
-        """Return what changes when a file does; links are followed.
+        """Return the files' modification times in nanoseconds; symbolic links are followed.
 
         Raises:
-            OSError: a file is away.
+            OSError: a file is missing.
         """
         return tuple(path.stat().st_mtime_ns for path in (self.certificate, self.key, self.clients) if path)
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Have `context` show the certificate from the next handshake on, and ask for those of clients.
+        """Make `context` use the certificate from the next handshake on, and require client certificates if configured.
 
-        Authorities are added to those that it knows: one that is taken away is forgotten with the next start.
+        Authorities are added to those that `context` has: a removed one stays valid until the next start.
 
         Raises:
-            OSError: a file cannot be read, or certificate and key do not fit (`ssl.SSLError`).
+            OSError: a file cannot be read, or certificate and key do not match (`ssl.SSLError`).
         """
         if self.clients is not None:
             context.load_verify_locations(self.clients)
             context.verify_mode = ssl.CERT_REQUIRED
-        # A context that was given a certificate without its key can shake no hands any more: try another one first.
+        # A context that loaded a certificate without its key fails all handshakes: test the pair in another context
+        # first.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
         context.load_cert_chain(self.certificate, self.key)
 
 
 def https_files(settings: GatewaySettings) -> HttpsFiles | None:
-    """Return the files that the settings name, None for HTTP.
+    """Return the files that the settings name; None for plain HTTP.
 
     Raises:
-        ConfigurationError: only one is named, or they are no certificate and its key.
+        ConfigurationError: only one is named, or they are not a certificate and its key.
     """
     if settings.certificate is None and settings.key is None:
         if settings.client_authority is not None:
@@ -71,7 +72,7 @@ def https_files(settings: GatewaySettings) -> HttpsFiles | None:
 
 
 async def keep_renewing(files: HttpsFiles, context: ssl.SSLContext, interval_s: float = WATCH_INTERVAL_S) -> NoReturn:
-    """Load the files into `context` again whenever they change; what does not fit is left for the next look."""
+    """Reload the files into `context` whenever they change; unusable files are tried again at the next interval."""
     log = get_logger("https")
     loaded = files.stamps()
     while True:

@@ -1,4 +1,4 @@
-"""The journal: for each open request what its client has been sent, enough to continue it after a failure."""
+"""The journal: the tokens and text of each open request that its client has received, to resume it after a failure."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUpdate:
-    """What is new of one choice of a response; `index` is the choice's place in the response."""
+    """New output of one choice; `index` is its place in the response."""
 
     index: int
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[LogprobText] = ()
     finish: Finish | None = None
-    # In the first update of a choice.
+    # Only in the first update of a choice.
     prompt_usage: PromptUsage | None = None
-    # In updates before the first token of a prompt's first choice.
+    # Only in updates before the first token of a prompt's first choice.
     prompt_logprobs: PromptLogprobsText | None = None
 
     @property
     def tokens(self) -> int:
-        """How many tokens are new."""
+        """The number of new tokens."""
         return len(self.token_ids)
 
 
 class Verdict(Enum):
-    """How a delta fits to what was received before."""
+    """Relation of a delta to the tokens received before."""
 
     FRESH = "fresh"
     DUPLICATE = "duplicate"
@@ -47,7 +47,7 @@ class Verdict(Enum):
 
 
 class ChoiceRecord:
-    """One choice of a request: the tokens received, how much text was passed on, and how often it was interrupted."""
+    """Tokens are missing, or only some of the delta's tokens are new, so its new text cannot be separated."""
 
     __slots__ = (
         "delivered_characters",
@@ -64,7 +64,7 @@ class ChoiceRecord:
     )
 
     def __init__(self, request: GenerateRequest, number: int, index: int) -> None:
-        """Begin the record of choice `number` of `request`, which is choice `index` of the response."""
+        """One choice of a request: the tokens received, the characters passed on, and its interruptions."""
         self.request = request
         self.number = number
         self.index = index
@@ -72,27 +72,27 @@ class ChoiceRecord:
         self.delivered_characters = 0
         self.finish: Finish | None = None
         self.was_admitted = False
-        # Times the choice ended by a failure after it had been admitted.
+        # Start the record of choice `number` of `request`, which is choice `index` of the response.
         self.failures = 0
-        # Since when nothing has come, and how often it was submitted again since then.
+        # How often the choice failed after it had been admitted.
         self.interrupted_at: float | None = None
         self.tries = 0
-        # What of the prompt's log probabilities is still to come; a prompt's first choice brings them.
+        # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
         self.score = request.prompt_logprobs if number == 0 else None
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client has been told of the end."""
+        """The part of the prompt's log probabilities that is still to come, with a prompt's first choice only."""
         return self.finish is not None
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether max_tokens were received already, so that only the end itself can be missing."""
+        """Whether the final update has been passed on."""
         limit = self.request.stop.max_tokens
         return limit is not None and 0 < limit <= len(self.token_ids)
 
     def judge(self, delta: Delta) -> Verdict:
-        """Return how `delta` fits to what was received; only a FRESH one may be applied."""
+        """Whether max_tokens tokens have been received, so that only the end itself can be missing."""
         received = len(self.token_ids)
         if self.finish is not None:
             return Verdict.DUPLICATE
@@ -103,8 +103,8 @@ class ChoiceRecord:
         return Verdict.MISFIT
 
     def apply(self, delta: Delta) -> ChoiceUpdate:
-        """Take over a FRESH delta."""
-        # A resumed choice's report is about another prompt.
+        """Classify `delta`; only a FRESH one may be applied."""
+        # Record a FRESH delta and return the update for the client.
         usage = delta.prompt_usage if not self.token_ids else None
         self.token_ids.extend(delta.token_ids)
         self.delivered_characters += len(delta.text)
@@ -116,7 +116,7 @@ class ChoiceRecord:
         return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
 
     def _news(self, part: PromptLogprobsText) -> PromptLogprobsText | None:
-        """Return what of a part was not received before."""
+        """A resumed choice reports on a different prompt: the original one with the tokens generated before."""
         if self.score is None:
             return None
         expected = self.score.start + 1
@@ -126,20 +126,20 @@ class ChoiceRecord:
         return part._replace(first=expected, entries=entries, lead=part.lead if is_first else None)
 
     def end_at_limit(self) -> ChoiceUpdate:
-        """Finish an exhausted choice whose own end got lost."""
+        """Return the part without the entries that were received before."""
         self.finish = Finish(FinishReason.LENGTH)
         return ChoiceUpdate(self.index, "", (), (), self.finish)
 
     def continuation(self, request_id: RequestId, elapsed_ms: int = 0) -> GenerateRequest:
-        """Return the request that continues this choice alone, from the last token received.
-
-        Its `stop` is unchanged: limits count from the first generated token, those in `resume` included. Its time limit
-        goes on, too: `elapsed_ms` of it have passed.
-        """
+        """Finish an exhausted choice whose final delta was lost."""
         request = self.request
         sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
-        # One whose time is over is told so by the scheduler, like any other.
+        # Return the request that continues this choice alone, after the last token received.
+        #
+        # Its `stop` is unchanged: limits count from the first generated token, including those in `resume`.
+        # `elapsed_ms` of
+        # its time limit have passed.
         timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
         return replace(
             request,
@@ -153,41 +153,38 @@ class ChoiceRecord:
 
 
 class JournalEntry:
-    """One open request with its choices, and what the ring reported about its prompt."""
+    """If the time is over, the scheduler reports the timeout, as for any other request."""
 
     __slots__ = ("choices", "prompt_tokens", "prompt_usage", "request")
 
     def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
-        """Begin the entry of `request`, whose choice 0 is choice `first_index` of the response."""
+        """One open request with its choices and the pipeline's report about its prompt."""
         self.request = request
         self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.n)]
         self.prompt_tokens = 0
-        # As choice 0 saw it: the others find the whole prompt in the cache, because choice 0 has just put it there.
+        # Start the entry of `request`, whose choice 0 is choice `first_index` of the response.
         self.prompt_usage: PromptUsage | None = None
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
+        """As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find
+        it."""
         return all(choice.is_finished for choice in self.choices)
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def told_values(self) -> int:
-        """How many log probabilities of the prompt, whose length is known, all choices together show."""
+        """Number of generated tokens, summed over all choices."""
         wanted = self.request.prompt_logprobs
         if wanted is None:
             return 0
         return wanted.reported(self.prompt_tokens) * wanted.values_per_token * self.request.n
 
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
-        """Keep the first report about the prompt; that of choice 0 wins over the others'.
-
-        A resumed choice's report is ignored: to it, what it had generated is a part of the prompt.
-        """
+        """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
         if choice.token_ids:
             return
         if self.prompt_usage is None or choice.number == 0:
@@ -195,25 +192,26 @@ class JournalEntry:
 
 
 class Journal:
-    """The entries of all open requests of this process."""
+    """Keep the first report about the prompt; the report of choice 0 has precedence over the others.
+
+    Reports for resumed choices are ignored, because they count tokens generated before as prompt.
+    """
 
     def __init__(self) -> None:
-        """Begin with no open request."""
+        """The entries of all open requests of this process."""
         self._entries: dict[RequestId, JournalEntry] = {}
 
     def open(self, entry: JournalEntry) -> None:
-        """Keep `entry` until its request is closed."""
         assert entry.request.request_id not in self._entries, "request ids are unique"
         self._entries[entry.request.request_id] = entry
 
     def close(self, request_id: RequestId) -> None:
-        """Drop the entry of a request that ended; unknown ids are ignored."""
+        """Keep `entry` until its request is closed."""
         self._entries.pop(request_id, None)
 
     def __len__(self) -> int:
-        """Return the number of open requests."""
+        """Remove the entry of a request that has ended; unknown ids are ignored."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[JournalEntry]:
-        """Iterate over the open requests."""
         return iter(self._entries.values())

@@ -1,4 +1,4 @@
-"""Metrics of the gateway; names carry units."""
+"""Prometheus metrics of the gateway; their names carry units."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-# Tenants that metrics tell apart.
+# Number of tenants with a label value of their own.
 MOST_TENANTS = 100
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
 
 
 class GatewayMetrics:
-    """Everything the gateway counts, in the registry it is given."""
+    """All metrics of the gateway, registered in the given registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Declare the metrics."""
         self._registry = registry
         self.requests = Counter(
             "pando_gateway_requests_total", "HTTP requests that ended.", ["route", "status"], registry=registry
@@ -88,26 +87,25 @@ class GatewayMetrics:
         )
 
     def refuse(self, tenant: str | None, cause: str) -> None:
-        """Count a request that was not taken; nobody's is one without a credential that is known."""
+        """Count a refused request; the tenant is None without a valid credential."""
         self.refusals.labels("" if tenant is None else self._tenants.of(tenant), cause).inc()
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 
 class FewLabels:
-    """Keeps a label to few values: those seen first, and OTHER for all that come after."""
+    """Limits the number of a label's values: the first ones are kept, and all later ones become OTHER."""
 
     OTHER = "other"
 
     def __init__(self, limit: int) -> None:
-        """Keep `limit` values apart."""
         self._limit = limit
         self._seen: set[str] = set()
 
     def of(self, value: str) -> str:
-        """Return the label that `value` gets."""
+        """Return the label value for `value`."""
         if value in self._seen:
             return value
         if len(self._seen) >= self._limit:
@@ -117,10 +115,9 @@ class FewLabels:
 
 
 class Pace:
-    """Observes when the tokens of one request come; `clock` is monotonic, in seconds."""
+    """Observes the latency of one request's tokens; `clock` is monotonic, in seconds."""
 
     def __init__(self, metrics: GatewayMetrics, model: str, clock: Callable[[], float]) -> None:
-        """Begin now."""
         self._first_token_seconds = metrics.first_token_seconds.labels(model)
         self._inter_token_seconds = metrics.inter_token_seconds.labels(model)
         self._completion_tokens = metrics.completion_tokens.labels(model)
@@ -129,7 +126,7 @@ class Pace:
         self._last_at: dict[int, float] = {}
 
     def note(self, choice: int, tokens: int) -> None:
-        """Note the arrival of so many tokens of `choice`."""
+        """Record the arrival of `tokens` tokens of `choice`."""
         if not tokens:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""What happens around every request: its id, its metrics, its log line, and an answer even to our own defects."""
+"""The middleware around every request: request id, metrics, log event, and a response to unhandled exceptions."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ if TYPE_CHECKING:
 
 REQUEST_ID_HEADER = b"x-request-id"
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-# Asked every few seconds by whoever watches over this process.
+# Polled every few seconds by orchestrators and monitoring.
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
-# What metrics and logs show if the client went away before there was a status.
+# Status in metrics and logs if the client disconnected before the response had one.
 CLIENT_GONE_STATUS = 499
-# Where in the scope of a request stand headers that its answer shall have, whatever becomes of it.
+# Key in a request's ASGI scope: headers that are added to its response, whatever its outcome.
 EXTRA_HEADERS = "pando.headers"
-# Where stands whose request it is, once that is known; and why it was refused, if it was.
+# Keys in the scope: the tenant, once known, and the cause of a refusal.
 TENANT = "pando.tenant"
 REFUSAL = "pando.refusal"
 
 
 def add_headers(scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Have the answer to a request show `headers`, in the place of earlier ones of the same names."""
+    """Add `headers` to the response, replacing earlier ones of the same names."""
     extra: list[tuple[bytes, bytes]] = scope[EXTRA_HEADERS]
     names = {name for name, _ in headers}
     extra[:] = [*(header for header in extra if header[0] not in names), *headers]
 
 
 class RequestContext:
-    """Outermost layer of the application."""
+    """Outermost layer of the ASGI application."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
-        """Surround `app`."""
         self._app = app
         self._metrics = metrics
         self._log = get_logger("http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,13 +60,14 @@ class RequestContext:
         started = time.monotonic()
         method = scope["method"]
         if method == "HEAD":
-            # What answers GET answers this, too; the server leaves the body out.
+            # HEAD is routed like GET; the server omits the body.
             scope = {**scope, "method": "GET"}
         try:
             await self._app(scope, receive, exchange.send)
         except Exception as error:  # noqa: BLE001  (the edge of the request's task: every defect must get an answer)
             self._log.error("http.failed", path=scope["path"], exc_info=error)
-            # One that breaks off stays incomplete: the server then closes the connection, so nobody takes it for whole.
+            # A response that has started is left incomplete: the server then closes the connection, which shows the
+            # client that it is truncated.
             if exchange.status is None:
                 await internal_error_response()(scope, receive, exchange.send)
         finally:
@@ -93,7 +92,7 @@ class RequestContext:
 
 
 class _Exchange:
-    """The sending half of one request: adds headers, remembers what was sent."""
+    """The sending half of one request: adds headers and records the status and whether the response was complete."""
 
     def __init__(self, send: Send, extra: Iterable[tuple[bytes, bytes]]) -> None:
         self.status: int | None = None
@@ -111,7 +110,7 @@ class _Exchange:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """Return the client's own id, if it can safely go into logs and headers, or a new one."""
+    """Return the client's request id if it is safe in logs and headers, otherwise a new one."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID_HEADER and SANE_REQUEST_ID.fullmatch(value):
             return bytes(value)

@@ -1,4 +1,4 @@
-"""The services of each model that is served, as objects: one ring and one backend for each."""
+"""The clients of each served model's services: one pipeline and one backend per model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelServices:
         security: Security,
         admin_token: str | None = None,
     ) -> None:
-        """Prepare what talks to the services of the model `name`, or of the only one if it is None."""
+        """Open the channels to the services of the model `name`, or of the only model if it is None."""
         self._tokenizer = open_channel(settings.tokenizer, security)
         self._detokenizer = open_channel(settings.detokenizer, security)
         self._schedulers = open_schedulers(settings, security)
@@ -57,7 +57,6 @@ class ModelServices:
         )
 
     async def close(self) -> None:
-        """Close all channels."""
         await self._tokenizer.close()
         await self._detokenizer.close()
         await self._schedulers.close()
@@ -66,10 +65,10 @@ class ModelServices:
 def open_models(
     settings: GatewaySettings, metrics: GatewayMetrics, security: Security
 ) -> dict[str | None, ModelServices]:
-    """Return the services of all models by name; a single model without one has None.
+    """Return the services of all models by name; the key of a single unnamed model is None.
 
     Raises:
-        ConfigurationError: the file with the admin token is not readable or empty.
+        ConfigurationError: the admin token's file is unreadable or empty.
     """
     token = read_admin_token(settings)
     only = BackendSettings(
@@ -83,7 +82,7 @@ def open_models(
 
 
 def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerGroups:
-    """Return the groups that administrators ask; perhaps none."""
+    """Return the scheduler groups that the administration endpoints reach; possibly none."""
     configured = settings.schedulers or ((settings.scheduler,) if settings.scheduler else ())
 
     def connect(found: Found) -> grpc.aio.Channel:
@@ -93,10 +92,10 @@ def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerG
 
 
 def read_admin_token(settings: GatewaySettings) -> str | None:
-    """Return what the schedulers want to see of an administrator, if it is known.
+    """Return the token that schedulers require of administrators, if configured.
 
     Raises:
-        ConfigurationError: the file that holds it is not readable or empty.
+        ConfigurationError: the token's file is unreadable or empty.
     """
     return read_secret(
         "gateway.scheduler_admin_token", settings.scheduler_admin_token, settings.scheduler_admin_token_file

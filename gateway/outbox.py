@@ -1,4 +1,4 @@
-"""What waits for a client: updates in order, then the end or a failure."""
+"""The queue of updates to one client: updates in order, then the end or a failure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from common.types import RequestFailure
     from gateway.journal import ChoiceUpdate
 
-# Rough cost of a waiting update beside its text; what matters is the order of magnitude.
+# Rough memory of a waiting update in addition to its text, and of one log probability entry.
 UPDATE_BYTES = 200
 LOGPROB_BYTES = 400
 
 
 class Outbox:
-    """Between the ring, which puts at any time, and the one reader that takes."""
+    """Connects the pipeline, which puts updates at any time, with the one reader that takes them."""
 
     def __init__(self, limit_bytes: int | None) -> None:
-        """Begin empty; None sets no limit."""
+        """`limit_bytes` None sets no limit."""
         self._limit_bytes = limit_bytes
         self._bytes = 0
         self._updates: list[ChoiceUpdate] = []
@@ -33,11 +33,10 @@ class Outbox:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the reader has fallen too far behind."""
+        """Whether more bytes wait for the reader than the limit allows."""
         return self._limit_bytes is not None and self._bytes > self._limit_bytes
 
     def put(self, update: ChoiceUpdate) -> None:
-        """Add an update."""
         self._updates.append(update)
         self._bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
         if update.prompt_logprobs is not None:
@@ -45,26 +44,26 @@ class Outbox:
         self._wake()
 
     def end(self, failure: RequestFailure | None = None) -> None:
-        """Say that nothing more will come, and why if that is a failure."""
+        """Mark the end of updates, with the failure that caused it, if any."""
         self._ended = True
         self._failure = failure
         self._wake()
 
     def clear(self) -> None:
-        """Drop what waits."""
+        """Drop all waiting updates."""
         self._updates.clear()
         self._bytes = 0
 
     def nudge(self) -> None:
-        """Let the reader come back empty-handed, if there is nothing for it."""
+        """Wake the reader even if there is no update."""
         self._is_nudged = True
         self._wake()
 
     async def take(self) -> Sequence[ChoiceUpdate] | None:
-        """Wait for updates and return all there are; empty at the end, None after a nudge.
+        """Wait for updates and return all that are pending; empty at the end, None after a nudge.
 
         Raises:
-            RequestFailedError: it ended by a failure, and every update before has been taken.
+            RequestFailedError: the outbox ended with a failure, and all updates before it have been taken.
         """
         while not self._updates:
             if self._failure is not None:

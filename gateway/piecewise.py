@@ -1,4 +1,4 @@
-"""Answers that take their time to be written."""
+"""Delivery of responses that take long to render."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ if TYPE_CHECKING:
     from gateway.generation import Generation
     from gateway.render.shapes import PiecewiseRenderer
 
-# So much is written at a time: a few milliseconds.
+# The event loop gets control after rendering this much, which takes a few milliseconds.
 PIECE_BYTES = 256 * 1024
 
 
 class PiecewiseDelivery:
-    """Collects everything, writes it piece by piece so that others get their turn, and sends it as one body."""
+    """Collects all updates, renders them piecewise so that other tasks can run in between, and sends one body."""
 
     def __init__(self, renderer: PiecewiseRenderer) -> None:
-        """Write the body with `renderer`."""
         self._renderer = renderer
 
     async def deliver(self, generation: Generation, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Health and readiness in plaintext at a port of their own, for those who have no certificate to show."""
+"""Health and readiness over plain HTTP on a separate port, for probes without a client certificate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class ProbeServer:
-    """Answers what the gateway answers to anybody, and nothing else."""
+    """Serves only the gateway's endpoints that need no credentials."""
 
     def __init__(self, context: Context, host: str, port: int) -> None:
-        """Listen on `host` and `port`; 0 picks a free one.
+        """Listen on `host` and `port`; 0 picks a free port.
 
         Raises:
             ConfigurationError: the address is in use or cannot be bound.
@@ -31,7 +31,6 @@ class ProbeServer:
         self._server = QuietServer(uvicorn.Config(app, ws="none", lifespan="off", access_log=False, log_config=None))
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             await asyncio.shield(serving)

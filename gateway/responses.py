@@ -1,4 +1,4 @@
-"""Answers that grow: a generation as server-sent events, or collected into one body."""
+"""Responses of generations: server-sent events, or one body."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Tells nginx and its like not to hold the events back.
+    # Disables response buffering in nginx and compatible proxies.
     (b"x-accel-buffering", b"no"),
 ]
-# Log probabilities of generated tokens that are kept until an answer is whole: some 200 MB.
+# Log probabilities of generated tokens that are kept until a response is complete: some 200 MB.
 MAX_WHOLE_VALUES = 1_048_576
 TOO_MANY_VALUES = RequestFailure(
     ErrorCode.INVALID_REQUEST,
     f"The answer has more than {MAX_WHOLE_VALUES} log probabilities: stream it, or ask for fewer of them.",
     param="logprobs",
 )
-# A comment of the event stream format, which clients pass over.
+# A comment in the event stream format, which clients ignore.
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 async def end_at_once() -> None:
-    """Wait for nothing before the last bytes of an answer."""
+    """The default `before_end`: nothing to wait for."""
 
 
 class Delivery(Protocol):
-    """A way to bring a generation to its client."""
+    """Sends a generation's output to its client."""
 
     async def deliver(self, generation: Generation, send: Send) -> None:
         """Send the whole response.
@@ -58,7 +58,7 @@ class Delivery(Protocol):
 
 
 class GenerationResponse(Response):
-    """Has prompts continued, brings the result to its client, and ends all of it when the client goes away."""
+    """Submits the prompts, delivers the result, and aborts all of them when the client disconnects."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GenerationResponse(Response):
         take: Callable[[], Awaitable[Lease]],
         buffer_bytes: int | None = None,
     ) -> None:
-        """Prepare to submit `requests`, once `take` has charged for them.
+        """Prepare to submit `requests`; `take` charges them to the quotas first.
 
         At most about `buffer_bytes` of their text wait for a slow client.
         """
@@ -83,7 +83,7 @@ class GenerationResponse(Response):
         """Serve the client.
 
         Raises:
-            PandoError: the requests could not be taken, or failed before anything was sent.
+            PandoError: the requests were refused, or failed before anything was sent.
         """
         lease = await self._take()
         add_headers(scope, lease.headers())
@@ -112,7 +112,7 @@ class GenerationResponse(Response):
 
 
 class StreamDelivery:
-    """Sends each update as it comes. The status line waits for the first one, so that early failures have their own."""
+    """Sends updates as they come; the status line waits for the first, so that an early failure has its own status."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class StreamDelivery:
         keep_alive_s: float,
         before_end: Callable[[], Awaitable[None]] = end_at_once,
     ) -> None:
-        """Write events with `renderer`, and a comment whenever there were none for `keep_alive_s`.
+        """Write events with `renderer`, and a comment after every `keep_alive_s` without events.
 
         `before_end` is awaited between rendering the last event and sending it.
         """
@@ -131,9 +131,9 @@ class StreamDelivery:
         self._ticking: asyncio.TimerHandle | None = None
 
     async def deliver(self, generation: Generation, send: Send) -> None:
-        """Send the events, then the end mark; a failure on the way is an event of its own before it.
+        """Send the events, then the end mark; a failure after the start is sent as an event before the end mark.
 
-        A client that has to wait long gets its status line and comments meanwhile.
+        The status line and comments are also sent while the client waits long for the first update.
         """
         ticking = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick, generation)
         try:
@@ -158,7 +158,7 @@ class StreamDelivery:
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     def _tick(self, generation: Generation) -> None:
-        """Nudge a reader that has waited long. One timer for the whole stream: one for every token would cost more."""
+        """Nudge a reader that has waited for `keep_alive_s`. One timer per stream is cheaper than one per token."""
         loop = asyncio.get_running_loop()
         left = self._sent_at + self._keep_alive_s - loop.time()
         if left <= 0:
@@ -167,7 +167,7 @@ class StreamDelivery:
 
 
 class WholeDelivery:
-    """Collects everything and sends it in one piece."""
+    """Collects all updates and sends one body."""
 
     def __init__(self, renderer: WholeRenderer, before_end: Callable[[], Awaitable[None]] = end_at_once) -> None:
         """Write the body with `renderer`; `before_end` is awaited between rendering and sending it."""
@@ -178,7 +178,7 @@ class WholeDelivery:
         """Wait for the end of all choices and send them.
 
         Raises:
-            RequestFailedError: it failed, or has more log probabilities than are kept for one answer.
+            RequestFailedError: the request failed, or has more than MAX_WHOLE_VALUES log probabilities.
         """
         prompts = [PromptScores() for _ in generation.entries]
         pairs = zip(generation.entries, prompts, strict=True)

@@ -1,4 +1,4 @@
-"""When an interrupted choice is submitted again, and when it is given up."""
+"""Decides when an interrupted choice is submitted again, and when the gateway gives up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """Bounds of the patience with a ring that is (partly) away.
+    """Limits on resubmission while parts of the pipeline are unavailable.
 
-    A request that was never admitted waits only `admission_deadline_s`: its client has seen nothing yet and can go
-    elsewhere. One that was admitted may wait `deadline_s` for its next token, and fail `attempts` times in all, so that
-    a request which kills whatever runs it does not do so for ever.
+    A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
+    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that
+    a request that crashes its worker does not do so forever.
     """
 
     attempts: int = 5
@@ -28,7 +28,7 @@ class ResumePolicy:
     max_delay_s: float = 0.5
 
     def delay(self, choice: ChoiceRecord, failure: RequestFailure, now: float) -> float | None:
-        """Return in how many seconds to submit `choice` again after `failure`; None: give up.
+        """Return the seconds until `choice` is submitted again after `failure`; None to give up.
 
         `now` and `choice.interrupted_at` are readings of the same monotonic clock, in seconds.
         """
@@ -44,6 +44,6 @@ def _passes_by_waiting(choice: ChoiceRecord, failure: RequestFailure) -> bool:
     if not failure.retryable:
         return False
     if failure.code is ErrorCode.QUEUE_FULL:
-        # A newcomer is told to come back later; who was admitted once keeps its place in spirit.
+        # A new request is refused with a retry hint; an admitted one keeps trying.
         return choice.was_admitted
     return failure.code is ErrorCode.UNAVAILABLE

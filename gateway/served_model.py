@@ -1,4 +1,4 @@
-"""What is served, asked of the tokenizer once and kept while that is away."""
+"""The card of a served model, fetched from the tokenizer and cached while the tokenizer is unavailable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A served model's card. `expire` makes the next question go to the tokenizer, which may have changed."""
+    """Caches a served model's card. After `expire`, the next call fetches it again, since the tokenizer may have
+    changed."""
 
     def __init__(self, model: Model, name: str | None = None) -> None:
-        """Ask `model` when the card is first needed; with a `name`, it must be called so."""
+        """The card is fetched from `model` on first use; with a `name`, the card must have that name."""
         self._model = model
         self._name = name
         self._card: ModelInfo | None = None
@@ -24,11 +25,11 @@ class ServedModel:
         self._asking = asyncio.Lock()
 
     def expire(self) -> None:
-        """Do not trust the card any more; keep it in case that nobody can be asked."""
+        """Fetch the card again on the next use; the old one serves as fallback while the tokenizer is unavailable."""
         self._is_fresh = False
 
     async def card(self) -> ModelInfo:
-        """Return what is served.
+        """Return the model's card.
 
         Raises:
             UnavailableError: the tokenizer has never been reached, or serves another model.
@@ -43,7 +44,7 @@ class ServedModel:
             except PandoError:
                 if self._card is None:
                     raise
-            # Also after a failure: when the tokenizer is back, the card expires again.
+            # Also after a failure: the card expires again when the tokenizer reconnects.
             self._is_fresh = True
             return self._card
 

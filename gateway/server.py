@@ -1,4 +1,4 @@
-"""The HTTP server, and how it ends: new requests are refused, the open ones finish, then it goes."""
+"""The HTTP server and its shutdown: new requests are refused, open ones finish, then the server stops."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
-# After draining, for responses that lack only their last bytes.
+# Time after draining for responses that lack only their last bytes.
 GRACE_S = 2
 
 
 class HttpServer:
-    """Serves an application until told to stop."""
+    """Serves an application over HTTP or HTTPS until a stop event is set."""
 
     def __init__(self, app: FastAPI, host: str, port: int, https: HttpsFiles | None = None) -> None:
-        """Listen on `host` and `port`; 0 picks a free one. Connections wait until `serve` takes them.
+        """Listen on `host` and `port`; 0 picks a free port. Connections wait in the backlog until `serve` runs.
 
-        With `https`, only TLS is spoken.
+        With `https`, the port accepts only TLS.
 
         Raises:
             ConfigurationError: the address is in use or cannot be bound.
@@ -56,7 +56,8 @@ class HttpServer:
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                # Identity trusts the direct peer only; uvicorn would replace its address by X-Forwarded-For.
+                # Only a direct peer is trusted to name its user; uvicorn would replace the peer's address by
+                # X-Forwarded-For.
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
@@ -68,7 +69,8 @@ class HttpServer:
     async def serve(self, stopping: asyncio.Event, generations: Generations, drain_s: float) -> None:
         """Serve until `stopping` is set, then let open requests finish for up to `drain_s` seconds.
 
-        While they do, connections are still taken and told 503, so that a load balancer can look elsewhere.
+        Meanwhile, connections are still accepted and answered with 503, so that a load balancer can choose another
+        server.
         """
         self._log.info("server.listening", port=self.port)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
@@ -94,16 +96,15 @@ class HttpServer:
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals to `common.runtime`, which turns them into the `stopping` event."""
+    """Leaves signals to `common.runtime`, which translates them into the `stopping` event."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that takes connections; 0 picks a free port.
+    """Return a listening socket; port 0 picks a free port.
 
     Raises:
         ConfigurationError: the address is in use or cannot be bound.

@@ -1,4 +1,4 @@
-"""W3C trace context: take over the caller's trace, or begin one."""
+"""W3C trace context: continues the caller's trace or starts a new one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_TRACESTATE_CHARACTERS = 512
 
 
 def trace_of(headers: Mapping[str, str]) -> TraceContext:
-    """Return the trace context of the span that this request is here.
+    """Return the trace context of this request's span.
 
-    A valid `traceparent` header names the trace to continue (https://www.w3.org/TR/trace-context/); without one a new,
-    unsampled trace begins, and a `tracestate` is dropped, as the standard asks.
+    A valid `traceparent` header names the trace to continue (https://www.w3.org/TR/trace-context/); without one, a new,
+    unsampled trace starts, and a `tracestate` is dropped, as the standard requires.
     """
     match = TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
     span = _nonzero_hex(8)

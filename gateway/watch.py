@@ -1,4 +1,4 @@
-"""Noticing that a client has gone while it is being served."""
+"""Detects that a client has disconnected while it is served."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 class ClientWatch:
-    """Cancels the block it surrounds when the client disconnects, and ends that cancellation at the block's end.
+    """Cancels the block it surrounds when the client disconnects, and absorbs that cancellation at the block's end.
 
-    The block's `finally` clauses run as in any cancellation; after the `async with`, `gone` tells what happened.
-    The request's body must have been read: whatever `receive` brings now is the disconnect.
+    The block's `finally` clauses run as in any cancellation; after the `async with`, `gone` is set if the client
+    disconnected. The request's body must have been read before: the next message of `receive` is then the disconnect.
     """
 
     def __init__(self, receive: Receive) -> None:
-        """Watch the connection behind `receive`."""
         self.gone = False
         self.was_cut = False
         self._receive = receive
@@ -27,7 +26,6 @@ class ClientWatch:
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Begin to watch."""
         self._served = asyncio.current_task()
         self._watcher = asyncio.create_task(self._watch())
         return self
@@ -35,23 +33,23 @@ class ClientWatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> bool:
-        """Stop watching; swallow the cancellation that came from here."""
+        """Stop watching; suppress only the cancellation that this object requested."""
         assert self._watcher is not None
         assert self._served is not None
         self._watcher.cancel()
         if not (self.gone or self.was_cut):
             return False
         if kind is None:
-            # The block ended in the same moment: the cancellation is still on its way.
+            # The block ended at the same moment; the cancellation has not been delivered yet.
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
                 kind = asyncio.CancelledError
-        # Whoever else cancelled this task meant it.
+        # A cancellation that came from elsewhere propagates.
         return self._served.uncancel() == 0 and kind is asyncio.CancelledError
 
     def cut(self) -> None:
-        """End the block as if the client had gone."""
+        """Cancel the block as if the client had disconnected."""
         if not (self.gone or self.was_cut):
             self.was_cut = True
             self._cancel()
