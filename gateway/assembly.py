@@ -52,8 +52,7 @@ class Gateway:
         security: Security = UNIX_ONLY,
         limits_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Build all parts and open the listening socket; tests pass `limits_clock` (seconds) to control refilling of
-        limits.
+        """Build all parts and open the listening socket. Tests pass `limits_clock` (seconds).
 
         Raises:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.

@@ -58,8 +58,7 @@ class _Route:
 
 
 class Generation:
-    """The choices of one HTTP request while they are generated; a listener of the pipeline, with one reader of its
-    updates.
+    """The choices of one HTTP request while they are generated: listens to the pipeline, and has one reader.
 
     `close` is idempotent and aborts every submission that is still open.
     """
@@ -136,8 +135,7 @@ class Generation:
         self._end(None)
 
     def fail(self, failure: RequestFailure, cause: str | None = None) -> None:
-        """Fail the generation with an error for the client, unless it has ended; counted in the metrics under
-        `cause`."""
+        """Fail the generation with an error for the client, unless it has ended; metrics count it under `cause`."""
         if self._over or not self._unfinished:
             return
         if cause:
@@ -238,8 +236,7 @@ class Generation:
                 choice.was_admitted = True
 
     def _count_values(self, entry: JournalEntry) -> None:
-        """Fail the response when the log probabilities of its prompts, known from their lengths, exceed
-        MAX_PROMPT_VALUES."""
+        """Fail the response if its prompts' log probabilities, counted from their lengths, exceed the limit."""
         self._prompt_values += entry.told_values
         if self._prompt_values > MAX_PROMPT_VALUES:
             message = (
@@ -291,8 +288,7 @@ class Generation:
 
 
 def _failure_of(finish: Finish | None) -> RequestFailure | None:
-    """Return the failure that `finish` stands for, if any; an abort that the client did not request is a failure,
-    too."""
+    """Return the failure that `finish` stands for, if any; an abort by an operator is a failure, too."""
     if finish is None:
         return None
     if finish.reason is FinishReason.ERROR:

@@ -52,8 +52,7 @@ class Generations:
         self._idle.set()
 
     def open(self, requests: Sequence[GenerateRequest], *, buffer_bytes: int | None = None) -> Generation:
-        """Submit `requests`, whose choices are numbered consecutively in one response; the caller must `close` the
-        generation.
+        """Submit `requests`, numbering their choices consecutively; the caller must `close` the generation.
 
         Raises:
             QueueFullError: too many requests are open.

@@ -42,12 +42,12 @@ class Verdict(Enum):
 
     FRESH = "fresh"
     DUPLICATE = "duplicate"
-    # Tokens are missing, or only some of them are new: text and tokens cannot be told apart any more.
+    # Tokens are missing, or only some of the delta's tokens are new, so its new text cannot be separated.
     MISFIT = "misfit"
 
 
 class ChoiceRecord:
-    """Tokens are missing, or only some of the delta's tokens are new, so its new text cannot be separated."""
+    """One choice of a request: the tokens received, the characters passed on, and its interruptions."""
 
     __slots__ = (
         "delivered_characters",
@@ -64,7 +64,7 @@ class ChoiceRecord:
     )
 
     def __init__(self, request: GenerateRequest, number: int, index: int) -> None:
-        """One choice of a request: the tokens received, the characters passed on, and its interruptions."""
+        """Start the record of choice `number` of `request`, which is choice `index` of the response."""
         self.request = request
         self.number = number
         self.index = index
@@ -72,27 +72,27 @@ class ChoiceRecord:
         self.delivered_characters = 0
         self.finish: Finish | None = None
         self.was_admitted = False
-        # Start the record of choice `number` of `request`, which is choice `index` of the response.
-        self.failures = 0
         # How often the choice failed after it had been admitted.
+        self.failures = 0
+        # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
         self.interrupted_at: float | None = None
         self.tries = 0
-        # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
+        # The part of the prompt's log probabilities that is still to come, with a prompt's first choice only.
         self.score = request.prompt_logprobs if number == 0 else None
 
     @property
     def is_finished(self) -> bool:
-        """The part of the prompt's log probabilities that is still to come, with a prompt's first choice only."""
+        """Whether the final update has been passed on."""
         return self.finish is not None
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the final update has been passed on."""
+        """Whether max_tokens tokens have been received, so that only the end itself can be missing."""
         limit = self.request.stop.max_tokens
         return limit is not None and 0 < limit <= len(self.token_ids)
 
     def judge(self, delta: Delta) -> Verdict:
-        """Whether max_tokens tokens have been received, so that only the end itself can be missing."""
+        """Classify `delta`; only a FRESH one may be applied."""
         received = len(self.token_ids)
         if self.finish is not None:
             return Verdict.DUPLICATE
@@ -103,8 +103,8 @@ class ChoiceRecord:
         return Verdict.MISFIT
 
     def apply(self, delta: Delta) -> ChoiceUpdate:
-        """Classify `delta`; only a FRESH one may be applied."""
-        # Record a FRESH delta and return the update for the client.
+        """Record a FRESH delta and return the update for the client."""
+        # A resumed choice reports on a different prompt: the original one with the tokens generated before.
         usage = delta.prompt_usage if not self.token_ids else None
         self.token_ids.extend(delta.token_ids)
         self.delivered_characters += len(delta.text)
@@ -116,7 +116,7 @@ class ChoiceRecord:
         return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
 
     def _news(self, part: PromptLogprobsText) -> PromptLogprobsText | None:
-        """A resumed choice reports on a different prompt: the original one with the tokens generated before."""
+        """Return the part without the entries that were received before."""
         if self.score is None:
             return None
         expected = self.score.start + 1
@@ -126,20 +126,21 @@ class ChoiceRecord:
         return part._replace(first=expected, entries=entries, lead=part.lead if is_first else None)
 
     def end_at_limit(self) -> ChoiceUpdate:
-        """Return the part without the entries that were received before."""
+        """Finish an exhausted choice whose final delta was lost."""
         self.finish = Finish(FinishReason.LENGTH)
         return ChoiceUpdate(self.index, "", (), (), self.finish)
 
     def continuation(self, request_id: RequestId, elapsed_ms: int = 0) -> GenerateRequest:
-        """Finish an exhausted choice whose final delta was lost."""
+        """Return the request that continues this choice alone, after the last token received.
+
+        Its `stop` is unchanged: limits count from the first generated token, including those in `resume`. `elapsed_ms`
+        of
+        its time limit have passed.
+        """
         request = self.request
         sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
-        # Return the request that continues this choice alone, after the last token received.
-        #
-        # Its `stop` is unchanged: limits count from the first generated token, including those in `resume`.
-        # `elapsed_ms` of
-        # its time limit have passed.
+        # If the time is over, the scheduler reports the timeout, as for any other request.
         timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
         return replace(
             request,
@@ -153,38 +154,40 @@ class ChoiceRecord:
 
 
 class JournalEntry:
-    """If the time is over, the scheduler reports the timeout, as for any other request."""
+    """One open request with its choices and the pipeline's report about its prompt."""
 
     __slots__ = ("choices", "prompt_tokens", "prompt_usage", "request")
 
     def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
-        """One open request with its choices and the pipeline's report about its prompt."""
+        """Start the entry of `request`, whose choice 0 is choice `first_index` of the response."""
         self.request = request
         self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.n)]
         self.prompt_tokens = 0
-        # Start the entry of `request`, whose choice 0 is choice `first_index` of the response.
+        # As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find it.
         self.prompt_usage: PromptUsage | None = None
 
     @property
     def is_finished(self) -> bool:
-        """As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find
-        it."""
         return all(choice.is_finished for choice in self.choices)
 
     @property
     def completion_tokens(self) -> int:
+        """Number of generated tokens, summed over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def told_values(self) -> int:
-        """Number of generated tokens, summed over all choices."""
+        """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
         wanted = self.request.prompt_logprobs
         if wanted is None:
             return 0
         return wanted.reported(self.prompt_tokens) * wanted.values_per_token * self.request.n
 
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
-        """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
+        """Keep the first report about the prompt; the report of choice 0 has precedence over the others.
+
+        Reports for resumed choices are ignored, because they count tokens generated before as prompt.
+        """
         if choice.token_ids:
             return
         if self.prompt_usage is None or choice.number == 0:
@@ -192,25 +195,21 @@ class JournalEntry:
 
 
 class Journal:
-    """Keep the first report about the prompt; the report of choice 0 has precedence over the others.
-
-    Reports for resumed choices are ignored, because they count tokens generated before as prompt.
-    """
+    """The entries of all open requests of this process."""
 
     def __init__(self) -> None:
-        """The entries of all open requests of this process."""
         self._entries: dict[RequestId, JournalEntry] = {}
 
     def open(self, entry: JournalEntry) -> None:
+        """Keep `entry` until its request is closed."""
         assert entry.request.request_id not in self._entries, "request ids are unique"
         self._entries[entry.request.request_id] = entry
 
     def close(self, request_id: RequestId) -> None:
-        """Keep `entry` until its request is closed."""
+        """Remove the entry of a request that has ended; unknown ids are ignored."""
         self._entries.pop(request_id, None)
 
     def __len__(self) -> int:
-        """Remove the entry of a request that has ended; unknown ids are ignored."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[JournalEntry]:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """Caches a served model's card. After `expire`, the next call fetches it again, since the tokenizer may have
-    changed."""
+    """Caches a served model's card until `expire` is called, because the tokenizer may have changed."""
 
     def __init__(self, model: Model, name: str | None = None) -> None:
         """The card is fetched from `model` on first use; with a `name`, the card must have that name."""

@@ -1,4 +1,4 @@
-"""Whose request this is: the view and the subject, from what the credential and the body say."""
+"""The identity of a request: its view and subject, derived from the credential and the body."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from common.types import CacheMode, Subject, View
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Subjects that are no person and no key. The kind of all others stands before a slash: see `person` and `key`.
+# Subjects that are neither a user nor a key. All others have their kind before a slash: see `person` and `key`.
 LOCAL = "local"
 ANONYMOUS = "anonymous"
-# The tenant of anonymous requests: no credential may name it, so that they find no tenant's text.
+# The tenant of anonymous requests. No credential may name it, so anonymous requests find no tenant's text.
 ANONYMOUS_TENANT = "anonymous"
 PROXY = "proxy"
 
 
 def person(name: str) -> str:
-    """Return the subject's name of a person."""
+    """Return the subject name of a user."""
     return _bounded(f"user/{name}", "user-sha256/")
 
 
 def key(key_id: str) -> str:
-    """Return the subject's name of an API key that stands for no person."""
+    """Return the subject name of an API key that does not belong to a user."""
     return f"key/{key_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the connection and its credential say.
+    """The identity and privileges that the connection and its credential grant.
 
-    `subject` is the name of who is accountable for requests that name no user; see `common.types.Subject`. With
-    `vouches`, a user named in a request is a person, whom the credential vouches for; without, such a name only narrows
-    what the request may find.
+    `subject` is accountable for requests that name no user; see `common.types.Subject`. With `vouches`, the credential
+    vouches that a user named in a request is a person; without, such a name only narrows the request's view.
     """
 
     tenant: str
@@ -47,34 +46,34 @@ class Caller:
     vouches: bool = False
     is_admin: bool = False
     cache: CacheMode = CacheMode.DEFAULT
-    # The highest priority that its requests may ask for; None: the gateway's setting.
+    # The highest priority that its requests may have; None: the gateway's setting.
     max_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """A caller with the identity of its request."""
+    """A caller with the view of its request."""
 
     caller: Caller
     view: View
 
     @property
     def subject(self) -> Subject:
-        """Who is accountable."""
+        """The accountable subject."""
         return self.view.subject
 
     def cache_mode(self, wanted: CacheMode | None) -> CacheMode:
-        """Return the strictest of the request's wish, the credential's, and what anonymous requests may do."""
+        """Return the strictest of the request's mode, the credential's, and `private` if the request is anonymous."""
         allowed = self.caller.cache
         if self.subject.name == ANONYMOUS:
             allowed = allowed.at_least(CacheMode.PRIVATE)
         return allowed.at_least(wanted or CacheMode.DEFAULT)
 
     def priority(self, wanted: int | None, default_limit: int) -> int:
-        """Return the priority of a request: 0 where none is asked for, or the limit if that is lower.
+        """Return the priority of a request: 0 if it sets none, or the limit if that is lower.
 
         Raises:
-            PermissionDeniedError: it asks for more than its credential allows.
+            PermissionDeniedError: the request's priority is above the credential's limit.
         """
         limit = default_limit if self.caller.max_priority is None else self.caller.max_priority
         if self.caller.is_admin:
@@ -89,7 +88,7 @@ def identify(caller: Caller, users: Sequence[tuple[str, str | None]] = (), salt:
     """Return the identity of a request.
 
     Args:
-        caller: The credential's.
+        caller: The identity that the credential grants.
         users: Fields of the body that may name a user (field, value); the first that is set counts.
         salt: `cache_salt` of the body.
 
@@ -105,20 +104,20 @@ def identify(caller: Caller, users: Sequence[tuple[str, str | None]] = (), salt:
         narrowing["user"] = named
     tenant = caller.tenant
     if subject == ANONYMOUS:
-        # It can be told from no other anonymous request, so it finds neither theirs nor a tenant's text.
+        # Anonymous requests cannot be distinguished, so each gets a view of its own and finds no text of the others.
         tenant, narrowing = ANONYMOUS_TENANT, {"request": secrets.token_hex(16)}
     text = urlencode(sorted(narrowing.items()))
     return Requester(caller, View(Subject(tenant, subject), _bounded(text, "sha256=")))
 
 
 def owns(caller: Caller, view: View) -> bool:
-    """Whether `view` is one that the caller's requests may have; anonymous requests are nobody's own."""
+    """Whether `view` is one that the caller's requests may have; always False for anonymous requests."""
     if caller.tenant != view.tenant or view.subject.name == ANONYMOUS:
         return False
     return caller.subject == view.subject.name or (caller.vouches and view.subject.name.startswith("user"))
 
 
 def _bounded(text: str, prefix: str) -> str:
-    """Return `text`, or `prefix` and its digest if it is too long for a name."""
+    """Return `text`, or `prefix` and the SHA-256 of `text` if it is longer than MAX_NAME_BYTES."""
     encoded = text.encode()
     return text if len(encoded) <= MAX_NAME_BYTES else prefix + hashlib.sha256(encoded).hexdigest()

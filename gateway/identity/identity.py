@@ -1,4 +1,4 @@
-"""Decides the caller of a request from credential and connection. Nothing that a client writes elsewhere counts."""
+"""Decides the caller of a request from its credential and connection; no other input of a client counts."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ if TYPE_CHECKING:
     from gateway.identity.keys import ApiKey
     from gateway.identity.proxies import TrustedProxy
 
-# How requests without any credential are treated; `IdentitySettings.anonymous` explains the values.
+# The treatment of requests without any credential; `IdentitySettings.anonymous` explains the values.
 Anonymous: TypeAlias = Literal["auto", "local", "isolated", "vouched", "refuse"]
 
 NO_KEY = "You didn't provide an API key. Send it in the Authorization header: Authorization: Bearer YOUR_KEY."
 WRONG_KEY = "Incorrect API key provided."
-# Longer credentials are not even hashed.
+# Longer credentials are refused without being hashed.
 MAX_CREDENTIAL_CHARACTERS = 16_384
 
 
 class Keys(Protocol):
-    """Where API keys are known."""
+    """A source of API keys."""
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key that `secret` is, if it is one."""
+        """Return the key whose secret is `secret`, None if there is none."""
 
 
 class Tokens(Protocol):
-    """Who can tell whose a signed token is."""
+    """Verifies signed tokens."""
 
     async def caller(self, token: str) -> Caller:
-        """Return whose `token` is.
+        """Return the caller that `token` identifies.
 
         Raises:
-            UnauthenticatedError: it is not valid.
-            UnavailableError: the keys that sign tokens cannot be had.
+            UnauthenticatedError: the token is not valid.
+            UnavailableError: the signing keys cannot be fetched.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Keyless:
-    """What requests without a credential are, where neither keys nor tokens are configured."""
+    """The callers of requests without a credential, when neither keys nor tokens are configured."""
 
     tenant: str
     anonymous: Anonymous = "auto"
     allowed_hosts: frozenset[str] = frozenset()
 
     def caller(self, *, is_local: bool, is_admin: bool) -> Caller:
-        """Return the caller of a request without credential, by what `Locality` says of its connection.
+        """Return the caller of a request without credential; `is_local` and `is_admin` come from `Locality`.
 
         Raises:
             UnauthenticatedError: such requests are refused.
@@ -76,7 +76,7 @@ class Identity:
     """Decides the caller of each request."""
 
     def __init__(self, keys: Keys | None, proxy: TrustedProxy, keyless: Keyless, tokens: Tokens | None = None) -> None:
-        """Accept `keys` and `tokens`; without either, every request is what `keyless` says."""
+        """Accept `keys` and `tokens`; without both, requests need no credential and `keyless` decides their caller."""
         self._keys = keys
         self._tokens = tokens
         self._proxy = proxy
@@ -87,8 +87,8 @@ class Identity:
         """Return the caller; `peer` is the address of the direct TCP peer.
 
         Raises:
-            UnauthenticatedError: a credential is needed, and there is none or a wrong one.
-            PermissionDeniedError: no credential is needed, and the request is for a name that is not this server's.
+            UnauthenticatedError: a credential is needed, and it is missing or wrong.
+            PermissionDeniedError: no credential is needed, and the request's host is not a name of this server.
             InvalidRequestError: the proxy's headers are malformed.
         """
         caller = await self._caller(headers, peer, http_version)
@@ -99,7 +99,7 @@ class Identity:
     async def _caller(self, headers: Headers, peer: str | None, http_version: str) -> Caller:
         tenant, user = self._proxy.names(headers, peer)
         if tenant is not None:
-            # What a request's body says was written by the proxy's client, so the proxy does not vouch for it.
+            # The request's body comes from the proxy's client, so the proxy does not vouch for users named there.
             return Caller(tenant, PROXY if user is None else person(user))
         if self._keys is None and self._tokens is None:
             if user is not None:
@@ -112,7 +112,7 @@ class Identity:
         caller = await self._by_credential(_credential(headers))
         if user is None:
             return caller
-        # The credential is the proxy's; its user may do no more than users may.
+        # The credential is the proxy's; its user gets neither administration rights nor the right to vouch.
         return replace(caller, subject=person(user), vouches=False, is_admin=False)
 
     async def _by_credential(self, credential: str) -> Caller:
@@ -127,7 +127,7 @@ class Identity:
 
 def _credential(headers: Headers) -> str:
     scheme, _, value = headers.get("authorization", "").strip().partition(" ")
-    # Anthropic's clients send their key by this name.
+    # Anthropic's clients send their key in this header.
     credential = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
     if not credential:
         raise UnauthenticatedError(NO_KEY)

@@ -1,4 +1,4 @@
-"""API keys as they are stored: hashes with what each key stands for, in a TOML file."""
+"""API keys as stored in a TOML file: each key's SHA-256 with the identity and privileges that it grants."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = "# API keys of Pando, by their SHA-256; written by `pando keys`. A runn
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key: only its hash is known here. See `Caller` for what the other fields grant."""
+    """An API key, stored as its hash only. `Caller` explains the privileges that the other fields grant."""
 
     id: str
     sha256: str
@@ -40,22 +40,21 @@ class ApiKey:
     vouches_for_users: bool = False
     admin: bool = False
     cache: CacheMode = CacheMode.DEFAULT
-    # ISO date, for people.
+    # ISO date, for operators only.
     created: str | None = None
     max_priority: int | None = None
 
 
 class KeyRing:
-    """All keys of a file."""
+    """All keys of a file, indexed by their hash."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        """Index `keys` by their hash."""
         self._keys = {key.sha256: key for key in keys}
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key that `secret` is.
+        """Return the key whose secret is `secret`.
 
-        The look-up is by hash, so its timing tells nothing about how much of a guessed secret was right.
+        The look-up is by hash, so its timing does not reveal how much of a guessed secret was right.
         """
         digest = hash_of(secret)
         key = self._keys.get(digest)
@@ -63,12 +62,12 @@ class KeyRing:
 
 
 def new_secret(key_id: str) -> str:
-    """Return a key that nobody can guess; it begins with its id, so that people can tell which one it is."""
+    """Return a random key of 256 bits; it begins with its id, so that people can identify it."""
     return f"pando-{key_id}-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def hash_of(secret: str) -> str:
-    """Return the SHA-256 of a key; 256 random bits need no slower hash."""
+    """Return the SHA-256 of a key as hexadecimal text; 256 random bits need no slower hash."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -93,10 +92,10 @@ def load_keys(path: Path, *, may_be_empty: bool = False) -> list[ApiKey]:
 
 
 def save_keys(path: Path, keys: Iterable[ApiKey]) -> None:
-    """Replace a keys file in one step, readable by its owner only.
+    """Replace a keys file atomically; only its owner can read it.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: the file cannot be written.
     """
     text = HEADER + "".join(map(_dump_key, keys))
     try:
@@ -116,7 +115,7 @@ def _dump_key(key: ApiKey) -> str:
         if value == field.default:
             continue
         text = value.value if isinstance(value, CacheMode) else value
-        # A JSON string is a TOML basic string, and names have no control characters.
+        # A JSON string is a valid TOML basic string, since names have no control characters.
         lines.append(f"{field.name} = {json.dumps(text, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 

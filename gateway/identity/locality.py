@@ -1,4 +1,4 @@
-"""Which requests without a credential come directly from a person at this machine.
+"""Identifies requests without a credential that come directly from a person at this machine.
 
 A TCP connection over loopback alone does not show that: reverse proxies, tunnels and sidecars on the same host connect
 over loopback on behalf of strangers, and a web page whose host name an attacker resolves to 127.0.0.1 (DNS rebinding)
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gateway.identity.proxies import TrustedProxy
 
-# Headers that proxies add and direct clients do not send. One of them is enough: the connection is then a proxy's.
+# Headers that proxies add and direct clients do not send. A single one shows that a proxy forwarded the request.
 FORWARDING_HEADERS = frozenset(
     {
         "forwarded",  # RFC 7239
@@ -51,7 +51,7 @@ FORWARDING_PREFIXES = (
     "x-forwarded-",
     "x-original-forwarded-",
 )
-# nginx speaks HTTP/1.0 to the servers behind it unless it is configured otherwise, with their address as Host.
+# By default nginx speaks HTTP/1.0 to its upstream servers, and sends their address as Host.
 PROXY_HTTP_VERSION = "1.0"
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
@@ -69,10 +69,11 @@ class Locality:
     allowed_hosts: frozenset[str] = frozenset()
 
     def is_local_person(self, peer: str | None, headers: Headers, http_version: str = "1.1") -> bool:
-        """Return whether a person at this machine sent this request, by a direct connection to a loopback address.
+        """Return whether a person at this machine sent this request, over a direct connection to a loopback address.
 
-        The Host must be `localhost` or a loopback address. A name in `allowed_hosts` does not do: a proxy that adds no
-        header of its own is recognised by nothing but the name that it passes on.
+        The Host must be `localhost` or a loopback address. A name in `allowed_hosts` is not sufficient: a proxy that
+        adds
+        no header of its own can only be recognised by the name that it forwards.
         """
         return (
             is_loopback(peer)
@@ -83,14 +84,16 @@ class Locality:
         )
 
     def may_administrate(self, peer: str | None, headers: Headers, http_version: str = "1.1") -> bool:
-        """Return whether this is a local person's request, and not one that a page of another origin had sent."""
+        """Return whether a local person sent this request, and not a web page of another origin."""
         return self.is_local_person(peer, headers, http_version) and not is_foreign_page(headers)
 
     def check_host(self, peer: str | None, headers: Headers, *, all_are_local: bool = False) -> None:
-        """Refuse a request for a name that this server does not go by, as after DNS rebinding.
+        """Refuse a request whose Host is not a name of this server, as after DNS rebinding.
 
-        Only over loopback, unless `all_are_local`: requests from elsewhere are then the local person's, too. IP
-        addresses cannot be rebound. A trusted proxy has its own names.
+        Checks requests over loopback only, unless `all_are_local`: requests from elsewhere then count as the local
+        person's,
+        too. IP addresses are accepted, since they cannot be rebound. Trusted proxies are not checked: they have their
+        own names.
 
         Raises:
             PermissionDeniedError: the name is not allowed.
@@ -108,7 +111,7 @@ class Locality:
 
 
 def is_foreign_page(headers: Headers) -> bool:
-    """Return whether a browser says that a page of another origin than this server's sent the request."""
+    """Return whether the browser's headers show that a page of another origin sent the request."""
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return True
     origin = headers.get("origin")
@@ -116,7 +119,7 @@ def is_foreign_page(headers: Headers) -> bool:
 
 
 def _host(headers: Headers) -> str | None:
-    """Return the host that the request is for, without port and brackets; None unless there is exactly one."""
+    """Return the request's host without port and brackets; None unless there is exactly one Host header."""
     values = headers.getlist("host")
     return _parse_host(values[0]) if len(values) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Proxies that authenticate users by themselves and name them in headers."""
+"""Proxies that authenticate users themselves and name them in headers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrustedProxy:
         return address is not None and any(address in network for network in self.networks)
 
     def names(self, headers: Headers, peer: str | None) -> tuple[str | None, str | None]:
-        """Return tenant and user that the proxy names; nothing from anybody else.
+        """Return the tenant and user that the proxy names; (None, None) if the peer is not a trusted proxy.
 
         Raises:
             InvalidRequestError: a header is malformed.
@@ -43,10 +43,10 @@ class TrustedProxy:
         return _single_header(headers, self.tenant_header), _single_header(headers, self.user_header)
 
 
-# Clients come again and again from the same addresses.
+# Requests often come from the same addresses.
 @lru_cache(maxsize=1024)
 def parse_peer(peer: str | None) -> Address | None:
-    """Return the address of a TCP peer, None if it is none."""
+    """Return the IP address of a TCP peer, None if it has none; IPv4-mapped IPv6 addresses become IPv4."""
     try:
         address = ipaddress.ip_address(peer or "")
     except ValueError:
@@ -55,13 +55,13 @@ def parse_peer(peer: str | None) -> Address | None:
 
 
 def is_loopback(peer: str | None) -> bool:
-    """Whether the TCP peer `peer` is this machine."""
+    """Whether the TCP peer `peer` has a loopback address."""
     address = parse_peer(peer)
     return address is not None and address.is_loopback
 
 
 def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
-    """Return CIDR texts as networks.
+    """Parse networks in CIDR notation.
 
     Raises:
         ConfigurationError: one is malformed.
@@ -73,7 +73,7 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def _single_header(headers: Headers, name: str) -> str | None:
-    """Return the header's value; two values would let a client smuggle its own past a proxy that appends."""
+    """Return the header's value; two are refused, since a client could add its own before a proxy that appends."""
     values = headers.getlist(name)
     if not values or values == [""]:
         return None

@@ -1,4 +1,4 @@
-"""Key sets (RFC 7517) from a file or a URL."""
+"""JSON Web Key Sets (RFC 7517) from a file or a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KeySet: TypeAlias = "Mapping[str | None, jwt.PyJWK]"
 
 MAX_BYTES = 1024 * 1024
 TIMEOUT_S = 5.0
-# A token that names an unknown key makes us look for new ones, but not at the pace of whoever makes up names.
+# A token with an unknown key id triggers a refresh, at most this often, since clients can make up ids.
 LEAST_INTERVAL_S = 10.0
 
 
@@ -33,7 +33,7 @@ def open_signing_keys(source: str, lifetime_s: float, transport: httpx.AsyncBase
     """Return the keys at `source`, a file or a URL.
 
     Raises:
-        ConfigurationError: the file cannot be read, or the URL is not safe.
+        ConfigurationError: the file cannot be read, or the URL is neither https nor on this machine.
     """
     if "://" not in source:
         return FileKeys(Path(source))
@@ -44,24 +44,22 @@ def open_signing_keys(source: str, lifetime_s: float, transport: httpx.AsyncBase
 
 
 class FileKeys:
-    """Implements `gateway.identity.tokens.SigningKeys` with a file, read again when it changes."""
+    """Implements `gateway.identity.tokens.SigningKeys` with a file that is reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Load `path`."""
         self._keys = Reloading(path, _load)
 
     async def find(self, key_id: str | None) -> jwt.PyJWK | None:
-        """Return a key."""
         return choose(self._keys.value, key_id)
 
 
 class RemoteKeys:
-    """Implements `gateway.identity.tokens.SigningKeys` with a URL; old keys stay in use while that is away."""
+    """Implements `gateway.identity.tokens.SigningKeys` with a URL; old keys stay in use while it is unreachable."""
 
     def __init__(
         self, client: httpx.AsyncClient, url: httpx.URL, lifetime_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Ask `url` when a key is first needed, and again after `lifetime_s`."""
+        """Fetch `url` when a key is first needed, and again after `lifetime_s`."""
         self._client = client
         self._url = url
         self._lifetime_s = lifetime_s
@@ -72,7 +70,6 @@ class RemoteKeys:
         self._log = get_logger("signing_keys")
 
     async def find(self, key_id: str | None) -> jwt.PyJWK | None:
-        """Return a key."""
         if self._is_due(self._lifetime_s):
             await self._ask(self._lifetime_s)
         found = choose(self._keys, key_id) if self._keys is not None else None
@@ -104,10 +101,10 @@ class RemoteKeys:
 
 
 def parse_key_set(content: bytes) -> KeySet:
-    """Return the keys of a set by id; those of unknown kinds, or for encryption, are left out.
+    """Return the keys of a set by id, without those of unknown kinds or for encryption.
 
     Raises:
-        ConfigurationError: it is no key set.
+        ConfigurationError: `content` is not a key set.
     """
     try:
         entries = json.loads(content)["keys"]
@@ -118,7 +115,7 @@ def parse_key_set(content: bytes) -> KeySet:
 
 
 def choose(keys: KeySet, key_id: str | None) -> jwt.PyJWK | None:
-    """Return the key called `key_id`; without a name, the only one there is."""
+    """Return the key with the id `key_id`; without an id, the key if there is exactly one."""
     if key_id is None and len(keys) == 1:
         return next(iter(keys.values()))
     return keys.get(key_id)
@@ -132,7 +129,7 @@ def _load(path: Path) -> KeySet:
 
 
 def _parse(entry: object) -> jwt.PyJWK | None:
-    # A symmetric key has no place in a set that is handed out.
+    # A symmetric key does not belong in a published set.
     if not isinstance(entry, dict) or entry.get("kty") == "oct" or entry.get("use", "sig") != "sig":
         return None
     try:

@@ -20,7 +20,7 @@ WRONG_TOKEN = "The token is not valid: {reason}."
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token must say, and which of its claims name whom."""
+    """Requirements for a token, and the claims that name tenant, user and administrators."""
 
     issuer: str
     audience: str
@@ -35,10 +35,10 @@ class SigningKeys(Protocol):
     """The identity provider's public keys."""
 
     async def find(self, key_id: str | None) -> jwt.PyJWK | None:
-        """Return the key called `key_id`; without a name, the only one there is.
+        """Return the key with the id `key_id`; without an id, the key if there is exactly one.
 
         Raises:
-            UnavailableError: the keys cannot be had.
+            UnavailableError: the keys cannot be fetched.
         """
 
 
@@ -46,12 +46,11 @@ class SignedTokens:
     """Implements `gateway.identity.identity.Tokens`."""
 
     def __init__(self, rules: TokenRules, keys: SigningKeys) -> None:
-        """Check tokens by `rules` against `keys`."""
         self._rules = rules
         self._keys = keys
 
     async def caller(self, token: str) -> Caller:
-        """Return whose `token` is, once signature, issuer, audience and times are right."""
+        """Return the caller that `token` identifies, after checking signature, issuer, audience and times."""
         rules = self._rules
         try:
             header = jwt.get_unverified_header(token)
@@ -60,7 +59,7 @@ class SignedTokens:
                 raise UnauthenticatedError(WRONG_TOKEN.format(reason="it is signed with an unknown key"))
             claims = jwt.decode(
                 token,
-                # The key brings its own algorithm, so that a token cannot choose another one for it.
+                # The key determines the algorithm, so that a token cannot choose a different one.
                 key,
                 algorithms=list(rules.algorithms),
                 audience=rules.audience,
@@ -92,7 +91,7 @@ def _name(claims: Mapping[str, Any], claim: str) -> str:  # Any: JSON
 
 
 def _reason(error: jwt.InvalidTokenError) -> str:
-    """Return what is wrong in our words: the library's may repeat parts of the token."""
+    """Return the reason in our words: the library's messages may quote parts of the token."""
     match error:
         case jwt.ExpiredSignatureError():
             return "it has expired"

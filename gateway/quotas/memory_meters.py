@@ -1,4 +1,4 @@
-"""Use of limits, counted in this process; `meters.lua` is the same algorithm for several."""
+"""Use of limits, counted in this process; `meters.lua` is the same algorithm for several gateways."""
 
 from __future__ import annotations
 
@@ -13,58 +13,56 @@ if TYPE_CHECKING:
     from common.limits import SubjectLimits
     from gateway.quotas.meters import Account
 
-# Beyond so many meters those that are as good as new are dropped.
+# When there are more meters, the idle ones, which equal new ones, are dropped.
 MAX_METERS = 10_000
 
 _Key: TypeAlias = tuple[str, str | None]
 
 
 class Bucket:
-    """What was used of a budget that refills steadily. Times are monotonic seconds.
+    """The used part of a budget that refills steadily. Times are monotonic seconds.
 
-    It holds what was used, not what is left, so that it stays true when the limit changes.
+    It stores the used amount, not the remaining one, so that it stays valid when the limit changes.
     """
 
     __slots__ = ("_at", "_used")
 
     def __init__(self, now: float) -> None:
-        """Begin with nothing used."""
         self._used = 0.0
         self._at = now
 
     def left(self, per_minute: int, now: float) -> float:
-        """Return what is left; negative if more was used than had been announced."""
+        """Return the remaining amount; negative if more was used than had been announced."""
         self._used = max(self._used - (now - self._at) * per_minute / 60, 0.0)
         self._at = now
         return per_minute - self._used
 
     def wait_s(self, amount: float, per_minute: int, now: float) -> float:
-        """Return in how many seconds `amount` can be taken; 0 if now. A full bucket suffices for any amount."""
+        """Return the seconds until `amount` can be taken, possibly 0. A full bucket suffices for any amount."""
         lacking = min(amount, per_minute) - self.left(per_minute, now)
         return max(lacking, 0.0) * 60 / per_minute
 
     def take(self, amount: float, per_minute: int, now: float) -> None:
-        """Take `amount`; a negative one gives back."""
+        """Take `amount`; a negative one is given back."""
         self.left(per_minute, now)
         self._used = max(self._used + amount, 0.0)
 
 
 class Meter:
-    """What one account has used, and how many of its requests are open."""
+    """The use of one account, and the number of its open requests."""
 
     __slots__ = ("_open", "_requests", "_tokens", "quota")
 
     def __init__(self, quota: SubjectLimits, now: float) -> None:
-        """Begin with nothing used."""
         self.quota = quota
         self._open = 0
         self._requests = Bucket(now)
         self._tokens = Bucket(now)
 
     def obstacle(self, requests: int, tokens: int, now: float) -> tuple[Limit, float] | None:
-        """Return the limit that forbids so many requests with so many tokens, and for how many seconds."""
+        """Return the limit that does not allow these requests and tokens now, and the seconds until it may."""
         quota = self.quota
-        # More than the limit at once passes when nothing else is open, or it never could.
+        # A batch larger than the limit is allowed when nothing else is open; otherwise it could never run.
         if quota.concurrent is not None and self._open + requests > max(quota.concurrent, requests * (not self._open)):
             return Limit.CONCURRENT, BUSY_WAIT_S
         if limit := quota.requests_per_minute:
@@ -78,7 +76,7 @@ class Meter:
         return None
 
     def take(self, requests: int, tokens: int, now: float) -> None:
-        """Open so many requests that announce so many tokens."""
+        """Open `requests` requests that announce `tokens` tokens in all."""
         self._open += requests
         if limit := self.quota.requests_per_minute:
             self._requests.take(requests, limit, now)
@@ -92,7 +90,7 @@ class Meter:
             self._tokens.take(tokens, limit, now)
 
     def read(self, now: float) -> Reading:
-        """Return what is left."""
+        """Return the remaining amounts."""
         requests, tokens = self.quota.requests_per_minute, self.quota.tokens_per_minute
         return Reading(
             Level(requests, self._requests.left(requests, now)) if requests else None,
@@ -100,7 +98,7 @@ class Meter:
         )
 
     def is_idle(self, now: float) -> bool:
-        """Whether a new meter would be the same."""
+        """Whether the meter equals a new one."""
         reading = self.read(now)
         levels = (reading.requests, reading.tokens)
         return not self._open and all(level is None or level.left >= level.per_minute for level in levels)
@@ -110,17 +108,16 @@ class MemoryMeters:
     """Implements `gateway.quotas.meters.Meters` for a single gateway."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with nothing used."""
         self._clock = clock
         self._meters: dict[_Key, Meter] = {}
 
     @property
     def count(self) -> int:
-        """How many accounts are remembered."""
+        """Number of accounts with a meter."""
         return len(self._meters)
 
     async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
-        """Take so much from all accounts, or nothing from any."""
+        """Take `requests` and `tokens` from all accounts, or nothing from any."""
         now = self._clock()
         meters = [self._meter(account, now) for account in accounts]
         for account, meter in zip(accounts, meters, strict=True):

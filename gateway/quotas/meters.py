@@ -1,4 +1,4 @@
-"""How the use of limits is counted: the interface of both ways to do it, and what they have in common."""
+"""Counting the use of limits: the interface of both implementations, and their common parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from common.limits import SubjectLimits
 
-# When an open request will end is not known; clients that wait for one are told to try again after so long.
+# The end of an open request cannot be predicted; a client that has to wait for one is advised to retry after this long.
 BUSY_WAIT_S = 1.0
 
 
@@ -34,18 +34,18 @@ class Account:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether the end of a request matters to it."""
+        """Whether the end of a request changes what is left."""
         return self.quota.concurrent is not None or self.quota.tokens_per_minute is not None
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is anything to count."""
+        """Whether any limit requires counting."""
         return self.needs_lease or self.quota.requests_per_minute is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """The limit of an account that is reached, and in how many seconds it may not be."""
+    """The exceeded limit of an account, and the seconds until a retry may succeed."""
 
     account: Account
     limit: Limit
@@ -53,7 +53,7 @@ class Obstacle:
 
     @property
     def message(self) -> str:
-        """The error that the client gets."""
+        """The error message for the client."""
         quota = self.account.quota
         allowed = {
             Limit.CONCURRENT: quota.concurrent,
@@ -69,14 +69,14 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is left of a minute's budget; negative if more was used than had been announced."""
+    """The rest of a minute's budget; negative if more was used than had been announced."""
 
     per_minute: int
     left: float
 
     @property
     def full_in_s(self) -> float:
-        """In how many seconds all of it is there again."""
+        """Seconds until the budget is full again."""
         return (self.per_minute - self.left) * 60 / self.per_minute
 
 
@@ -89,14 +89,14 @@ class Reading:
 
 
 def ignore_end(_used_tokens: int) -> None:
-    """Settle where nothing depends on the end of a request."""
+    """The default `settle`, for requests whose end does not change what is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """What came of an attempt to take: everything, or, with an `obstacle`, nothing.
+    """The result of an attempt to take: everything was taken, or, with an `obstacle`, nothing.
 
-    `settle` must be called once with the tokens that were used, if there was no obstacle.
+    If there was no obstacle, `settle` must be called once with the number of tokens used.
     """
 
     readings: Sequence[Reading]
@@ -105,18 +105,18 @@ class Taking:
 
 
 class Meters(Protocol):
-    """Where use is counted."""
+    """Counts the use of limits."""
 
     async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
-        """Take so much from all accounts, or nothing from any.
+        """Take `requests` and `tokens` from all accounts, or nothing from any.
 
         Raises:
-            UnavailableError: it cannot be counted now.
+            UnavailableError: the use cannot be counted now.
         """
 
 
 def rate_headers(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:
-    """Return `x-ratelimit-*` headers; of several limits those that are nearest."""
+    """Return the `x-ratelimit-*` headers; of several limits, those of the one with the least left."""
     headers = []
     kinds = {
         b"requests": [reading.requests for reading in readings if reading.requests is not None],

@@ -1,4 +1,4 @@
-"""Holds tenants and users to their limits."""
+"""Applies the limits of tenants and users to requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LimitsSource(Protocol):
-    """Where limits are written down; they may change at any time."""
+    """A source of limits, which may change at any time."""
 
     @property
     def value(self) -> Limits:
@@ -25,24 +25,24 @@ class LimitsSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What one HTTP request has taken; `settle` must be called once."""
+    """The share of the quotas that one HTTP request has taken; `settle` must be called once."""
 
     taking: Taking
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that tell the client what is left."""
+        """Return the headers with the remaining quotas."""
         return rate_headers(self.taking.readings)
 
     def settle(self, used_tokens: int) -> None:
-        """Close the request, and correct what it announced by what it has used; returns at once."""
+        """Close the request and replace its announced tokens by the number used; returns immediately."""
         self.taking.settle(used_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What an HTTP request is about to take.
+    """The amounts that an HTTP request is about to take.
 
-    `may_exceed_concurrent`: it passes however many requests are open, as it ends some of them.
+    `may_exceed_concurrent`: the limit of open requests does not apply, because this request ends some of them.
     """
 
     subject: Subject
@@ -52,25 +52,25 @@ class Charge:
 
 
 class Quotas:
-    """Applies limits to requests. A changed limit counts at once, and for what has been used already."""
+    """Applies limits to requests. A changed limit applies immediately, and to earlier use as well."""
 
     def __init__(self, rules: LimitsSource | None, meters: Meters) -> None:
-        """Hold everybody to `rules`, None for no limits, as counted by `meters`."""
+        """Apply `rules` (None: no limits); `meters` counts the use."""
         self._rules = rules
         self._meters = meters
 
     def max_context(self, subject: Subject) -> int | None:
-        """Return the longest context, prompt and output together, that `subject` may use."""
+        """Return the longest context in tokens, prompt and output together, that `subject` may use; None: no limit."""
         accounts = self._accounts(subject)
         limits = [account.quota.max_context for account in accounts if account.quota.max_context is not None]
         return min(limits, default=None)
 
     async def take(self, charge: Charge) -> Lease:
-        """Take what `charge` says, from the tenant and from the user, or nothing at all.
+        """Take the amounts of `charge` from the tenant and from the user, or from neither.
 
         Raises:
-            LimitedError: it is more than is left.
-            UnavailableError: nobody can say now how much is left.
+            LimitedError: they exceed what is left.
+            UnavailableError: the use cannot be counted now.
         """
         accounts = self._accounts(charge.subject)
         if charge.may_exceed_concurrent:
@@ -94,9 +94,8 @@ def _without_concurrent(account: Account) -> Account:
 
 
 class LimitedError(QueueFullError):
-    """A limit is reached; `headers` tell the client how far."""
+    """A limit is reached; `headers` contain the remaining quotas."""
 
     def __init__(self, message: str, retry_after_ms: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Keep the message, when to try again, and the headers."""
         super().__init__(message, retry_after_ms=retry_after_ms)
         self.headers = headers

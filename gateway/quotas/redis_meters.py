@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from gateway.quotas.meters import Account, Meters
     from gateway.state.server import StateServer
 
-# A gateway that dies holds the places of its open requests for so long. It renews them three times as often.
+# Lifetime of the leases of open requests, which a dead gateway keeps until then. They are renewed three times as often.
 LEASE_S = 30.0
 BATCH = 100
 LEASES_A_CALL = 500
-# Ends of requests that wait for the server to come back; beyond that the oldest are dropped, and their leases expire.
+# Ends of requests that are not yet reported to the server; beyond this the oldest are dropped, and their leases expire.
 MAX_SETTLEMENTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of a request: its lease, how many tokens more than announced it used, and which accounts had leased."""
+    """The end of a request: its lease, its tokens in excess of those announced, and the accounts with that lease."""
 
     lease: str
     tokens: int
@@ -45,8 +45,8 @@ class Settlement:
 class RedisMeters:
     """Implements `gateway.quotas.meters.Meters` for several gateways; each take is one call of an atomic script.
 
-    While the server is away, either every take fails (`own` is None), or this gateway counts by itself with `own`:
-    of N gateways, each then allows what otherwise all of them together do.
+    While the server is unavailable, either every take fails (`own` is None), or this gateway counts on its own with
+    `own`: each of N gateways then allows as much as all of them together should.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RedisMeters:
         clock: Callable[[], float] | None = None,
         lease_s: float = LEASE_S,
     ) -> None:
-        """Count at `state`, by its clock; `clock` (in seconds) takes its place in tests."""
+        """Count at `state`, by its clock; tests replace that by `clock` (in seconds)."""
         self._state = state
         self._own = own
         self._metrics = metrics
@@ -72,10 +72,10 @@ class RedisMeters:
         self._log = get_logger("quotas")
 
     async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
-        """Take so much from all accounts, or nothing from any.
+        """Take `requests` and `tokens` from all accounts, or nothing from any.
 
         Raises:
-            StateAwayError: the server is away, and there are no meters of our own.
+            StateAwayError: the server is unavailable, and `own` is None.
         """
         if not accounts:
             return Taking(())
@@ -98,7 +98,7 @@ class RedisMeters:
             self._wake.clear()
             await self._state.wait_up()
             try:
-                # One after the other: a renewal must not bring back a lease that has ended meanwhile.
+                # Sequentially: a renewal must not restore a lease that has ended in the meantime.
                 if loop.time() >= renew_at:
                     await self._renew()
                     renew_at = loop.time() + self._lease_s / 3
@@ -107,7 +107,7 @@ class RedisMeters:
                 self._wake.set()
 
     async def flush(self) -> None:
-        """Report the ends of requests that are not yet reported, if the server is there."""
+        """Report all ends of requests that are still unreported, if the server is available."""
         with contextlib.suppress(StateAwayError):
             await self._settle()
 
@@ -120,7 +120,7 @@ class RedisMeters:
         try:
             answer = await self._state.call(lambda redis: self._call(redis, keys, arguments))
         except (StateAwayError, asyncio.CancelledError) as error:
-            # It may have been executed all the same.
+            # The server may have executed the command nevertheless.
             if leasing and getattr(error, "was_sent", True):
                 self._end(Settlement(lease, -tokens, leasing))
             raise
@@ -151,7 +151,7 @@ class RedisMeters:
             batch = list(itertools.islice(self._settlements, BATCH))
             await self._state.call(lambda redis, batch=batch: self._settle_batch(redis, batch))  # type: ignore[misc]
             for done in batch:
-                # The oldest may have been dropped meanwhile.
+                # The deque may have dropped its oldest entries in the meantime.
                 if self._settlements and self._settlements[0] is done:
                     self._settlements.popleft()
 
@@ -178,7 +178,7 @@ class RedisMeters:
     async def _call(
         self, client: Redis | Pipeline, keys: Sequence[str], arguments: Sequence[str | int]
     ) -> list[bytes | int]:
-        # In a pipeline this is no answer yet.
+        # In a pipeline, this is not the answer yet.
         answer: list[bytes | int] = await self._script(keys=keys, args=arguments, client=client)
         return answer
 
@@ -187,7 +187,7 @@ class RedisMeters:
         return "" if self._clock is None else str(round(self._clock() * 1e6))
 
     def _keys(self, account: Account) -> tuple[str, str]:
-        """Return the keys of an account. Names are hashed, so that none can be made up that is another's key.
+        """Return the keys of an account. Names are hashed, so that no name can produce another account's key.
 
         The braces keep the keys of a tenant and its subjects in one slot of a cluster.
         """

@@ -1,4 +1,4 @@
-"""What administrators ask of the schedulers."""
+"""Administrators' calls to the schedulers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ class GrpcAdministration:
     """Implements `gateway.ring.port.Administration`."""
 
     def __init__(self, groups: SchedulerGroups, admin_token: str | None) -> None:
-        """Ask all groups; `admin_token` is what their schedulers want to see, if anything."""
+        """Call all groups, with `admin_token` if their schedulers require one."""
         self._groups = groups
         self._metadata = (("authorization", f"Bearer {admin_token}"),) if admin_token else ()
 
     async def flush_cache(self) -> int:
-        """Drop every cache entry that no running request needs."""
+        """Drop every cache entry that no running request needs; return the number of freed pages."""
         request = scheduler_pb2.FlushCacheRequest()
         answers = await self._ask(lambda stub: stub.FlushCache(request, timeout=TIMEOUT_S, metadata=self._metadata))
         return sum(answer.freed_pages for answer in answers)
 
     async def states(self) -> list[dict[str, object]]:
-        """Return each group's figures, as JSON."""
-        # Without the token: owners and the like are not the gateway's to show.
+        """Return each group's statistics, as JSON."""
+        # Sent without the token, so that the answer omits owners and other private data, which the gateway must not
+        # show.
         answers = await self._ask(lambda stub: stub.GetState(scheduler_pb2.GetStateRequest(), timeout=TIMEOUT_S))
         return [
             MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -48,7 +49,7 @@ class GrpcAdministration:
         ]
 
     async def _ask(self, call: Callable[[Stub], Awaitable[Answer]]) -> list[Answer]:
-        """Ask every group, also if one of them fails; raise the first error after that."""
+        """Call every group, even if one of them fails; raise the first error after that."""
         stubs = await self._groups.stubs()
         if not stubs:
             raise UnavailableError("this gateway knows no scheduler (gateway.scheduler, gateway.schedulers)")

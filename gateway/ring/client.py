@@ -1,4 +1,4 @@
-"""The ring over gRPC: one stream to the tokenizer, one from the detokenizer, for all requests of this process."""
+"""The pipeline over gRPC: one stream to the tokenizer, one from the detokenizer, shared by all requests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 TOKENIZER_LINK = "tokenizer"
 DETOKENIZER_LINK = "detokenizer"
 
-# A batch is closed when it has grown to about this size, well below the limit of a message.
+# A message is sent when it has about this size, well below gRPC's limit on messages.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_MS = 1000
 
 
 @dataclass(slots=True)
 class _Submission:
-    """A request on its way; `unfinished` choices of it will still be heard of."""
+    """A submitted request; `unfinished` is the number of choices whose end has not arrived."""
 
     listener: Listener
     unfinished: int
@@ -43,7 +43,7 @@ class _Submission:
 
 
 class GrpcRing:
-    """Implements `gateway.ring.port.Ring`. What is queued within one turn of the event loop goes in one message."""
+    """Implements `gateway.ring.port.Ring`. Requests queued within one turn of the event loop share one message."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GrpcRing:
         on_tokenizer_connected: Callable[[], None] = lambda: None,
         model: str = "",
     ) -> None:
-        """Prepare the streams; `run` opens them. `model` labels the metrics, where there are several rings."""
+        """Prepare the streams, which `run` opens. `model` labels the metrics where there are several pipelines."""
         self._connected = {link: metrics.connected.labels(link, model) for link in (TOKENIZER_LINK, DETOKENIZER_LINK)}
         self._on_tokenizer_connected = on_tokenizer_connected
         self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
@@ -83,7 +83,7 @@ class GrpcRing:
 
     @property
     def is_subscribed(self) -> bool:
-        """Whether text would come back."""
+        """Whether the subscription to the detokenizer is up."""
         return self._subscription.subscriber_id is not None
 
     async def run(self) -> None:
@@ -99,13 +99,13 @@ class GrpcRing:
         self._schedule_flush()
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget the request; if it was sent, tell the ring."""
+        """Remove the request; if it was sent, abort it in the services."""
         submission = self._submissions.pop(request_id, None)
         self._outgoing.pop(request_id, None)
         if submission is not None and submission.sent:
             self._queue_abort(request_id)
 
-    # --- out ----------------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------------
 
     def _schedule_flush(self) -> None:
         if self._flush_handle is None:
@@ -152,7 +152,7 @@ class GrpcRing:
         self._aborts.append(request_id)
         self._schedule_flush()
 
-    # --- in -----------------------------------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _on_response(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
         for encoded in message.admissions:
@@ -182,7 +182,7 @@ class GrpcRing:
         self._schedule_flush()
 
     def _on_link_broken(self, reason: str) -> None:
-        """What was not admitted may never have arrived; the rest goes on without the tokenizer."""
+        """Report requests that were not admitted as lost: they may never have arrived. The others continue."""
         self._connected[TOKENIZER_LINK].set(0)
         lost = [request_id for request_id, submission in self._submissions.items() if not submission.admitted]
         self._lose(lost, _away(f"the tokenizer went away: {reason}"))
@@ -191,7 +191,7 @@ class GrpcRing:
         self._connected[DETOKENIZER_LINK].set(1)
 
     def _on_subscription_broken(self, reason: str) -> None:
-        """Nothing more will come for anything that was submitted under the broken subscription."""
+        """Report all requests as lost, since their output went to the broken subscription."""
         self._connected[DETOKENIZER_LINK].set(0)
         self._lose(list(self._submissions), _away(f"the detokenizer went away: {reason}"))
 
@@ -202,7 +202,7 @@ class GrpcRing:
                 continue
             self._outgoing.pop(request_id, None)
             if submission.sent:
-                # It may have arrived, or still run there, for nobody.
+                # It may have arrived and may still run, without a receiver of its output.
                 self._queue_abort(request_id)
             submission.listener.on_lost(request_id, failure)
 

@@ -1,4 +1,4 @@
-"""What the tokenizer tells the gateway, as values without protobuf."""
+"""The tokenizer's answers to the gateway, as values without protobuf."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, and its limits."""
+    """The served model's name, limits and capabilities."""
 
     name: str
     max_context_tokens: int
     vocabulary_size: int
     has_chat_template: bool
     created_unix_s: int
-    # None: the chat template knows no tools.
+    # None: the chat template does not support tools.
     tool_style: ToolStyle | None = None
     has_reasoning: bool = False
     begins_with_reasoning: bool = False
-    # It generates nothing, and embeds.
+    # The model only embeds.
     is_encoder: bool = False
-    # How it embeds unless a request says otherwise.
+    # The default pooling of embeddings.
     pooling: Pooling = Pooling.LAST
     embedding_dimensions: int = 0
 
@@ -39,5 +39,5 @@ class Tokenization:
     tokens: tuple[str, ...] = ()
 
     def without_strings(self) -> Tokenization:
-        """Return the ids alone."""
+        """Return a copy that has the ids only."""
         return Tokenization(self.ids)

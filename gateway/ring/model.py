@@ -1,4 +1,4 @@
-"""Questions to the tokenizer over gRPC."""
+"""Unary calls to the tokenizer over gRPC."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ class GrpcModel:
     """Implements `gateway.ring.port.Model`."""
 
     def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub, sessions: SessionHost) -> None:
-        """Ask the tokenizer behind `stub`, which also has the way to the `sessions`."""
+        """`stub` calls the tokenizer, which also hosts `sessions`."""
         self._stub = stub
         self._sessions = sessions
 
     async def get_model(self) -> ModelInfo:
-        """Return what is served."""
         call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
         return model_from_wire(await answered(call))
 
     async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
-        """Encode a text."""
         request = tokenizer_pb2.TokenizeRequest(
             text=text, add_special_tokens=add_special_tokens, subject=subject_to_wire(subject)
         )
@@ -43,21 +41,17 @@ class GrpcModel:
         return Tokenization(tuple(answer.ids), tuple(answer.tokens))
 
     async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
-        """Decode ids."""
         request = tokenizer_pb2.DetokenizeRequest(
             ids=ids, skip_special_tokens=skip_special_tokens, subject=subject_to_wire(subject)
         )
         return (await answered(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
 
     async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
-        """Apply the chat template and encode the result."""
         request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat), subject=subject_to_wire(subject))
         return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session at the scheduler that its requests will go to."""
         return await self._sessions.open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """End a session; return whether it was open."""
         return await self._sessions.close_session(view, session)

@@ -1,4 +1,4 @@
-"""The rings of several models as one."""
+"""Combines the pipelines of several models."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class ModelRings:
-    """Implements `gateway.ring.port.Ring`: each request goes to the ring of the model it names."""
+    """Implements `gateway.ring.port.Ring`: each request goes to the pipeline of the model it names."""
 
     def __init__(self, rings: Mapping[str, Ring]) -> None:
-        """Send to `rings`, by the names that the models' tokenizers know."""
+        """`rings` maps model names, as the models' tokenizers report them, to pipelines."""
         self._rings = rings
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
-        """Send `request` round its model's ring; also when it is submitted again."""
+        """Send `request` to its model's pipeline; a resubmission goes to the same one."""
         self._rings[request.model].submit(request, listener)
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget the request: ids are unique for all time, and a ring ignores those that it does not have."""
+        """Abort the request in every pipeline: ids are globally unique, and a pipeline ignores unknown ids."""
         for ring in self._rings.values():
             ring.abort(request_id)

@@ -1,4 +1,4 @@
-"""Whether a request would be served now."""
+"""Checks whether a request would be served now."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TOKENIZER_SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_
 class RingReadiness:
     """Implements `gateway.ring.port.Readiness`.
 
-    The tokenizer's health covers the scheduler, whose health covers the workers and its own way to the detokenizer.
+    The tokenizer's health includes the scheduler's, which includes the workers and the link to the detokenizer.
     """
 
     def __init__(self, ring: GrpcRing, tokenizer: grpc.aio.Channel) -> None:
-        """Judge by the state of `ring` and the health that the tokenizer reports."""
+        """Use the connections of `ring` and the health that the tokenizer reports."""
         self._ring = ring
         self._tokenizer = tokenizer
 
     async def missing(self) -> list[str]:
-        """Return what is missing, each in a few words."""
+        """Return the missing services, each in a few words."""
         missing = []
         if not self._ring.is_linked:
             missing.append("tokenizer: not connected")

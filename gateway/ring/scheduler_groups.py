@@ -1,4 +1,4 @@
-"""The scheduler groups that there are now, for what is asked of all of them."""
+"""Connections to all scheduler groups that exist now."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ class SchedulerGroups:
     """Keeps a channel to each group that `discovery` finds."""
 
     def __init__(self, discovery: Discovery, connect: Callable[[Found], grpc.aio.Channel]) -> None:
-        """Connect to nobody yet."""
         self._discovery = discovery
         self._connect = connect
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def stubs(self) -> list[scheduler_pb2_grpc.SchedulerAsyncStub]:
-        """Return a stub for each group of now."""
+        """Return a stub for each group that exists now; channels to removed groups are closed."""
         found = {group.address: group for group in await self._discovery.look()}
         for address in self._channels.keys() - found.keys():
             await self._channels.pop(address).close()
@@ -34,7 +33,6 @@ class SchedulerGroups:
         return [scheduler_pb2_grpc.SchedulerStub(self._channels[address]) for address in found]
 
     async def close(self) -> None:
-        """Close all channels."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()

@@ -1,4 +1,4 @@
-"""The stream on which all text comes back."""
+"""The stream from the detokenizer with the output of all requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Subscription:
     """Keeps one subscription at the detokenizer open, under a fresh id each time.
 
-    An id names one subscription only: what was submitted under an earlier one was reported as gone when that broke.
+    An id belongs to one subscription only: requests submitted under an earlier one were reported as lost when it broke.
     The callbacks run on the event loop and must not block.
     """
 
@@ -35,7 +35,7 @@ class Subscription:
         on_connected: Callable[[], None],
         on_broken: Callable[[str], None],
     ) -> None:
-        """Subscribe at `stub` once `run` is called."""
+        """The subscription starts with `run`."""
         self.subscriber_id: SubscriberId | None = None
         self._stub = stub
         self._on_delta = on_delta
@@ -45,11 +45,11 @@ class Subscription:
         self._log = get_logger("subscription")
 
     async def run(self) -> None:
-        """Subscribe, again and again, until cancelled."""
+        """Subscribe, and again after every failure, until cancelled."""
         await keep_connecting(self._run_once)
 
     async def _run_once(self) -> bool:
-        """Subscribe and receive until that breaks; return whether it had been connected."""
+        """Subscribe and receive until the stream breaks; return whether it was connected."""
         subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
         call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
         reason = CLOSED_HERE

@@ -1,4 +1,4 @@
-"""The gateway's converter between protobuf and its own values; no protobuf goes further in."""
+"""Converts between protobuf messages and the gateway's values; protobuf messages occur in `gateway/ring` only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TOOL_STYLES = {
 
 
 def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_pb2.GenerateRequest:
-    """Encode a request whose text goes to `reply_to`."""
+    """Encode a request; its output goes to `reply_to`."""
     message = tokenizer_pb2.GenerateRequest(
         request_id=request.request_id,
         view=view_to_wire(request.view),
@@ -102,7 +102,7 @@ def _message_to_wire(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
 
 
 def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
-    """Decode what a step added to a choice."""
+    """Decode the output that a step added to a choice."""
     usage = None
     if message.HasField("prompt_usage"):
         usage = PromptUsage(message.prompt_usage.prompt_tokens, message.prompt_usage.cached_tokens)
@@ -144,7 +144,7 @@ def _token_from_wire(message: detokenizer_pb2.TokenText) -> TokenText:
 
 
 def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
-    """Decode what is served."""
+    """Decode the served model's card."""
     return ModelInfo(
         name=message.model,
         max_context_tokens=message.max_context_tokens,

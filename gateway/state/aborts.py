@@ -1,10 +1,10 @@
-"""Ending requests on demand, wherever they are open.
+"""Aborts requests at any gateway.
 
-Aborts are rare, and each gateway knows its own open requests. So an abort is published to all gateways, and each
-reports how many it has ended. The alternative, a directory of open requests with a mailbox for each gateway, would cost
-two writes for every request, and mailboxes of dead gateways would fill up. What publishing lacks, delivery to a gateway
-that is disconnected at the moment, the sender sees: it is told how many gateways have received the message, and 0 when
-the request was not found, so the client can repeat.
+Aborts are rare, and each gateway has its own list of open requests. So an abort is published to all gateways, and each
+reports how many requests it has ended. The alternative, a directory of open requests with a mailbox for each gateway,
+would cost two writes for every request, and mailboxes of dead gateways would fill up. Publishing does not reach a
+gateway that is disconnected at that moment. The sender can detect this: it receives the number of gateways that got the
+message, and the client, which gets 0 for a request that was not found, can repeat the abort.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ NEEDS_SECRET = (
 
 
 class Aborts(Protocol):
-    """Ends requests."""
+    """Aborts requests."""
 
     async def abort(self, request_id: str | None, caller: Caller) -> int:
-        """End the request called exactly `request_id`, or all, of those that `caller` may end; return how many.
+        """Abort the requests with exactly the id `request_id` (None: any) that `caller` may abort; return their number.
 
         Raises:
-            UnavailableError: it was not found here, and the other gateways cannot be asked.
+            UnavailableError: no such request is open here, and the other gateways cannot be reached.
         """
 
 
@@ -61,23 +61,23 @@ class LocalAborts:
     """Implements `Aborts` for a single gateway."""
 
     def __init__(self, generations: Generations) -> None:
-        """End what is open in `generations`."""
         self._generations = generations
 
     async def abort(self, request_id: str | None, caller: Caller) -> int:
-        """End requests that are open here."""
         return self._generations.abort(request_id, may_end(caller))
 
 
 class SharedAborts:
     """Implements `Aborts` for several gateways.
 
-    Messages say who asks. Those that are signed are believed, also that it is an administrator. Without a secret to
-    sign with, they end what is the named subject's, by an exact id, and administrators end what is open here.
+    Messages name the caller. Signed ones are trusted, including the claim that the caller is an administrator. Without
+    a
+    secret for signatures, a message aborts requests of the named subject only, by exact id, and administrators abort
+    requests at the receiving gateway only.
     """
 
     def __init__(self, state: StateServer, generations: Generations, signatures: Signatures) -> None:
-        """End what is open in `generations`, and ask the others through `state`."""
+        """`generations` has the requests that are open here; `state` connects to the other gateways."""
         self._state = state
         self._local = LocalAborts(generations)
         self._signatures = signatures
@@ -86,12 +86,12 @@ class SharedAborts:
         self._log = get_logger("aborts")
 
     async def abort(self, request_id: str | None, caller: Caller) -> int:
-        """End requests that are open here or at another gateway.
+        """Abort requests that are open here or at another gateway.
 
         Raises:
-            UnavailableError: it was not found here, and the other gateways cannot be asked, or an administrator asks
-                and they would not believe it.
-            QueueFullError: too many other aborts are open; what was open here has been ended.
+            UnavailableError: the request was not found here and the other gateways cannot be reached, or the caller is
+                an administrator and the other gateways would not accept an unsigned message.
+            QueueFullError: too many other aborts are open; requests that were open here have been aborted.
         """
         found = await self._local.abort(request_id, caller)
         subject = Subject(caller.tenant, caller.subject)
@@ -107,7 +107,7 @@ class SharedAborts:
             self._room.give_back(subject)
 
     async def _abort_elsewhere(self, request_id: str | None, caller: Caller, found: int) -> int:
-        """Return how many more requests other gateways have ended, beside those `found` here."""
+        """Return the number of requests that other gateways have ended, in addition to those `found` here."""
         if caller.is_admin and not self._signatures.are_made:
             if (found and request_id is not None) or await self._gateways() <= 1:
                 return 0
@@ -129,7 +129,7 @@ class SharedAborts:
             raise
 
     async def run(self) -> None:
-        """End what other gateways are asked to end, until cancelled."""
+        """Execute the aborts that other gateways publish, until cancelled."""
         while True:
             await self._state.wait_up()
             with contextlib.suppress(RedisError, OSError, StateAwayError):
@@ -164,7 +164,7 @@ class SharedAborts:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._log.error("abort.refused", reason=f"it is malformed: {error}")
             return
-        # The one that asks has looked for itself; its report counts as that of a receiver.
+        # The sender has counted its own requests already, but one report per receiver is expected.
         count = 0 if is_own else await self._local.abort(request_id, caller)
         await self._state.call(lambda redis: _report(redis, reports, count))
 
@@ -173,12 +173,12 @@ class SharedAborts:
         return f"{self._state.prefix}:abort:"
 
     async def _gateways(self) -> int:
-        """Return how many gateways listen."""
+        """Return the number of subscribed gateways."""
         [(_, count)] = await self._state.call(lambda redis: redis.pubsub_numsub(self._channel))
         return int(count)
 
     async def _collect(self, reports: str, receivers: int) -> int:
-        """Add up the reports of `receivers` gateways, as far as they come in time."""
+        """Sum up the reports of `receivers` gateways that arrive within REPORTS_WITHIN_S."""
         loop = asyncio.get_running_loop()
         until, found = loop.time() + REPORTS_WITHIN_S, 0
         while receivers > 0 and loop.time() < until:
@@ -191,12 +191,12 @@ class SharedAborts:
 
 
 async def _take_reports(reports: str, count: int, redis: Redis) -> list[bytes]:
-    # The stubs allow a single value, which is what comes without a count.
+    # The stubs also allow a single value, which Redis returns only for calls without a count.
     return cast("list[bytes] | None", await redis.lpop(reports, count)) or []
 
 
 def may_end(caller: Caller) -> Callable[[View], bool]:
-    """Return whose requests `caller` may end: its own, or everybody's as an administrator."""
+    """Return a predicate for the requests that `caller` may abort: its own, or all if it is an administrator."""
     return lambda owner: caller.is_admin or owns(caller, owner)
 
 
@@ -208,7 +208,7 @@ async def _report(redis: Redis, reports: str, count: int) -> None:
 
 
 def _caller_to_json(caller: Caller) -> dict[str, Any]:  # Any: JSON
-    """Return what decides whose requests a caller may end."""
+    """Return the fields of `caller` that decide which requests it may abort."""
     return {
         "tenant": caller.tenant,
         "subject": caller.subject,

@@ -27,7 +27,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 CONNECTIONS = 64
 PROBE_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
-# The kernel closes a TCP connection whose peer has gone silently, so that a subscription does not wait forever.
+# The kernel closes a TCP connection whose peer has silently vanished, so that a subscription does not wait forever.
 KEEPALIVE = {
     getattr(socket, name): value
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -39,7 +39,6 @@ class StateAwayError(UnavailableError):
     """The server does not answer. `was_sent`: the command was sent, so it may have been executed."""
 
     def __init__(self, *, was_sent: bool) -> None:
-        """Ask the client to try again."""
         super().__init__(
             "The state that the gateways share is not available; try again soon.", retry_after_ms=RETRY_AFTER_MS
         )
@@ -49,15 +48,15 @@ class StateAwayError(UnavailableError):
 class StateServer:
     """A connection pool with a circuit breaker.
 
-    The first failed or late answer marks the server as away. From then on every call fails at once, without waiting,
-    until a probe in the background has written to the server again.
+    The first failed or late answer marks the server as unavailable. From then on every call fails immediately, until a
+    background probe has written to the server again.
     """
 
     def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float) -> None:
-        """Prepare connections to `url`; none is opened yet. All keys and channels begin with `prefix`.
+        """Prepare connections to `url` without opening any. All keys and channels begin with `prefix`.
 
         Raises:
-            ConfigurationError: it is no URL of a Redis server.
+            ConfigurationError: `url` is not the URL of a Redis server.
         """
         self.prefix = prefix
         self.timeout_s = timeout_s
@@ -72,18 +71,18 @@ class StateServer:
 
     @property
     def is_up(self) -> bool:
-        """Whether calls are tried."""
+        """Whether calls are sent to the server."""
         return self._up.is_set()
 
     async def wait_up(self) -> None:
-        """Wait until calls are tried."""
+        """Wait until `is_up`."""
         await self._up.wait()
 
     async def call(self, command: Callable[[Redis], Awaitable[T]]) -> T:
         """Return the result of `command`.
 
         Raises:
-            StateAwayError: there is no answer in time, or an error.
+            StateAwayError: the server answers with an error or not in time.
         """
         if not self._up.is_set():
             raise StateAwayError(was_sent=False)
@@ -100,7 +99,7 @@ class StateServer:
         while True:
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    # A write: a replica, or a server that is out of memory, answers a PING but is of no use.
+                    # A write, because a replica, or a server that is out of memory, answers PING but cannot be used.
                     await self.redis.set(key, b"", px=10_000)
             except (RedisError, OSError) as error:
                 self._note_away(error)
@@ -109,7 +108,6 @@ class StateServer:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self.redis.aclose()
         await self.redis.connection_pool.disconnect()
 
@@ -136,15 +134,16 @@ def _open_pool(url: str, timeout_s: float) -> BlockingConnectionPool:
             url,
             max_connections=CONNECTIONS,
             timeout=timeout_s,
-            # `call` has deadlines. The library's own swallow cancellations on Python 3.11 (`asyncio.wait_for`).
+            # `call` sets deadlines. The library's own timeouts swallow cancellations on Python 3.11
+            # (`asyncio.wait_for`).
             socket_timeout=None,
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
             **tcp,
         )
-        # Finds parameters of the URL that do not exist; does not connect.
+        # Raises an error for unknown parameters in the URL; does not connect.
         pool.make_connection()  # type: ignore[no-untyped-call]  # redis-py has no annotation there
     except (TypeError, ValueError) as error:
-        # The error's own message may quote the URL, which may have a password.
+        # The error's own message may quote the URL, which may contain a password.
         raise ConfigurationError("gateway.state is not a URL of a Redis or Valkey server") from error
     return pool

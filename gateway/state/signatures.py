@@ -1,4 +1,4 @@
-"""Messages between gateways over a server that others may be able to write to."""
+"""Signed messages between gateways, over a server to which others may be able to write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# A message is refused when the clocks of sender and receiver differ by more, or when it is older.
+# A message is refused when it is older, or when the clocks of sender and receiver differ by more.
 VALID_S = 30.0
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 16_384
@@ -24,16 +24,16 @@ class RefusedError(Exception):
 
 
 class Signatures:
-    """Signs messages with a secret that all gateways have (HMAC-SHA256), and takes each once.
+    """Signs messages with a secret that all gateways share (HMAC-SHA256), and accepts each message once.
 
-    Without a secret, messages are not signed, and whoever can write to the server can make them.
+    Without a secret, messages are not signed, and every client of the server can forge them.
     """
 
     def __init__(self, secret: str | None, clock: Callable[[], float] = time.time) -> None:
-        """Use `secret`; `clock` tells Unix seconds."""
+        """`clock` returns Unix time in seconds."""
         self._key = None if secret is None else hashlib.sha256(b"pando.aborts\0" + secret.encode()).digest()
         self._clock = clock
-        # Nonces of messages that may still be valid, in the order in which they came, and until when.
+        # Nonces of messages that may still be valid, in order of arrival, each with the time of its expiry.
         self._received: dict[str, float] = {}
 
     @property
@@ -42,15 +42,15 @@ class Signatures:
         return self._key is not None
 
     def seal(self, content: dict[str, Any]) -> bytes:  # Any: JSON
-        """Return a message."""
+        """Return `content` as a signed message."""
         body = orjson.dumps({**content, "at": self._clock(), "nonce": secrets.token_hex(16)})
         return self._mac(body) + body
 
     def open(self, message: bytes) -> dict[str, Any]:  # Any: JSON
-        """Return the content of a message.
+        """Verify a message and return its content.
 
         Raises:
-            RefusedError: it is not to be believed.
+            RefusedError: the message is not trusted.
         """
         if len(message) > MAX_MESSAGE_BYTES:
             raise RefusedError("it is too long")
@@ -75,7 +75,7 @@ class Signatures:
             del self._received[next(iter(self._received))]
         if nonce in self._received:
             raise RefusedError("it was received before")
-        # A sender's clock may be ahead by as much as a message is valid.
+        # A sender's clock may be ahead by VALID_S, and its message stays valid for VALID_S after that.
         self._received[nonce] = now + 2 * VALID_S
 
     def _mac(self, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What gateways remember beyond a request: in this process for a single one, in Redis or Valkey for several."""
+"""State that outlives a request: in this process for a single gateway, in Redis or Valkey for several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEAST_SECRET = 32
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The parts that remember, the work in the background that they need until the process ends, and their end."""
+    """The stateful parts, a function that closes them, and background tasks that run until the process ends."""
 
     meters: Meters
     stored: ResponseStore
@@ -50,7 +50,7 @@ def open_state(
     metrics: GatewayMetrics,
     limits_clock: Callable[[], float] | None = None,
 ) -> State:
-    """Return the state that `settings` ask for; tests give limits a clock of their own.
+    """Return the state that `settings` configure; tests pass `limits_clock` (seconds).
 
     Raises:
         ConfigurationError: the address, the secret or the responses file is wrong.

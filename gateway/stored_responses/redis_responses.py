@@ -1,4 +1,4 @@
-"""Stored responses in Redis or Valkey: every gateway finds those of all."""
+"""Stored responses in Redis or Valkey, shared by all gateways."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from gateway.state.server import StateServer
     from gateway.stored_responses.store import Holder, StoredResponse
 
-# Responses that were finished while the server was away wait here for it; beyond this they are not kept. Each counts as
-# many bytes as it has, and no fewer than the least.
+# Responses that finish while the server is unavailable wait here, up to this many bytes; more are dropped. Each counts
+# with its size, at least LEAST_WAITING_BYTES.
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 LEAST_WAITING_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A response on its way: arguments of the script."""
+    """A response that is being written: the arguments of the script, its subject and its size in bytes."""
 
     arguments: tuple[str | bytes | int, ...]
     subject: Subject
@@ -41,7 +41,7 @@ class _Write:
 class RedisResponses:
     """Implements `gateway.stored_responses.store.ResponseStore`.
 
-    A response stands under a key that is made of its holder and its id, so one of another holder is not even looked at.
+    A response's key contains its holder and its id, so responses of other holders are never looked up.
     """
 
     def __init__(self, state: StateServer, lifetime_s: float, max_bytes: int) -> None:
@@ -59,16 +59,16 @@ class RedisResponses:
         self._log = get_logger("responses")
 
     def check(self) -> None:
-        """Return if the server is there.
+        """Check that the server is available.
 
         Raises:
-            StateAwayError: it is away.
+            StateAwayError: it is not.
         """
         if not self._state.is_up:
             raise StateAwayError(was_sent=False)
 
     async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
-        """Keep a response. If the server is away, it waits here, and this returns."""
+        """Store a response. While the server is unavailable, the response waits in memory, and this returns."""
         texts = stored.encode()
         size = size_of(texts)
         if size > self._max_bytes:
@@ -78,7 +78,7 @@ class RedisResponses:
         place = (self._prefix, _digest(holder.tenant, holder.credential), _digest(stored.response["id"]))
         room = (_digest(subject.tenant), _digest(subject.name), size)
         arguments = ("put", *place, *bounds, *room, _user(holder), *texts)
-        # A client that leaves at its last byte does not take the response with it.
+        # The response is stored even if its client disconnects at its last byte.
         task = asyncio.create_task(self._write(_Write(arguments, subject, max(size, LEAST_WAITING_BYTES))))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -88,7 +88,7 @@ class RedisResponses:
         """Return a response of `holder`; of any user of the credential, if `holder` names none.
 
         Raises:
-            StateAwayError: the server is away.
+            StateAwayError: the server is unavailable.
         """
         key = f"{self._prefix}:item:{_digest(holder.tenant, holder.credential)}:{_digest(response_id)}"
         found = await self._state.call(lambda redis: redis.hmget(key, ["user", "response", "messages", "input"]))
@@ -101,17 +101,17 @@ class RedisResponses:
         return decode(response, messages, given)
 
     async def delete(self, holder: Holder, response_id: str) -> bool:
-        """Forget a response of `holder`; return whether there was one.
+        """Delete a response of `holder`; return whether it existed.
 
         Raises:
-            StateAwayError: the server is away.
+            StateAwayError: the server is unavailable.
         """
         place = (self._prefix, _digest(holder.tenant, holder.credential), _digest(response_id))
         arguments = ("delete", *place, _user(holder))
         return bool(await self._state.call(lambda redis: self._script(args=arguments, client=redis)))
 
     async def run(self) -> None:
-        """Write what waits whenever the server is back, until cancelled."""
+        """Write the waiting responses whenever the server is available again, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -121,10 +121,10 @@ class RedisResponses:
                     await self.flush()
 
     async def flush(self) -> None:
-        """Write what waits.
+        """Write the waiting responses.
 
         Raises:
-            StateAwayError: the server is away.
+            StateAwayError: the server is unavailable.
         """
         if self._writing:
             await asyncio.wait(self._writing)
@@ -148,10 +148,10 @@ class RedisResponses:
 
 
 def _digest(*names: str) -> str:
-    """Return a name that no other names have, whatever characters they have."""
+    """Return a hash of the list of names; joining them as text could make different lists equal."""
     return hashlib.sha256(orjson.dumps(names)).hexdigest()[:32]
 
 
 def _user(holder: Holder) -> str:
-    """Return a user's name as it is stored; empty for none."""
+    """Return a user's name in its stored form, which is empty without a user."""
     return "" if holder.user is None else f"={holder.user}"

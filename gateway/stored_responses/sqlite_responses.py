@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The tables that are dropped are those of earlier versions: in `responses` a user's name could equal that of a key, and
-# `held_responses` did not know who is accountable. `sequence` orders responses, also of one instant.
+# The dropped tables are those of earlier versions: in `responses` a user's name could equal that of a key, and
+# `held_responses` did not store the accountable subject. `sequence` orders responses, even those of the same instant.
 SCHEMA = """
 DROP TABLE IF EXISTS responses;
 DROP TABLE IF EXISTS held_responses;
@@ -38,7 +38,7 @@ CREATE INDEX IF NOT EXISTS stored_responses_by_subject
     ON stored_responses (room_tenant, room_subject, sequence, size);
 CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (created);
 """
-# Writes that may wait for the disk; beyond that responses are not kept, which is logged.
+# Writes that may wait for the disk; further responses are not stored, which is logged.
 MAX_PENDING_WRITES = 1_000
 RETRY_AFTER_MS = 1000
 # Reads and deletions that may wait for the one thread; a read may take tens of milliseconds.
@@ -48,16 +48,16 @@ MAX_PENDING_READS = 64
 class SqliteResponses:
     """Implements `gateway.stored_responses.store.ResponseStore`.
 
-    All work is done in one thread, in order, so a read sees earlier writes.
+    One thread does all work in order, so a read sees earlier writes.
     """
 
     def __init__(self, path: Path | None, lifetime_s: float, max_bytes: int) -> None:
-        """Open the database; None keeps it in memory, as long as this process lives.
+        """Open the database at `path`; None keeps it in memory, for the lifetime of this process.
 
-        Responses stay for `lifetime_s`, and take `max_bytes` together.
+        Responses stay for `lifetime_s`, and use at most `max_bytes` together.
 
         Raises:
-            ConfigurationError: it cannot be opened.
+            ConfigurationError: the database cannot be opened.
         """
         self._lifetime_s = lifetime_s
         self._max_bytes = max_bytes
@@ -74,10 +74,10 @@ class SqliteResponses:
             raise ConfigurationError(f"responses file {path}: {error}") from error
 
     def check(self) -> None:
-        """Return: a file is always there."""
+        """A local database is always available."""
 
     async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
-        """Keep a response; returns at once, and later reads see it."""
+        """Queue a response for writing and return; later reads see it."""
         try:
             self._room.take(subject)
         except QueueFullError as error:
@@ -92,11 +92,11 @@ class SqliteResponses:
         return await self._run(holder, lambda: self._select(holder, response_id))
 
     async def delete(self, holder: Holder, response_id: str) -> bool:
-        """Forget a response of `holder`; return whether there was one."""
+        """Delete a response of `holder`; return whether it existed."""
         return await self._run(holder, lambda: self._delete(holder, response_id))
 
     async def close(self) -> None:
-        """Write what is pending and close."""
+        """Write all pending responses and close the database."""
         self._thread.shutdown()
         self._database.close()
 
@@ -141,7 +141,7 @@ class SqliteResponses:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Delete responses by the rule in `store.py` until the others fit."""
+        """Delete responses by the rule in `store.py` until the rest fits into `max_bytes`."""
         [used] = self._database.execute("SELECT SUM(size) FROM stored_responses").fetchone()
         excess = used - self._max_bytes
         while excess > 0:

@@ -1,8 +1,8 @@
-"""Responses that clients may ask for again: what is kept, and for whom.
+"""Responses that clients can retrieve later: their content, their holders and the interface of their stores.
 
-All stores share their room by one rule: while it is exceeded, the tenant that uses most of it, and in it the subject
-that uses most, loses its oldest response; of several that use as much, the one with the oldest response. The new
-response counts, so a subject pushes out another's only while it uses less itself.
+All stores free room by one rule: while it is exceeded, the tenant that uses most of it, and within that tenant the
+subject that uses most, loses its oldest response; among equals, the one with the oldest response. The new response
+counts, so a subject displaces another's response only while it uses less than that subject.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
-# What a stored response takes beside its text, as far as the room is concerned: names, indexes.
+# The room that a stored response takes in addition to its text, for names and indexes.
 ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Whose responses: of the credential that made them, and within it of the user that the request named.
+    """The owner of stored responses: the credential that created them, and the user that the request named, if any.
 
-    `credential` begins with its kind ("user/ann", "key/k1"), so that no name equals that of another kind.
+    `credential` begins with its kind ("user/ann", "key/k1"), so that names of different kinds never coincide.
     """
 
     tenant: str
@@ -44,32 +44,32 @@ class StoredResponse:
     input: Sequence[Json]
 
     def encode(self) -> tuple[bytes, bytes, bytes]:
-        """Return the parts as JSON."""
+        """Return the three parts as JSON."""
         return orjson.dumps(self.response), orjson.dumps(self.messages), orjson.dumps(self.input)
 
 
 def decode(response: bytes, messages: bytes, given: bytes) -> StoredResponse:
-    """Return what `StoredResponse.encode` has made JSON of."""
+    """Parse the result of `StoredResponse.encode`."""
     return StoredResponse(orjson.loads(response), orjson.loads(messages), orjson.loads(given))
 
 
 def size_of(texts: Sequence[bytes]) -> int:
-    """Return how many bytes of the room a response takes: all that is stored of its request, and of itself."""
+    """Return the bytes of room that a response takes: its stored texts, including its request's, and overhead."""
     return sum(map(len, texts)) + ENTRY_BYTES
 
 
 class ResponseStore(Protocol):
-    """Where responses are kept."""
+    """Stores responses."""
 
     def check(self) -> None:
-        """Return if responses can be kept and found now.
+        """Check that responses can be stored and found now.
 
         Raises:
             UnavailableError: they cannot.
         """
 
     async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
-        """Keep a response in the room of `subject`, who is accountable for it.
+        """Store a response in the room of `subject`, which is accountable for it.
 
         Once this returns, `find` finds it, unless it is too large or the store has failed, which is logged.
         """
@@ -78,12 +78,12 @@ class ResponseStore(Protocol):
         """Return a response of `holder`; of any user of the credential, if `holder` names none.
 
         Raises:
-            UnavailableError: the store is away.
+            UnavailableError: the store is unavailable.
         """
 
     async def delete(self, holder: Holder, response_id: str) -> bool:
-        """Forget a response of `holder`; return whether there was one.
+        """Delete a response of `holder`; return whether it existed.
 
         Raises:
-            UnavailableError: the store is away.
+            UnavailableError: the store is unavailable.
         """
