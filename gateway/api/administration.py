@@ -1,4 +1,4 @@
-"""Endpoints of administrators (metrics, emptying the cache, figures of the server), aborting and model information."""
+"""Endpoints for administration (metrics, cache flush, statistics), aborting requests and model information."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter()
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return all metrics in Prometheus' text format. At low traffic they show token counts of single requests."""
+        """Return all metrics in the Prometheus text format. At low traffic they reveal token counts of single
+        requests."""
         await context.admin(request)
         return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
 
     @router.get("/flush_cache", operation_id="flush_cache_by_get")
     @router.post("/flush_cache", operation_id="flush_cache")
     async def flush_cache(request: Request, model: str | None = None) -> Response:
-        """Drop what the prefix caches hold for nobody who runs, or that of one model."""
+        """Drop cached prefixes that no running request needs, of all models or of one."""
         await context.admin(request)
         chosen = (await context.models.find(model),) if model else context.models.all
-        # Each is asked, also if another fails.
+        # Every model is flushed, even if another one fails.
         flushed = await asyncio.gather(
             *(backend.administration.flush_cache() for backend in chosen), return_exceptions=True
         )
@@ -53,7 +54,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=documented(AbortBody))
     async def abort_request(request: Request) -> Response:
-        """End a request of one's own, or anybody's with an administrator's credential, at any gateway."""
+        """Abort a request at any gateway: the caller's own, or any with an administrator's credential."""
         caller = await context.caller(request)
         body = parse(AbortBody, await context.body(request))
         if body.abort_all:
@@ -69,7 +70,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
-        """Say whether a request would be served now; nothing is generated, so that a long prefill is no failure."""
+        """Report whether a request would be served now, without generating, so that a long prefill is not a failure."""
         state = await readiness(context)
         if not state.serves:
             raise UnavailableError("; ".join(map(str, state.missing)))
@@ -84,7 +85,7 @@ def create_router(context: Context) -> APIRouter:
 
 def _model_info(context: Context) -> Endpoint:
     async def model_info(request: Request, model: str | None = None) -> Response:
-        """Return what is served."""
+        """Return the model's name and capabilities."""
         await context.caller(request)
         card = await context.models.require(model)
         info = {
@@ -104,7 +105,7 @@ def _model_info(context: Context) -> Endpoint:
 
 def _server_info(context: Context) -> Endpoint:
     async def server_info(request: Request, model: str | None = None) -> Response:
-        """Return the figures of each scheduler group of a model."""
+        """Return the statistics of each scheduler group of a model."""
         await context.admin(request)
         backend = await context.models.find(model)
         card = await backend.served.card()

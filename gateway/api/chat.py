@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoint."""
+    """Return the route."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/chat/completions", openapi_extra=documented(ChatCompletionBody))
     async def create_chat_completion(request: Request) -> Response:
-        """Continue a conversation."""
+        """Generate the next message of a conversation."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.CHAT)
@@ -53,10 +53,10 @@ def create_router(context: Context) -> APIRouter:
 
 
 async def require_chat(context: Context, model: str | None) -> ModelInfo:
-    """Return what is served as `model`, if it can chat.
+    """Return the card of `model`, if it can chat.
 
     Raises:
-        ModelNotFoundError: nothing here is called so.
+        ModelNotFoundError: no served model has this name.
         InvalidRequestError: it has no chat template.
     """
     card = check_generates(await context.models.require_named(model))
@@ -74,10 +74,10 @@ def chat_request(
     body: ChatCompletionBody,
     card: ModelInfo,
 ) -> tuple[GenerateRequest, Reading]:
-    """Return what a chat asks the ring for, and how its answer is read.
+    """Return the generation request of a chat, and the rules for parsing its output.
 
     Raises:
-        InvalidRequestError: fields of the body contradict each other, or cannot be honoured.
+        InvalidRequestError: fields of the body contradict each other, or are not supported.
     """
     reading = body.reading(card)
     generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoint."""
+    """Return the route."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/completions", openapi_extra=documented(CompletionBody))
     async def create_completion(request: Request) -> Response:
-        """Continue texts or token sequences."""
+        """Complete texts or token sequences."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.COMPLETIONS)
@@ -63,7 +63,7 @@ def create_router(context: Context) -> APIRouter:
 
 
 def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
-    """Return a request for each prompt; ids stay unique, and a single prompt keeps the response's own."""
+    """Return one request per prompt; several prompts get ids with a suffix, a single one keeps the response's id."""
     if len(prompts) == 1:
         return [first]
     return [
@@ -73,7 +73,7 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
 
 
 async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> Echo:
-    """Return how each choice shows its prompt. To decode ids costs what /detokenize does, once for all prompts."""
+    """Return the prompts that the choices echo. Decoding ids is charged like /detokenize, once for all prompts."""
     skip = body.skip_special_tokens is not False
     model = (await context.models.find(body.model)).model
     ids = sum(len(prompt.ids) for prompt in body.prompt if isinstance(prompt, TokenPrompt))

@@ -1,4 +1,4 @@
-"""What the endpoints work with, and the steps that several of them take."""
+"""The objects that endpoints use, and the steps that several endpoints share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_ADMINISTRATOR = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what one client can make this process hold."""
+    """Bounds on the memory and time that one client can use."""
 
     body_bytes: int
     stream_buffer_bytes: int
@@ -61,14 +61,14 @@ class Limits:
 
 @dataclass(slots=True)
 class Spending:
-    """Tokens that a request has used; until it knows better, those that it announced."""
+    """Tokens that a request has used; the announced number until the actual one is known."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The objects behind the endpoints, built once at start."""
+    """The objects that endpoints use, built once at start."""
 
     generations: Generations
     models: Backends
@@ -81,10 +81,10 @@ class Context:
     fingerprint: str
 
     async def caller(self, request: Request) -> Caller:
-        """Return whose request this is.
+        """Return the caller of `request`.
 
         Raises:
-            UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
+            UnauthenticatedError: a credential is required, and it is missing or wrong.
         """
         peer = request.client.host if request.client else None
         caller = await self.identity.caller(request.headers, peer, request.scope["http_version"])
@@ -92,11 +92,11 @@ class Context:
         return caller
 
     async def admin(self, request: Request) -> Caller:
-        """Return whose request this is, if that one may administrate.
+        """Return the caller of `request`, who must be an administrator.
 
         Raises:
-            UnauthenticatedError: a credential is asked for, and there is none or a wrong one.
-            PermissionDeniedError: it is the credential of an ordinary user.
+            UnauthenticatedError: a credential is required, and it is missing or wrong.
+            PermissionDeniedError: the caller is not an administrator.
         """
         caller = await self.caller(request)
         if not caller.is_admin:
@@ -104,16 +104,16 @@ class Context:
         return caller
 
     async def body(self, request: Request) -> dict[str, object]:
-        """Return the JSON object in the body (see `read_object` for what it raises)."""
+        """Return the JSON object in the body; raises the errors of `read_object`."""
         return await read_object(request, self.limits.body_bytes)
 
     @asynccontextmanager
     async def charged(self, request: Request, subject: Subject, tokens: int = 0) -> AsyncIterator[Spending]:
-        """Charge for one request that is open inside of the block and uses about so many tokens.
+        """Charge for one request that is open during the block and uses about `tokens` tokens.
 
         Raises:
-            LimitedError: it is more than is left.
-            UnavailableError: nobody can say now how much is left.
+            LimitedError: it exceeds what is left of a limit.
+            UnavailableError: the use cannot be counted now.
         """
         lease = await self._take(request, Charge(subject, 1, tokens))
         spending = Spending(tokens)
@@ -123,17 +123,17 @@ class Context:
             lease.settle(spending.tokens)
 
     async def charge_for_ending(self, request: Request, subject: Subject) -> None:
-        """Charge for one request that ends or removes something, so open requests are no reason to refuse it.
+        """Charge for one request that ends or removes something; the limit of open requests does not apply to it.
 
         Raises:
-            LimitedError: it is more than is left.
-            UnavailableError: nobody can say now how much is left.
+            LimitedError: it exceeds what is left of a limit.
+            UnavailableError: the use cannot be counted now.
         """
         lease = await self._take(request, Charge(subject, 1, 0, may_exceed_concurrent=True))
         lease.settle(0)
 
     async def render_chat(self, request: Request, subject: Subject, backend: Backend, chat: ChatPrompt) -> Tokenization:
-        """Return a conversation as the model's chat template writes it, and charge for its tokens."""
+        """Apply the model's chat template to a conversation, encode the result and charge for its tokens."""
         async with self.charged(request, subject, prompt_tokens(chat)) as spending:
             encoded = await backend.model.render_chat(subject, chat)
             spending.tokens = len(encoded.ids)
@@ -145,7 +145,7 @@ class Context:
         return lease
 
     def head(self, response_id: str, model: str) -> ResponseHead:
-        """Return what all parts of a response made now repeat."""
+        """Return the fields that all parts of a response repeat; `created` is now."""
         return ResponseHead(response_id, int(time.time()), model, self.fingerprint)
 
     def generate_request(
@@ -156,7 +156,7 @@ class Context:
         body: ChatCompletionBody | CompletionBody,
         prompt: Prompt,
     ) -> GenerateRequest:
-        """Return what `body` asks the ring for, under the response's id.
+        """Return the generation request for `body`, with the response's id.
 
         Raises:
             InvalidRequestError: fields of the body contradict each other.
@@ -189,7 +189,7 @@ class Context:
         renderer: StreamRenderer,
         before_end: Callable[[], Awaitable[None]] = end_at_once,
     ) -> GenerationResponse:
-        """Submit `requests` and answer with events as they come; `before_end` is awaited before the last one."""
+        """Submit `requests` and respond with events as they come; `before_end` is awaited before the last one."""
         return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s, before_end))
 
     def whole(
@@ -199,13 +199,13 @@ class Context:
         renderer: WholeRenderer,
         before_end: Callable[[], Awaitable[None]] = end_at_once,
     ) -> GenerationResponse:
-        """Submit `requests` and answer in one piece; `before_end` is awaited before it is sent."""
+        """Submit `requests` and respond with one body; `before_end` is awaited before it is sent."""
         return self._respond(requester, requests, WholeDelivery(renderer, before_end))
 
     def in_pieces(
         self, requester: Requester, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
     ) -> GenerationResponse:
-        """Submit `requests` and answer at their end, in a body that takes its time to be written."""
+        """Submit `requests` and respond with one body, which is rendered piecewise because that takes long."""
         return self._respond(requester, requests, PiecewiseDelivery(renderer))
 
     def _respond(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingBody))
@@ -52,7 +52,7 @@ def create_router(context: Context) -> APIRouter:
     @router.post("/score", openapi_extra=documented(ScoreBody), operation_id="score_without_version")
     @router.post("/v1/score", openapi_extra=documented(ScoreBody), operation_id="score")
     async def score(request: Request) -> Response:
-        """Tell how similar texts are: the cosine of their embeddings."""
+        """Return the similarity of texts: the cosine of their embeddings."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.SCORE)
@@ -86,7 +86,7 @@ def create_router(context: Context) -> APIRouter:
 
 
 class _Embedding:
-    """What the requests of one body have in common."""
+    """The common parts of the requests of one body."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Embedding:
         self._id = response_id
 
     def requests(self, named: dict[str, Sequence[Prompt]]) -> list[GenerateRequest]:
-        """Return a request for each prompt, in order; errors call it as `named` does."""
+        """Return one request per prompt, in order; the keys of `named` are the names of the prompts in errors."""
         prompts = [(name, prompt) for name, prompts in named.items() for prompt in prompts]
         return [self._make(number, name, prompt) for number, (name, prompt) in enumerate(prompts)]
 
@@ -131,7 +131,7 @@ class _Embedding:
 
 
 def check_dimensions(dimensions: int | None, card: ModelInfo) -> None:
-    """Raise unless the model's embeddings have so many components.
+    """Check that the model's embeddings have at least `dimensions` components.
 
     Raises:
         InvalidRequestError: they have fewer.

@@ -1,4 +1,4 @@
-"""/v1/messages, for clients that speak Anthropic's API."""
+"""/v1/messages, for clients of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoint."""
+    """Return the routes."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/v1/messages", openapi_extra=documented(MessagesBody))
     async def create_message(request: Request) -> Response:
-        """Continue a conversation."""
+        """Generate the next message of a conversation."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.MESSAGES)
         body = parse(MessagesBody, raw)
         chat = body.to_chat()
-        # Coding agents put a session there, so it names a person only where the credential vouches for its users.
+        # Coding agents put a session id there, so it names a person only if the credential vouches for its users.
         requester = identify(caller, body.user_names if caller.vouches else ())
         card = await require_chat(context, chat.model)
         head = context.head(f"msg_{uuid.uuid4().hex}", card.name)
@@ -44,7 +44,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", openapi_extra=documented(MessagesBody))
     async def count_tokens(request: Request) -> Response:
-        """Count the tokens that a conversation is for the model; `max_tokens` is not needed here."""
+        """Count the tokens of a conversation; `max_tokens` is not needed here."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.MESSAGES)

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        """Return what is served."""
+        """Return all served models."""
         await context.caller(request)
         known = await context.models.known()
         if len(known) == 1 and known[0][1] is None:
-            # Nobody knows what it is called: this says why.
+            # The only model's name is unknown; this raises the error that explains why.
             await context.models.require(None)
         return _json({"object": "list", "data": [model_object(backend, card) for backend, card in known]})
 
@@ -38,7 +38,7 @@ def create_router(context: Context) -> APIRouter:
 
 
 def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:
-    """Return a model in OpenAI's shape, with what else is known of it: nothing before its services were reached."""
+    """Return a model in OpenAI's shape with Pando's additional fields, most of which are null without a card."""
     name = card.name if card else backend.name
     kind = ("embed" if card.is_encoder else "generate") if card else None
     return {

@@ -1,4 +1,4 @@
-"""/generate, as SGLang's own clients and test kits call it."""
+"""/generate, compatible with SGLang's clients and test kits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the route."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/generate", openapi_extra=documented(GenerateBody))
     async def generate(request: Request) -> Response:
-        """Continue a text, or several."""
+        """Complete one or several texts."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.NATIVE)
@@ -43,7 +43,7 @@ def create_router(context: Context) -> APIRouter:
         card = check_generates(await context.models.require(body.model))
         completion = body.to_completion(card.name)
         name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
-        # A client may use its own id twice; the ring's ids are unique for all time.
+        # A client may reuse its own id; the pipeline's ids are globally unique.
         head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
         first = context.generate_request(request, head, requester, completion, completion.prompt[0])
         sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
@@ -51,7 +51,7 @@ def create_router(context: Context) -> APIRouter:
         if turn is not None:
             if len(completion.prompt) > 1:
                 raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
-            # What comes behind other tokens does not begin with a BOS.
+            # A continuation of earlier tokens does not begin with a BOS token.
             adds = False if turn.rid else None
             first = replace(first, turn=turn.turn(name), add_special_tokens=adds)
         requests = one_per_prompt(first, completion.prompt)

@@ -1,4 +1,4 @@
-"""/health and /ready, which anybody may ask: they show nothing of users."""
+"""/health and /ready, which need no credentials: they reveal nothing about users."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadyState:
-    """Whether any of the models in question would be served, and what is missing."""
+    """Whether any of the selected models would be served, and the services that are missing."""
 
     serves: bool
     missing: list[str]
 
     @property
     def answer(self) -> dict[str, object]:
-        """What /ready tells."""
+        """The body of /ready."""
         status = ("partial" if self.missing else "ready") if self.serves else "unavailable"
         return {"status": status, "missing": self.missing}
 
 
 async def readiness(context: Context, model: str | None = None) -> ReadyState:
-    """Return the state of `model`, or of all: `partial` if some of them would be served.
+    """Return the state of `model`, or of all models; requests count as served if at least one model is available.
 
     Raises:
-        ModelNotFoundError: nothing here is called so.
+        ModelNotFoundError: no served model has this name.
     """
     chosen = (await context.models.find(model),) if model else context.models.all
     if context.generations.draining:
@@ -46,17 +46,17 @@ async def readiness(context: Context, model: str | None = None) -> ReadyState:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints; none asks for a credential."""
+    """Return the routes; none requires a credential."""
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> Response:
-        """Say that this process lives and its event loop turns."""
+        """Report that this process is alive and its event loop runs."""
         return Response(b'{"status":"alive"}', media_type="application/json")
 
     @router.get("/ready")
     async def ready(model: str | None = None) -> Response:
-        """Say whether requests would be served now, or else what is missing; with `model`, whether its would be."""
+        """Report whether requests would be served now, of one model or any, and the services that are missing."""
         state = await readiness(context, model)
         return Response(orjson.dumps(state.answer), 200 if state.serves else 503, media_type="application/json")
 

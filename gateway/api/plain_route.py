@@ -1,4 +1,4 @@
-"""Routes of endpoints that need nothing of FastAPI but the route."""
+"""Routes that use only FastAPI's routing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 class PlainRoute(APIRoute):
-    """Calls its endpoint, which takes the request and makes the response, with nothing around it.
+    """Calls its endpoint directly with the request and returns its response.
 
-    FastAPI would look for the values of parameters that there are not: a seventh of what the gateway does until a
-    request is on its way.
+    FastAPI would look for values of parameters that these endpoints do not have, which takes a seventh of the gateway's
+    time until a request is submitted.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the endpoint."""
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return handler

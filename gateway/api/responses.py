@@ -32,19 +32,19 @@ MAX_ID_CHARACTERS = 256
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter()
 
     @router.post("/v1/responses", openapi_extra=documented(ResponseBody))
     async def create_response(request: Request) -> Response:
-        """Continue a conversation, perhaps one that is stored here."""
+        """Generate the next output of a conversation, optionally of a stored one."""
         caller = await context.caller(request)
         raw = await context.body(request)
         refusals.check(raw, refusals.RESPONSES)
         body = parse(ResponseBody, raw)
         messages = body.new_messages()
         if body.store is not False:
-            # Before anything is generated: what its client believes to be stored shall be.
+            # Checked before generation, because the client relies on the response being stored.
             context.stored.check()
         holder = _holder(caller, body)
         messages = [*await _earlier(context, holder, body.previous_response_id), *messages]
@@ -74,7 +74,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(request: Request, response_id: str) -> Response:
-        """Return what a stored response answered."""
+        """Return the input items of a stored response."""
         stored = await _stored(context, request, response_id)
         ids = [item.get("id") for item in stored.input]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
@@ -82,7 +82,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Forget a stored response."""
+        """Delete a stored response."""
         caller = await context.caller(request)
         await context.charge_for_ending(request, identify(caller).subject)
         holder = _holder(caller)
@@ -94,7 +94,7 @@ def create_router(context: Context) -> APIRouter:
 
 
 def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
-    """Return a chat's request with this API's name for the format of the text, which errors name."""
+    """Replace the chat's name of the output format by this API's name, which errors use."""
     grammar = generate.sampling.grammar
     if grammar is None or not grammar.param.startswith("response_format"):
         return generate
@@ -102,7 +102,7 @@ def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
 
 
 def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:
-    """Return whose a response is: a request that asks for one later names no user, so the credential counts."""
+    """Return the owner of a response. Requests that retrieve it name no user, so it belongs to the credential."""
     names = (body.user_id, body.user, body.safety_identifier) if body else ()
     return Holder(caller.tenant, caller.subject, next(filter(None, names), None))
 
@@ -141,7 +141,7 @@ def _to_store(
 
 
 def _fields(body: ResponseBody, created: int, model: str) -> dict[str, Any]:  # Any: free JSON
-    """Return what a response repeats of its request."""
+    """Return the fields that a response copies from its request."""
     return {
         "created_at": created,
         "completed_at": int(time.time()),

@@ -1,4 +1,4 @@
-"""The API's description (OpenAPI). Bodies are read by our own code, so FastAPI does not see them by itself."""
+"""The OpenAPI description. The gateway parses bodies itself, so FastAPI's description lacks them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def documented(*bodies: type[Schema]) -> Json:
 
 
 def describe(app: FastAPI, context: Context, bodies: Iterable[type[Schema]]) -> None:
-    """Let `app` describe `bodies` and failures as they are, at /openapi.json, to those who may use the API."""
+    """Serve the description at /openapi.json, with `bodies` and the shape of errors, to authenticated callers."""
     generate = app.openapi
 
     def openapi() -> Json:
@@ -68,7 +68,7 @@ def describe(app: FastAPI, context: Context, bodies: Iterable[type[Schema]]) -> 
 
 def _completed(description: Json, bodies: Iterable[type[Schema]]) -> Json:
     schemas = description.setdefault("components", {}).setdefault("schemas", {})
-    schemas.clear()  # FastAPI's own shapes of errors are not ours
+    schemas.clear()  # FastAPI's error shapes do not apply.
     schemas["Error"] = ERROR
     for body in bodies:
         schema = body.model_json_schema(ref_template=REFERENCE)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/open_session", openapi_extra=documented(OpenSessionBody))
     async def open_session(request: Request) -> Response:
-        """Open a session, whose latest turn stays in the cache; return its id."""
+        """Open a session, which keeps its latest turn in the cache; return its id."""
         caller = await context.caller(request)
         body = parse(OpenSessionBody, await context.body(request))
         session = check_name("session_id", body.session_id) if body.session_id else f"sess-{secrets.token_hex(16)}"
@@ -49,7 +49,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.post("/close_session", openapi_extra=documented(CloseSessionBody))
     async def close_session(request: Request) -> Response:
-        """End a session of one's own."""
+        """Close one of the caller's sessions."""
         caller = await context.caller(request)
         body = parse(CloseSessionBody, await context.body(request))
         session = check_name("session_id", body.session_id)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def create_router(context: Context) -> APIRouter:
-    """Return the endpoints."""
+    """Return the routes."""
     router = APIRouter(route_class=PlainRoute)
 
     @router.post("/tokenize", openapi_extra=documented(TokenizeTextBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
-        """Encode a text, or a conversation by the model's chat template."""
+        """Encode a text, or a conversation with the model's chat template."""
         subject = identify(await context.caller(request)).subject
         raw = await context.body(request)
         encode = _encode_chat if "messages" in raw else _encode_text
@@ -40,7 +40,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """Decode token ids."""
+        """Decode token ids into text."""
         subject = identify(await context.caller(request)).subject
         body = parse(DetokenizeBody, await context.body(request))
         backend = await context.models.find(body.model)

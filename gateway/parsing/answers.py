@@ -1,4 +1,4 @@
-"""Which parsers read an answer, and what to begin it with so that it calls a tool."""
+"""Selects the parsers for a model's output, and the prefix that makes an output call a tool."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one request are read."""
+    """The rules for parsing the outputs of one request."""
 
     tool_style: ToolStyle | None = None
     tools: AbstractSet[str] = frozenset()
     has_reasoning: bool = False
     begins_with_reasoning: bool = False
     may_call_in_parallel: bool = True
-    # What the prompt already contains of the answer.
+    # The beginning of the output, which the prompt already contains.
     prefix: str = ""
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but text."""
+        """Whether outputs consist of text only."""
         return self.tool_style is None and not self.has_reasoning
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether marks are special tokens, which are left out of the text otherwise."""
+        """Whether the marks of calls are special tokens, which are otherwise left out of the text."""
         return self.tool_style in (ToolStyle.MISTRAL, ToolStyle.LLAMA3, ToolStyle.PYTHONIC)
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one choice."""
         return AnswerParser(self)
 
 
@@ -49,7 +48,6 @@ class AnswerParser:
     """Implements `gateway.parsing.pieces.Parser`: reasoning first, then text and calls."""
 
     def __init__(self, reading: Reading) -> None:
-        """Begin an answer."""
         self.has_calls = False
         self._reasoning = (
             ReasoningParser(begins_inside=reading.begins_with_reasoning) if reading.has_reasoning else None
@@ -60,16 +58,15 @@ class AnswerParser:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text is inside a block of reasoning."""
+        """Whether the parser is inside a reasoning block."""
         return self._reasoning is not None and self._reasoning.is_thinking
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """Return what is certain by now."""
+        """Return the pieces that are complete enough to be shown."""
         pieces, self._from_prefix = [*self._from_prefix, *self._read(text)], []
         return merged(pieces)
 
     def flush(self) -> Sequence[Piece]:
-        """Return the rest."""
         pieces: list[Piece] = list(self._from_prefix)
         if self._reasoning is not None:
             pieces += self._read_calls(self._reasoning.flush())
@@ -96,7 +93,7 @@ class AnswerParser:
 
 
 def tool_parser(style: ToolStyle, tools: AbstractSet[str]) -> Parser:
-    """Return a parser of calls of `tools`."""
+    """Return a parser for calls of `tools`, in the notation of `style`."""
     match style:
         case ToolStyle.HERMES:
             return ObjectCallParser(HERMES, tools)
@@ -111,7 +108,7 @@ def tool_parser(style: ToolStyle, tools: AbstractSet[str]) -> Parser:
 
 
 def call_prefix(style: ToolStyle, name: str | None, *, begins_with_reasoning: bool) -> str:
-    """Return how an answer begins that calls the tool `name`, or any tool; a model that would think first does not."""
+    """Return the start of an output that calls `name` (None: any tool), after the end of an opened reasoning block."""
     before = f"{CLOSING}\n\n" if begins_with_reasoning else ""
     match style:
         case ToolStyle.HERMES:

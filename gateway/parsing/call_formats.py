@@ -1,4 +1,4 @@
-"""Tool calls as formats of structural tags: what a grammar allows is what the parsers of this package read.
+"""Tool calls as formats of structural tags: the grammar allows exactly the notations that this package parses.
 
 Formats are XGrammar's (`xgrammar.structural_tag`), as JSON.
 """
@@ -23,14 +23,14 @@ ANY_TEXT: Format = {"type": "any_text"}
 
 @dataclass(frozen=True, slots=True)
 class BoundTool:
-    """A tool whose calls have arguments of a schema, an object's."""
+    """A tool with the JSON schema of its arguments, which describes an object."""
 
     name: str
     schema: dict[str, Any]  # Any: a JSON schema
 
 
 def forced_calls(style: ToolStyle, tools: Sequence[BoundTool], *, named: bool, in_parallel: bool) -> Format:
-    """Return the rest of an answer that `answers.call_prefix` begins; with `named` the name of the only tool, too."""
+    """Return the format of an output after `answers.call_prefix`, which with `named` includes the tool's name."""
     notation = _NOTATIONS[style]
     first = notation.rest_of(tools[0]) if named else _either([notation.named(tool) for tool in tools])
     more = [] if named or not in_parallel else [_more(notation, tools)]
@@ -40,7 +40,7 @@ def forced_calls(style: ToolStyle, tools: Sequence[BoundTool], *, named: bool, i
 def free_calls(
     style: ToolStyle, tools: Sequence[BoundTool], *, in_parallel: bool, content: Format | None = None
 ) -> Format:
-    """Return an answer that may be calls, or text, which has to be `content` if that is given."""
+    """Return the format of an output that is either calls or text; the text must match `content`, if given."""
     notation = _NOTATIONS[style]
     if style is ToolStyle.HERMES and content is None:
         tags = [
@@ -65,7 +65,7 @@ def free_calls(
 
 
 def after_reasoning(format_: Format, *, is_open: bool) -> Format:
-    """Return an answer that may think before `format_`; with `is_open` the prompt has begun that."""
+    """Return a format with optional reasoning before `format_`; with `is_open`, the prompt has opened the block."""
     block = {"type": "tag", "begin": "" if is_open else OPENING, "content": ANY_TEXT, "end": CLOSING}
     thought = _sequence(block, {"type": "regex", "pattern": r"\n{0,2}"})
     return _sequence(thought if is_open else {"type": "optional", "content": thought}, format_)
@@ -73,7 +73,7 @@ def after_reasoning(format_: Format, *, is_open: bool) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class _Notation:
-    """How calls are written: `start` before the first name, `close` behind arguments, `again` between two calls."""
+    """The notation of calls: `start` precedes the first name, `close` ends a call, `again` separates two."""
 
     start: str
     key: str
@@ -82,24 +82,24 @@ class _Notation:
     end: str = ""
 
     def name_of(self, tool: BoundTool) -> str:
-        """Return what follows on the start, up to the arguments."""
+        """Return the text after `start`, up to the arguments."""
         return f'{json.dumps(tool.name, ensure_ascii=False)[1:-1]}", "{self.key}": '
 
     def arguments(self, tool: BoundTool) -> Format:
-        """Return the arguments alone."""
+        """Return the format of the arguments."""
         return {"type": "json_schema", "json_schema": tool.schema, "max_whitespace_cnt": 1}
 
     def rest_of(self, tool: BoundTool) -> Format:
-        """Return a call behind its name."""
+        """Return the format of a call after its name."""
         return _sequence(self.arguments(tool), *_const(self.close))
 
     def named(self, tool: BoundTool) -> Format:
-        """Return a call from its name on."""
+        """Return the format of a call from its name on."""
         return _sequence(*_const(self.name_of(tool)), self.rest_of(tool))
 
 
 class _PythonNotation(_Notation):
-    """Arguments are keywords; their values are JSON, which the parser reads too."""
+    """Arguments are Python keyword arguments with JSON values, which the parser accepts, too."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class _PythonNotation(_Notation):
             joined = [part for value in others for part in (*_const(", "), value)]
             return _sequence(first, *joined, *behind(optional))
         if not optional:
-            # Nothing; an empty format is none.
+            # No arguments; a format must not be empty, hence an optional space.
             return {"type": "optional", "content": {"type": "const_string", "value": " "}}
         starts = [_sequence(values[name], *behind(optional[index + 1 :])) for index, name in enumerate(optional)]
         return {"type": "optional", "content": _either(starts)}
@@ -142,7 +142,7 @@ _NOTATIONS: dict[ToolStyle, _Notation] = {
 
 
 def can_bind(style: ToolStyle, schema: dict[str, Any]) -> bool:  # Any: a JSON schema
-    """Whether arguments of a schema can be written in a notation: Python's keywords are identifiers."""
+    """Whether the notation can express arguments of this schema: Python's keywords must be identifiers."""
     if style is not ToolStyle.PYTHONIC:
         return True
     properties = schema.get("properties") or {}
@@ -159,10 +159,10 @@ def _more(notation: _Notation, tools: Sequence[BoundTool]) -> Format:
 
 
 def _text_beside(style: ToolStyle) -> Format:
-    """Return any text that the style's parser does not take for calls."""
+    """Return the format of texts that the style's parser does not parse as calls."""
     match style:
         case ToolStyle.HERMES | ToolStyle.MISTRAL:
-            # What marks calls is a special token, which is no text.
+            # Calls are marked by a special token, which does not match as text.
             return ANY_TEXT
         case ToolStyle.LLAMA3:
             return _starting_with(r"[^\s{]")

@@ -1,4 +1,4 @@
-"""One tool call that is written as a JSON object."""
+"""Parses one tool call in the form of a JSON object."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class CallReader:
-    """Reads `{"name": …, "arguments": …}`, or only arguments if `name` was read before.
+    """Parses `{"name": …, "arguments": …}`, or only the arguments if `name` is given.
 
-    A call is reported as soon as its name is known to be a tool's. What turns out to be no call before that is kept in
-    `raw`, so that it can be shown as text.
+    A call is reported as soon as its name is complete and belongs to a tool. Until then its text is kept in `raw`, so
+    that
+    it can be shown as text if it turns out not to be a call.
     """
 
     def __init__(self, index: int, tools: AbstractSet[str], name: str | None = None) -> None:
-        """Begin call number `index`, of one of `tools`."""
+        """Start call number `index`, of one of `tools`."""
         self.raw = ""
         self.has_started = False
         self.is_over = False
@@ -41,7 +42,7 @@ class CallReader:
             self._start(name)
 
     def step(self, character: str) -> None:
-        """Take the next character."""
+        """Process the next character."""
         self.raw += character
         scan = self._scanner.step(character)
         if self._is_bare:
@@ -68,7 +69,7 @@ class CallReader:
 
     def _step_value(self, character: str) -> None:
         self._value += character
-        # Arguments in a string are known when that is complete.
+        # Arguments in a string can be decoded only when the string is complete.
         if self.has_started and self._scanner.key in ARGUMENTS and self._value[0] != '"':
             self.pieces.append(CallArguments(self._index, character))
 
@@ -111,7 +112,7 @@ class CallReader:
 
 
 def _unquoted(value: str) -> str:
-    """Return arguments that some models write as JSON in a string."""
+    """Decode arguments that a model has written as JSON inside a string."""
     if not value.startswith('"'):
         return value
     try:

@@ -20,17 +20,17 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """Where objects stand. Characters of `lead` may come before the first, those of `separators` between two."""
+    """The places of objects: characters of `lead` may precede the first, those of `separators` may separate two."""
 
     opening: str
     closing: str = ""
     lead: str = ""
     separators: str = ""
-    # An answer that begins with an object is a call without a mark.
+    # An output that begins with an object is a call without a mark.
     may_be_bare: bool = False
-    # `name{…}` or `name[ARGS]{…}` may stand for an object with name and arguments.
+    # `name{…}` or `name[ARGS]{…}` may replace an object with name and arguments.
     may_have_names_before: bool = False
-    # What ends a list of objects; anything else behind an object is text again.
+    # Ends a list of objects. Any other text after an object is shown.
     end: str = ""
 
 
@@ -46,20 +46,20 @@ class _State(Enum):
     NAME = auto()
     CALL = auto()
     BEHIND = auto()
-    # Behind a call whose end mark has passed: white space there is nobody's.
+    # After a call's end mark; white space there is dropped.
     GAP = auto()
 
 
 class ObjectCallParser:
-    """Implements `gateway.parsing.pieces.Parser` for a notation."""
+    """Implements `gateway.parsing.pieces.Parser` for one notation."""
 
     def __init__(self, notation: Notation, tools: AbstractSet[str]) -> None:
-        """Read calls of `tools`; objects that name no tool are text."""
+        """Parse calls of `tools`; objects that do not name a tool are text."""
         self._notation = notation
         self._tools = tools
         self._state = _State.START if notation.may_be_bare else _State.TEXT
         self._held = ""
-        # Mark and lead of the call that is being read, to be shown if it is none.
+        # Mark and lead of the current call, which are shown if it turns out not to be a call.
         self._prefix = ""
         self._calls = 0
         self._reader = CallReader(0, tools)
@@ -75,7 +75,7 @@ class ObjectCallParser:
         }
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """Return what is certain by now."""
+        """Return the pieces that are complete enough to be shown."""
         if self._is_plainly_text(text):
             return [Text(text)]
         self._held += text
@@ -84,7 +84,7 @@ class ObjectCallParser:
         return self._take()
 
     def flush(self) -> Sequence[Piece]:
-        """Return the rest; a call that was cut off stays as far as it came."""
+        """Return the rest; a truncated call keeps the arguments received so far."""
         if self._state in (_State.LEAD, _State.NAME) or (self._state is _State.CALL and not self._reader.has_started):
             raw = self._reader.raw if self._state is _State.CALL else ""
             self._pieces.append(Text(self._prefix + raw))
@@ -94,7 +94,7 @@ class ObjectCallParser:
         return self._take()
 
     def _is_plainly_text(self, text: str) -> bool:
-        """Whether `text` can be passed on at once: by far the most tokens can."""
+        """Whether `text` can be passed on unchanged, a fast path for most tokens."""
         return (
             self._state is _State.TEXT
             and not self._held
@@ -107,7 +107,7 @@ class ObjectCallParser:
         pieces, self._pieces = merged(self._pieces), []
         return pieces
 
-    # --- each step returns whether to go on with what is held ---------------------------------------------------------
+    # --- each step returns whether to continue with the held text -----------------------------------------------------
 
     def _step_start(self) -> bool:
         start = self._held.lstrip()
@@ -212,7 +212,7 @@ class ObjectCallParser:
         return bool(self._held)
 
     def _give_up(self, text: str) -> None:
-        """Show as text what looked like a call; what follows is text, too, until the next mark."""
+        """Show the presumed call as text; the following text is not a call either, until the next mark."""
         self._pieces.append(Text(text))
         self._prefix = ""
         self._state = _State.TEXT

@@ -1,4 +1,4 @@
-"""A JSON object that is read while it is written."""
+"""Incremental scanner for a JSON object."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from enum import Enum, auto
 
 
 class Scan(Enum):
-    """What a character means to an object's reader."""
+    """The role of a character in the object."""
 
     # Between members: braces, commas, colons, white space.
     BETWEEN = auto()
     KEY = auto()
     VALUE = auto()
-    # The character before ended the value, and this one is BETWEEN.
+    # The previous character ended the value; this one is like BETWEEN.
     VALUE_END = auto()
     OBJECT_END = auto()
     WRONG = auto()
 
 
 class ObjectScanner:
-    """Follows one object character by character, from its opening brace; keeps the current key and no values.
+    """Scans one object character by character, from its opening brace; keeps the current key and no values.
 
-    It checks no more of JSON's grammar than is needed to find the ends of keys, values and object.
+    Of JSON's grammar it checks only as much as it needs to find the ends of keys, values and the object.
     """
 
     def __init__(self) -> None:
-        """Begin before the brace."""
         self.key = ""
         self._state = "start"
         self._depth = 0
@@ -33,7 +32,7 @@ class ObjectScanner:
         self._is_escaped = False
 
     def step(self, character: str) -> Scan:
-        """Take the next character."""
+        """Process the next character and return its role."""
         match self._state:
             case "start":
                 return self._expect(character, "{", "key or end")
@@ -53,7 +52,7 @@ class ObjectScanner:
                 return self._step_value(character, first=True)
             case "value":
                 return self._step_value(character, first=False)
-            case _:  # behind a value
+            case _:  # after a value
                 return self._behind_value(character)
 
     def _expect(self, character: str, wanted: str, then: str) -> Scan:
@@ -66,7 +65,7 @@ class ObjectScanner:
         if character == '"':
             self._state = "colon"
             return Scan.BETWEEN
-        # Keys that matter here have no escapes.
+        # The keys of interest have no escapes.
         self.key += character
         return Scan.KEY
 

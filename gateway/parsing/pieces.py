@@ -1,4 +1,4 @@
-"""What an answer consists of, as parsers report it while it grows."""
+"""The pieces of a model's output, as parsers report them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """Words for the user."""
+    """Text for the user."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """Words the model says to itself."""
+    """Reasoning text."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """A tool call begins; calls are numbered from 0."""
+    """Start of a tool call; calls are numbered from 0."""
 
     call: int
     name: str
@@ -38,17 +38,17 @@ Piece: TypeAlias = Text | Reasoning | CallStart | CallArguments
 
 
 class Parser(Protocol):
-    """Takes an answer's text as it comes. However the text is cut, the pieces add up to the same."""
+    """Parses an output incrementally. The pieces add up to the same result however the text is divided."""
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """Return what is certain by now."""
+        """Process more text; return the pieces that are complete enough to be shown."""
 
     def flush(self) -> Sequence[Piece]:
-        """Return the rest: the text has ended."""
+        """Return the remaining pieces at the end of the text."""
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return `pieces` with neighbours of the same kind put together, and empty ones left out."""
+    """Return `pieces` without empty ones, with neighbours of the same kind joined."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None
@@ -67,7 +67,7 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `mark`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-size:]):
             return size

@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
     from gateway.parsing.pieces import Piece
 
-# Longer than any call that makes sense; Python's parser shall not be given more.
+# Longer than any sensible call; limits the input of Python's parser.
 MAX_CALL_CHARACTERS = 64 * 1024
 _OPENING, _CLOSING = "([{", ")]}"
 _TAGS = ("<|python_start|>", "<|python_end|>")
 
 
 class PythonCallParser:
-    """Implements `gateway.parsing.pieces.Parser`. An answer that does not begin with a list is text."""
+    """Implements `gateway.parsing.pieces.Parser`. An output that does not begin with a list is text."""
 
     def __init__(self, tools: AbstractSet[str]) -> None:
-        """Read calls of `tools`."""
         self._tools = tools
         self._held = ""
         self._is_text = False
@@ -36,7 +35,7 @@ class PythonCallParser:
         self._is_escaped = False
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """Return what is certain by now."""
+        """Return the pieces that are complete enough to be shown."""
         if self._has_given_up():
             return [Text(text)]
         self._held += text
@@ -54,7 +53,7 @@ class PythonCallParser:
         return merged(pieces)
 
     def flush(self) -> Sequence[Piece]:
-        """Return the rest; behind calls only what is more than the end of the list."""
+        """Return the rest; after calls, the end of the list is dropped."""
         rest = self._held.strip().removesuffix(_TAGS[1]).strip()
         if self._calls and rest in ("", "]"):
             return []
@@ -64,7 +63,7 @@ class PythonCallParser:
         return self._is_text
 
     def _begin(self) -> bool:
-        """Whether the list has begun; sets `_is_text` if it never will."""
+        """Return whether the list has begun; set `_is_text` if it never will."""
         start = self._held.lstrip()
         tag = _TAGS[0]
         if start.startswith(tag):
@@ -75,13 +74,14 @@ class PythonCallParser:
             return False
         self._is_list = start[0] == "["
         self._is_text = not self._is_list
-        # `_held` keeps the bracket while it may still have to be shown; no call has one at its beginning.
+        # `_held` keeps the bracket as long as it may have to be shown as text; `_call` strips it, since no call begins
+        # with one.
         if self._is_list:
             self._held, self._position = start, 1
         return self._is_list
 
     def _end_of_call(self) -> int | None:
-        """Return where the call at the beginning of what is held ends, None if it has not."""
+        """Return the end of the call at the beginning of `_held`, None if it is incomplete."""
         held = self._held
         while self._position < len(held):
             character = held[self._position]
@@ -125,7 +125,7 @@ class PythonCallParser:
 
 
 def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
-    """Return name and JSON arguments of a Python call; None if it is no call of `tools` with plain values."""
+    """Return name and JSON arguments of a Python call; None unless it calls one of `tools` with literal values."""
     try:
         tree = _WithConstants().visit(ast.parse(source, mode="eval")).body
         if not isinstance(tree, ast.Call) or tree.args:
@@ -140,7 +140,7 @@ def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
 
 
 class _WithConstants(ast.NodeTransformer):
-    """Takes JSON's names of constants for Python's."""
+    """Replaces JSON's constants by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         constants = {"true": True, "false": False, "null": None}

@@ -1,4 +1,4 @@
-"""Separates what a model thinks, in <think> blocks, from what it says."""
+"""Separates reasoning, in a <think> block, from the rest of an output."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ CLOSING = "</think>"
 
 
 class ReasoningParser:
-    """One block at the beginning of an answer; whoever thinks again later is quoted as it is.
+    """Parses one block at the beginning of an output; later blocks are left in the text.
 
     White space around the block belongs to neither part.
     """
 
     def __init__(self, *, begins_inside: bool) -> None:
-        """Begin; `begins_inside` if the prompt has opened the block."""
+        """`begins_inside`: the prompt has opened the block."""
         self._held = ""
         self._is_open = begins_inside
-        # What was opened by the prompt may be opened once more by the answer.
+        # A model may repeat the opening mark that the prompt contains.
         self._may_open_again = begins_inside
         self._is_over = False
         self._is_at_edge = True
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text is inside the block."""
+        """Whether the parser is inside the block."""
         return self._is_open
 
     def feed(self, text: str) -> Sequence[Piece]:
-        """Return what is certain by now."""
+        """Return the pieces that are complete enough to be shown."""
         if self._is_over and not self._is_at_edge:
             return [Text(text)]
         self._held += text
@@ -53,7 +53,6 @@ class ReasoningParser:
         return pieces
 
     def flush(self) -> Sequence[Piece]:
-        """Return the rest."""
         held, self._held = self._held, ""
         if self._is_open:
             return [Reasoning(held.rstrip())]
@@ -65,7 +64,7 @@ class ReasoningParser:
             self._held = start.removeprefix(OPENING)
             self._is_open = True
         elif not OPENING.startswith(start):
-            # There is none; white space in front is a part of the answer.
+            # There is no block; leading white space belongs to the text.
             self._is_over, self._is_at_edge = True, False
 
     def _take_reasoning(self, pieces: list[Piece]) -> None:

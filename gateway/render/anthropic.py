@@ -25,15 +25,14 @@ Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 
 class WholeMessage:
-    """Writes a message in one piece."""
+    """Renders a message as one body."""
 
     def __init__(self, head: ResponseHead, reading: Reading) -> None:
-        """Prepare the body; the answer is read by `reading`."""
+        """`reading` has the rules for parsing the output."""
         self._head = head
         self._reading = reading
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         [choice] = choices
         parser, writer = self._reading.parser(), BlockWriter()
         writer.write([*parser.feed("".join(choice.text)), *parser.flush()])
@@ -43,10 +42,10 @@ class WholeMessage:
 
 
 class MessageStream:
-    """Writes a message's events."""
+    """Renders the events of a message."""
 
     def __init__(self, head: ResponseHead, reading: Reading) -> None:
-        """Prepare the stream; the answer is read by `reading`."""
+        """`reading` has the rules for parsing the output."""
         self._head = head
         self._parser = reading.parser()
         self._writer = BlockWriter()
@@ -54,7 +53,6 @@ class MessageStream:
         self._end: Json = {}
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the events for one update."""
         events = self._begin(update)
         pieces = [*self._parser.feed(update.text), *(self._parser.flush() if update.finish is not None else ())]
         changes = self._writer.write(pieces)
@@ -65,12 +63,12 @@ class MessageStream:
         return events + b"".join(map(_change, changes))
 
     def ending(self, usage: Usage) -> bytes:
-        """Return what follows the last update."""
+        """Return the events after the last update."""
         delta = {"delta": self._end, "usage": _counts(usage)}
         return _event("message_delta", delta) + _event("message_stop", {})
 
     def failure(self, error: PandoError) -> bytes:
-        """Return the event of a failure in the middle."""
+        """Return the event for a failure during the stream."""
         return _event("error", {"error": {"type": SHAPES[error.code].type, "message": error.message}})
 
     def _begin(self, update: ChoiceUpdate) -> bytes:
@@ -121,7 +119,7 @@ def _block_object(block: Block) -> Json:
 def _arguments(text: str) -> object:
     try:
         return json.loads(text) if text else {}
-    except ValueError:  # cut off, or no JSON: the model has written it so
+    except ValueError:  # truncated, or not JSON: a mistake of the model
         return {}
 
 

@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, one after the other: the form in which newer APIs show it."""
+"""An output as a sequence of blocks, the form of Anthropic's Messages API and OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockKind(Enum):
-    """What a block is."""
+    """Kinds of blocks."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -25,7 +25,7 @@ class BlockKind(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer; `text` is the arguments' JSON in a call."""
+    """A part of an output; `text` is the arguments' JSON in a call."""
 
     kind: BlockKind
     text: str = ""
@@ -33,7 +33,7 @@ class Block:
     key: str = ""
 
     def __post_init__(self) -> None:
-        """Make what ids of this block are made of."""
+        """Draw the random part of this block's ids."""
         self.key = self.key or secrets.token_hex(12)
 
 
@@ -63,15 +63,14 @@ BlockEvent: TypeAlias = Opened | Grown | Closed
 
 
 class BlockWriter:
-    """Puts pieces into blocks; one is open at a time."""
+    """Collects pieces into blocks; at most one block is open at a time."""
 
     def __init__(self) -> None:
-        """Begin without blocks."""
         self.blocks: list[Block] = []
         self._is_open = False
 
     def write(self, pieces: Iterable[Piece]) -> list[BlockEvent]:
-        """Add `pieces`; return what happened to the blocks."""
+        """Add `pieces`; return the resulting events."""
         events: list[BlockEvent] = []
         for piece in pieces:
             match piece:
@@ -87,7 +86,7 @@ class BlockWriter:
         return events
 
     def close(self) -> list[BlockEvent]:
-        """Complete the open block, if there is one."""
+        """Complete the open block, if any."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class ChatChunks:
-    """Frames chat chunks. Everything that repeats is serialised once, because this runs for every token."""
+    """Frames chat chunks. Repeated parts are serialised once, because this runs for every token."""
 
     def __init__(self, head: ResponseHead, *, include_usage: bool) -> None:
-        """Prepare frames; `include_usage` adds a last chunk with token counts, and null counts to the others."""
+        """`include_usage` adds a last chunk with token counts, and null counts to the others."""
         self._include_usage = include_usage
         common = {
             "id": head.id,
@@ -34,11 +34,11 @@ class ChatChunks:
         }
         self._head = b"data: " + orjson.dumps(common)[:-1] + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        # By choice index: the start of a chunk up to the delta.
+        # The start of a chunk up to the delta, by choice index.
         self._prefixes: dict[int, bytes] = {}
 
     def has_begun(self, index: int) -> bool:
-        """Whether the role of choice `index` has been told."""
+        """Whether the role of choice `index` has been sent."""
         return index in self._prefixes
 
     def role(self, index: int, content: bytes = b'""') -> bytes:
@@ -47,16 +47,15 @@ class ChatChunks:
         return self.delta(index, b'{"role":"assistant","content":' + content + b',"refusal":null}')
 
     def delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
-        """Return a chunk of a choice that has begun."""
+        """Return a chunk of a choice whose role has been sent; `delta` and `logprobs` are JSON."""
         return self._prefixes[index] + delta + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._tail
 
     def finish(self, index: int, reason: str, stop: int | str | None) -> bytes:
-        """Return the last chunk of a choice."""
         end = b'{},"logprobs":null,"finish_reason":' + orjson.dumps(reason) + b',"matched_stop":' + orjson.dumps(stop)
         return self._prefixes[index] + end + self._tail
 
     def ending(self, usage: Usage, reasoning_tokens: int = 0) -> bytes:
-        """Return the usage chunk, if it was asked for, and the end mark."""
+        """Return the usage chunk, if requested, and the end mark."""
         if not self._include_usage:
             return DONE
         counts = orjson.dumps(usage_object(usage, reasoning_tokens))
@@ -64,10 +63,9 @@ class ChatChunks:
 
 
 class ChatStream:
-    """Writes chat chunks of answers that are nothing but text."""
+    """Renders chat chunks of outputs that consist of text only."""
 
     def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool) -> None:
-        """Prepare the stream."""
         self._logprobs = logprobs
         self._chunks = ChatChunks(head, include_usage=include_usage)
 
@@ -83,25 +81,24 @@ class ChatStream:
         return events
 
     def ending(self, usage: Usage) -> bytes:
-        """Return what follows the last update."""
+        """Return the chunks after the last update."""
         return self._chunks.ending(usage)
 
     def failure(self, error: PandoError) -> bytes:
-        """Return what tells of a failure in the middle."""
+        """Return the event for a failure during the stream, and the end mark."""
         return failed_stream(error)
 
 
 class WholeChat:
-    """Writes a chat completion in one piece."""
+    """Renders a chat completion as one body."""
 
     def __init__(self, head: ResponseHead, *, logprobs: bool, prompt_top: int | None = None) -> None:
-        """Prepare the body; with `prompt_top` it tells the prompt's log probabilities, with so many tokens beside."""
+        """`prompt_top` adds the prompt's log probabilities, with `prompt_top` alternatives at each position."""
         self._head = head
         self._logprobs = logprobs
         self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         answer = {
             "id": self._head.id,
             "object": "chat.completion",
@@ -124,13 +121,13 @@ class WholeChat:
 
 
 def prompt_logprobs_field(choices: Sequence[WholeChoice], top: int | None) -> dict[str, object]:
-    """Return the prompt's log probabilities under their name, or nothing where `top` is None."""
+    """Return the field `prompt_logprobs`, or no field if `top` is None."""
     prompt = choices[0].prompt
     return {} if top is None or prompt is None else {"prompt_logprobs": by_id(prompt, top)}
 
 
 def logprobs_object(logprobs: Sequence[LogprobText]) -> dict[str, object]:
-    """Return log probabilities in the chat endpoint's shape."""
+    """Return log probabilities in the shape of chat completions."""
     content = [{**_token(entry.token), "top_logprobs": [_token(token) for token in entry.top]} for entry in logprobs]
     return {"content": content, "refusal": None}
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """What one choice's chunks repeat, its echoed prompt until that is sent, and the characters of its tokens."""
+    """The repeated prefix of one choice's chunks, its echoed prompt until that is sent, and the characters so far."""
 
     prefix: bytes
     echo: str
@@ -39,27 +39,26 @@ class _StreamedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """How prompts are shown: the text of each choice's, and with how many likely tokens beside theirs, if any."""
+    """The echoed prompts: the text for each choice, and the number of alternatives per token, if requested."""
 
     texts: Sequence[str]
     top: int | None = None
 
 
 class PromptsFirst:
-    """Holds updates of choices back until the log probabilities of their prompts are complete."""
+    """Holds back updates of choices until the log probabilities of their prompts are complete."""
 
     def __init__(self, choices: int, choices_per_prompt: int) -> None:
-        """Begin with nothing known."""
         self._choices_per_prompt = choices_per_prompt
         self._scores = [PromptScores() for _ in range(choices // choices_per_prompt)]
         self._held: dict[int, list[ChoiceUpdate]] = {}
 
     def of(self, index: int) -> PromptScores:
-        """Return what is known of the prompt of choice `index`."""
+        """Return the log probabilities received for the prompt of choice `index`."""
         return self._scores[index // self._choices_per_prompt]
 
     def pass_through(self, update: ChoiceUpdate) -> Sequence[ChoiceUpdate]:
-        """Take an update in, and return those that may be shown now."""
+        """Process an update; return the updates that may be sent now."""
         prompt, scores = update.index // self._choices_per_prompt, self.of(update.index)
         held = self._held.setdefault(prompt, [])
         if update.prompt_logprobs is not None:
@@ -72,7 +71,7 @@ class PromptsFirst:
 
 
 class CompletionStream:
-    """Writes completion chunks: one per update, the finish in the last one, because benchmarks count chunks."""
+    """Renders completion chunks: one per update, the finish in the last one, because benchmarks count chunks."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class CompletionStream:
         echo: Echo | None = None,
         choices_per_prompt: int = 1,
     ) -> None:
-        """Prepare the stream, in which each choice begins with its `echo`."""
+        """With `echo`, each choice begins with its prompt."""
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._echo = echo
@@ -94,7 +93,7 @@ class CompletionStream:
         self._choices: dict[int, _StreamedChoice] = {}
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the chunk for one update; nothing if it has neither text nor logprobs nor the end."""
+        """Return the chunk for one update; empty without text, log probabilities and finish."""
         if self._prompts is None:
             return self._chunk(update, self._choices.get(update.index) or self._begin(update.index))
         chunks = b""
@@ -110,7 +109,7 @@ class CompletionStream:
         return choice
 
     def _scored_echo(self, index: int) -> bytes:
-        """Return the chunk that shows a choice's prompt with its log probabilities."""
+        """Return the chunk with a choice's prompt and its log probabilities."""
         assert self._prompts is not None
         assert self._echo is not None
         choice, scores = self._begin(index), self._prompts.of(index)
@@ -135,25 +134,26 @@ class CompletionStream:
         return choice.prefix + delta + self._tail
 
     def ending(self, usage: Usage) -> bytes:
-        """Return the usage chunk, if it was asked for, and the end mark."""
+        """Return the usage chunk, if requested, and the end mark."""
         if not self._include_usage:
             return DONE
         return self._head + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n" + DONE
 
     def failure(self, error: PandoError) -> bytes:
-        """Return what tells of a failure in the middle."""
+        """Return the event for a failure during the stream, and the end mark."""
         return failed_stream(error)
 
 
 class WholeCompletion:
-    """Writes a completion in one piece."""
+    """Renders a completion as one body."""
 
     def __init__(
         self, head: ResponseHead, *, logprobs: bool, echo: Echo | None = None, prompt_top: int | None = None
     ) -> None:
-        """Prepare the body, in which each choice begins with its `echo`.
+        """With `echo`, each choice begins with its prompt.
 
-        With `prompt_top` it also tells the prompt's log probabilities, with so many likely tokens beside each.
+        With `prompt_top`, log probabilities of the prompt are included, with `prompt_top` alternatives at each
+        position.
         """
         self._head = head
         self._logprobs = logprobs
@@ -161,7 +161,6 @@ class WholeCompletion:
         self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return orjson.dumps({**_common(self._head), "choices": rendered, "usage": usage_object(usage)})
 
@@ -186,16 +185,16 @@ class WholeCompletion:
 
 
 class BestOf:
-    """Keeps of every prompt's choices those with the highest log probability per token, best first."""
+    """Keeps those choices of every prompt that have the highest mean log probability per token, best first."""
 
     def __init__(self, renderer: WholeRenderer, generated: int, returned: int) -> None:
-        """Hand `returned` of each `generated` choices to `renderer`."""
+        """Pass `returned` of each `generated` choices to `renderer`."""
         self._renderer = renderer
         self._generated = generated
         self._returned = returned
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body; its token counts are those of all choices."""
+        """Return the JSON body; its token counts include all choices."""
         kept: list[WholeChoice] = []
         for first in range(0, len(choices), self._generated):
             ranked = sorted(choices[first : first + self._generated], key=_mean_logprob, reverse=True)
@@ -209,7 +208,7 @@ def _mean_logprob(choice: WholeChoice) -> float:
 
 
 def logprobs_object(logprobs: Sequence[LogprobText], offset: int) -> tuple[dict[str, list[object]], int]:
-    """Return log probabilities in the legacy shape, and the text offset behind them; `offset` is that before them."""
+    """Return log probabilities in the legacy shape, and the text offset after them; the first has `offset`."""
     tokens: list[object] = []
     offsets: list[object] = []
     for entry in logprobs:

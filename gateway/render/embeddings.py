@@ -1,4 +1,4 @@
-"""Answers of /v1/embeddings, /v1/score and /v1/rerank."""
+"""Responses of /v1/embeddings, /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WholeEmbeddings:
-    """Writes embeddings in OpenAI's shape, one by one: thousands of them as decimal numbers take their time."""
+    """Renders embeddings in OpenAI's shape, one at a time: thousands of them as decimal numbers take long."""
 
     model: str
     as_base64: bool
-    # Their first so many components, scaled to length 1 again; None: all.
+    # Number of leading components to return, rescaled to length 1; None: all.
     dimensions: int | None
 
     def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
-        """Yield the JSON body in pieces."""
         yield b'{"object":"list","data":['
         for index, choice in enumerate(choices):
             entry = {"object": "embedding", "index": index, "embedding": self._value(choice)}
@@ -45,13 +44,12 @@ class WholeEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class WholeScores:
-    """Writes similarities in vLLM's shape. The choices are the first texts, then the second."""
+    """Renders similarities in vLLM's shape. The choices are the first texts, then the second ones."""
 
     head: ResponseHead
     first_texts: int
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         firsts, seconds = vectors_of(choices[: self.first_texts]), vectors_of(choices[self.first_texts :])
         scores = (firsts * seconds).sum(axis=1).tolist()
         return orjson.dumps(
@@ -68,7 +66,7 @@ class WholeScores:
 
 @dataclass(frozen=True, slots=True)
 class WholeRanking:
-    """Writes documents in their order, in the shape that Jina's and Cohere's clients know.
+    """Renders documents ordered by similarity, in the shape of Jina's and Cohere's APIs.
 
     The choices are the query, then the documents.
     """
@@ -79,7 +77,7 @@ class WholeRanking:
     returns_documents: bool
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body; of documents that are equally similar the earlier one comes first."""
+        """Return the JSON body; equally similar documents keep their order."""
         scores = vectors_of(choices[1:]) @ vector_of(choices[0])
         order = np.argsort(-scores, kind="stable")[: self.top_n].tolist()
         results = [self._result(index, float(scores[index])) for index in order]
@@ -94,23 +92,23 @@ class WholeRanking:
 
 
 def vector_of(choice: WholeChoice) -> NDArray[np.float32]:
-    """Return a choice's embedding, [components]."""
+    """Return a choice's embedding, [components] float32."""
     assert choice.embedding is not None, "the request asked for one"
     return np.frombuffer(choice.embedding, "<f4")
 
 
 def vectors_of(choices: Sequence[WholeChoice]) -> NDArray[np.float32]:
-    """Return the choices' embeddings, [choices, components]."""
+    """Return the choices' embeddings, [choices, components] float32."""
     return np.stack([vector_of(choice) for choice in choices])
 
 
 def shortened(vector: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Return the first components, scaled to length 1; zeros stay zeros."""
+    """Return the first `dimensions` components, scaled to length 1; zeros stay zeros."""
     part = vector[:dimensions]
     length = np.linalg.norm(part)
     return part / length if length else part
 
 
 def prompt_usage(usage: Usage) -> dict[str, object]:
-    """Return token counts of requests that generate nothing."""
+    """Return the token counts of requests that generate nothing."""
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}

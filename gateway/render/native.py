@@ -1,4 +1,4 @@
-"""Answers of /generate, in SGLang's shape."""
+"""Responses of /generate, in SGLang's shape."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NativeShape:
-    """What the answers to one request have in common."""
+    """The common parts of the answers to one request."""
 
     id: str
     choices_per_prompt: int
     logprobs: bool
-    # A batch is answered by a list even if it has one prompt.
+    # The response to a batch is a list, even with a single prompt.
     is_batch: bool
-    # Ids whose log probabilities were asked for.
+    # Token ids whose log probabilities are requested.
     asked: tuple[int, ...] = ()
     started: float = field(default_factory=time.monotonic)
 
     def answer(self, index: int, choice: WholeChoice, finish: object, usage: PromptUsage) -> dict[str, object]:
-        """Return one choice as it is now."""
+        """Return the current state of one choice."""
         meta: dict[str, object] = {
             "id": self.id if not self.is_batch else f"{self.id}-{index}",
             "finish_reason": finish,
@@ -57,7 +57,7 @@ class NativeShape:
         if self.logprobs:
             meta["output_token_logprobs"] = [_triple(entry) for entry in choice.logprobs]
             meta["output_top_logprobs"] = [native_top(entry) for entry in choice.logprobs]
-            # Of a stream's many events the last one brings them.
+            # In a stream, only the last event contains the prompt's log probabilities.
             is_told = choice.prompt is not None and finish is not None
             scores = choice.prompt if choice.prompt is not None and is_told else PromptScores()
             meta["input_token_logprobs"] = native_triples(scores)
@@ -69,10 +69,9 @@ class NativeShape:
 
 
 class WholeNative:
-    """Writes answers in one piece."""
+    """Renders all answers as one body."""
 
     def __init__(self, shape: NativeShape) -> None:
-        """Prepare the body."""
         self._shape = shape
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
@@ -86,17 +85,16 @@ class WholeNative:
 
 
 class NativeStream:
-    """Writes events, each with the whole text so far."""
+    """Renders events, each with the whole text so far."""
 
     def __init__(self, shape: NativeShape, prompts: int) -> None:
-        """Prepare the stream of answers to so many prompts."""
+        """`prompts` is the number of prompts."""
         self._shape = shape
         scores = [PromptScores() for _ in range(prompts)]
         self._choices = [WholeChoice(prompt=prompt) for prompt in scores for _ in range(shape.choices_per_prompt)]
         self._usages = [PromptUsage(0, 0)] * len(self._choices)
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the event for one update."""
         choice = self._choices[update.index]
         collect([update], self._choices)
         if update.prompt_logprobs is not None and not update.tokens and update.finish is None:
@@ -118,19 +116,19 @@ class NativeStream:
         return DONE
 
     def failure(self, error: PandoError) -> bytes:
-        """Return what tells of a failure in the middle."""
+        """Return the event for a failure during the stream, and the end mark."""
         return failed_stream(error)
 
 
 def finish_object(choice: WholeChoice) -> dict[str, object]:
-    """Return why a whole choice ended."""
+    """Return the finish reason of a whole choice."""
     if choice.finish_reason == "length":
         return {"type": "length", "length": len(choice.token_ids)}
     return {"type": "stop", "matched": choice.matched_stop}
 
 
 def finish_of(finish: Finish, tokens: int) -> dict[str, object]:
-    """Return why a choice of so many tokens ended."""
+    """Return the finish reason of a choice with `tokens` tokens."""
     if finish.reason is FinishReason.LENGTH:
         return {"type": "length", "length": tokens}
     return {"type": "stop", "matched": matched_stop(finish)}

@@ -31,15 +31,14 @@ MISTRAL_ID_CHARACTERS = 9
 
 @dataclass(slots=True)
 class Message:
-    """What the pieces of an answer add up to."""
+    """The sum of an output's pieces."""
 
     text: str = ""
     reasoning: str = ""
-    # Name and arguments.
+    # Pairs of name and arguments.
     calls: list[list[str]] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Add `pieces`."""
         for piece in pieces:
             match piece:
                 case Text(text):
@@ -56,14 +55,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """A whole answer, and how many tokens of it are reasoning."""
+    """A complete output, and the number of its tokens that are reasoning."""
 
     message: Message
     reasoning_tokens: int
 
     @classmethod
     def of(cls, reading: Reading, choice: WholeChoice) -> ReadAnswer:
-        """Read the answer of `choice`."""
+        """Parse the output of `choice`."""
         parser, message, reasoning_tokens = reading.parser(), Message(), 0
         for text, tokens in zip(choice.text, choice.tokens, strict=True):
             reasoning_tokens += tokens * parser.is_thinking
@@ -73,17 +72,17 @@ class ReadAnswer:
 
 
 def new_call_id(style: ToolStyle | None) -> str:
-    """Return an id for a tool call."""
+    """Return a random id for a tool call."""
     if style is ToolStyle.MISTRAL:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARACTERS))
     return f"call_{secrets.token_hex(12)}"
 
 
 class ParsedChatStream:
-    """Writes chat chunks whose deltas are text, reasoning or parts of calls."""
+    """Renders chat chunks whose deltas are text, reasoning or parts of calls."""
 
     def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, include_usage: bool) -> None:
-        """Prepare the stream of answers that are read by `reading`."""
+        """`reading` has the rules for parsing the outputs."""
         self._reading = reading
         self._logprobs = logprobs
         self._chunks = ChatChunks(head, include_usage=include_usage)
@@ -91,7 +90,6 @@ class ParsedChatStream:
         self._reasoning_tokens = 0
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the chunks for one update."""
         parser = self._parsers.get(update.index)
         if parser is None:
             parser = self._parsers[update.index] = self._reading.parser()
@@ -113,11 +111,11 @@ class ParsedChatStream:
         return events
 
     def ending(self, usage: Usage) -> bytes:
-        """Return what follows the last update."""
+        """Return the chunks after the last update."""
         return self._chunks.ending(usage, self._reasoning_tokens)
 
     def failure(self, error: PandoError) -> bytes:
-        """Return what tells of a failure in the middle."""
+        """Return the event for a failure during the stream, and the end mark."""
         return failed_stream(error)
 
     def _begin(self, index: int, pieces: Sequence[Piece]) -> bytes:
@@ -128,17 +126,16 @@ class ParsedChatStream:
 
 
 class WholeParsedChat:
-    """Writes a chat completion in one piece."""
+    """Renders a chat completion with tool calls and reasoning as one body."""
 
     def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, prompt_top: int | None = None) -> None:
-        """Prepare the body for answers that are read by `reading`; see `WholeChat`."""
+        """`reading` has the rules for parsing the outputs; see `WholeChat` for the rest."""
         self._head = head
         self._reading = reading
         self._logprobs = logprobs
         self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         answers = [ReadAnswer.of(self._reading, choice) for choice in choices]
         pairs = enumerate(zip(choices, answers, strict=True))
         body = {

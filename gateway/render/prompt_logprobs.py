@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, gathered and in the shapes of three APIs."""
+"""Log probabilities of prompts: their collection, and their shapes in three APIs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptScores:
-    """What is known of one prompt; all choices of a prompt share it."""
+    """The log probabilities received for one prompt, shared by all its choices."""
 
-    # The first token told of, which has none.
+    # The first reported token, which has no log probability.
     lead: TokenText | None = None
     entries: list[LogprobText] = field(default_factory=list)
     is_complete: bool = False
 
     def add(self, part: PromptLogprobsText) -> None:
-        """Take in one more part."""
+        """Append a part."""
         self.lead = part.lead or self.lead
         self.entries.extend(part.entries)
         self.is_complete = part.is_last
 
     @property
     def tokens(self) -> list[TokenText]:
-        """All tokens told of."""
+        """All reported tokens."""
         return [*([self.lead] if self.lead else []), *(entry.token for entry in self.entries)]
 
 
 def legacy_object(scores: PromptScores, top: int, echo: str) -> tuple[dict[str, list[object]], int]:
-    """Return them in the shape of completions, for a prompt that is shown as `echo`; and the offset behind it."""
-    # Of characters that several tokens make up, the last one counts.
+    """Return them in the shape of completions, for a prompt echoed as `echo`, and the text offset after it."""
+    # A character that spans several tokens counts for its last token.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     lengths = [len(decoder.decode(token.text)) for token in scores.tokens]
-    # From the end, as the prompt's text may lack special tokens at its beginning.
+    # Counted from the end, because the prompt's text may lack special tokens at its beginning.
     offsets, end = [], len(echo)
     for length in reversed(lengths):
         end = max(end - length, 0)
@@ -56,12 +56,12 @@ def legacy_object(scores: PromptScores, top: int, echo: str) -> tuple[dict[str, 
 
 
 def legacy_top(entry: LogprobText, top: int) -> dict[str, float]:
-    """Return the most likely tokens, and the token itself even where it is not among them."""
+    """Return the most likely tokens, and the token itself even if it is not among them."""
     return {token_string(token): finite_logprob(token) for token in (entry.token, *entry.top[:top])}
 
 
 def by_id(scores: PromptScores, top: int) -> list[object]:
-    """Return them as vLLM does: for each token an object of ids, null for the first."""
+    """Return them in vLLM's shape: for each token an object keyed by id, null for the first."""
     nothing: list[object] = [None] if scores.lead else []
     return nothing + [_ids_object(entry, top) for entry in scores.entries]
 
@@ -79,14 +79,14 @@ def _ids_object(entry: LogprobText, top: int) -> dict[str, object]:
 
 
 def native_triples(scores: PromptScores) -> list[object]:
-    """Return them as SGLang does: log probability, id, text."""
+    """Return them in SGLang's shape: log probability, id, text."""
     tokens = [(None, scores.lead)] if scores.lead else []
     pairs = [*tokens, *((finite_logprob(entry.token), entry.token) for entry in scores.entries)]
     return [[value, token.token_id, token.text.decode("utf-8", "replace")] for value, token in pairs]
 
 
 def native_tops(scores: PromptScores) -> list[object]:
-    """Return the most likely tokens of each position as SGLang does."""
+    """Return the most likely tokens of each position in SGLang's shape."""
     nothing: list[object] = [None] if scores.lead else []
     return nothing + [native_top(entry) for entry in scores.entries]
 
@@ -97,11 +97,11 @@ def native_top(entry: LogprobText) -> list[object]:
 
 
 def native_asked(scores: PromptScores, token_ids: Sequence[int]) -> list[object]:
-    """Return the log probabilities of the ids that were named, as SGLang does."""
+    """Return the log probabilities of `token_ids` at each position in SGLang's shape."""
     nothing: list[object] = [None] if scores.lead else []
     return nothing + [asked_triples(entry, token_ids) for entry in scores.entries]
 
 
 def asked_triples(entry: LogprobText, token_ids: Sequence[int]) -> list[object]:
-    """Return those at one position."""
+    """Return the log probabilities of `token_ids` at one position."""
     return [[max(value, LEAST_LOGPROB), token_id, None] for value, token_id in zip(entry.asked, token_ids, strict=True)]

@@ -1,4 +1,4 @@
-"""Responses, streamed as typed events and whole."""
+"""Responses of /v1/responses, streamed as typed events and whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 @dataclass(slots=True)
 class ResponseDraft:
-    """What is known of a response before its answer: its id and what its request said."""
+    """A response before its output is known: its id and the fields copied from its request."""
 
     id: str
     fields: Json
@@ -36,7 +36,7 @@ class ResponseDraft:
     keep: Callable[[Json], None]
 
     def shape(self, status: str, output: list[Json], **more: object) -> Json:
-        """Return the response as an object."""
+        """Return the response as a JSON object."""
         return {
             "id": self.id,
             "object": "response",
@@ -50,7 +50,7 @@ class ResponseDraft:
         }
 
     def finished(self, reason: str, blocks: Sequence[Block], logprobs: list[LogprobText], counts: Json) -> Json:
-        """Return the response with its answer, and pass it to `keep`."""
+        """Return the response with its output, and pass it to `keep`."""
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
@@ -69,15 +69,14 @@ class ResponseDraft:
 
 
 class WholeResponse:
-    """Writes a response in one piece."""
+    """Renders a response as one body."""
 
     def __init__(self, draft: ResponseDraft, reading: Reading) -> None:
-        """Prepare the body of `draft`, whose answer is read by `reading`."""
+        """`reading` has the rules for parsing the output."""
         self._draft = draft
         self._reading = reading
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
         [choice] = choices
         parser, writer, reasoning_tokens = self._reading.parser(), BlockWriter(), 0
         for text, tokens in zip(choice.text, choice.tokens, strict=True):
@@ -89,10 +88,10 @@ class WholeResponse:
 
 
 class ResponseStream:
-    """Writes a response's events, numbered."""
+    """Renders the numbered events of a response."""
 
     def __init__(self, draft: ResponseDraft, reading: Reading) -> None:
-        """Prepare the stream of `draft`, whose answer is read by `reading`."""
+        """`reading` has the rules for parsing the output."""
         self._draft = draft
         self._parser = reading.parser()
         self._writer = BlockWriter()
@@ -102,7 +101,6 @@ class ResponseStream:
         self._reason = "stop"
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the events for one update."""
         events = self._begin()
         self._reasoning_tokens += update.tokens * self._parser.is_thinking
         self._logprobs += update.logprobs
@@ -114,13 +112,13 @@ class ResponseStream:
         return events + b"".join(map(self._change, changes))
 
     def ending(self, usage: Usage) -> bytes:
-        """Return the last event, which carries the whole response."""
+        """Return the last event, which contains the whole response."""
         counts = usage_counts(usage, self._reasoning_tokens)
         response = self._draft.finished(self._reason, self._writer.blocks, self._logprobs, counts)
         return self._begin() + self._event(f"response.{response['status']}", {"response": response})
 
     def failure(self, error: PandoError) -> bytes:
-        """Return the event of a failure in the middle."""
+        """Return the event for a failure during the stream."""
         output = [item_object(block, "incomplete") for block in self._writer.blocks]
         described = {"code": "server_error", "message": error.message}
         response = self._draft.shape("failed", output, error=described)
@@ -174,7 +172,7 @@ _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL
 
 
 def item_id(block: Block) -> str:
-    """Return the id of a block as an item."""
+    """Return the item id of a block."""
     return f"{_ID_PREFIXES[block.kind]}_{block.key}"
 
 
@@ -199,10 +197,10 @@ def item_object(block: Block, status: str, logprobs: Sequence[Json] = ()) -> Jso
 
 
 def usage_counts(usage: Usage, reasoning_tokens: int) -> Json:
-    """Return token counts as responses name them."""
+    """Return token counts in the shape of this API."""
     return {
         "input_tokens": usage.prompt_tokens,
-        # Nothing is billed for what a prompt leaves in the cache.
+        # Cache writes are not billed.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},

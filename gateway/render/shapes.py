@@ -1,4 +1,4 @@
-"""What the answers of both completion endpoints have in common."""
+"""Common parts of the responses of several endpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 
-# JSON has no infinity; this is what OpenAI's API says for an impossible token.
+# JSON has no infinity; OpenAI's API returns this value for an impossible token.
 LEAST_LOGPROB = -9999.0
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -28,7 +28,7 @@ FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What all parts of one response repeat."""
+    """Fields that all parts of one response repeat."""
 
     id: str
     created: int
@@ -38,55 +38,55 @@ class ResponseHead:
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice as it grows until it is sent in one piece."""
+    """A choice that is collected until the response is sent as one body."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[LogprobText] = field(default_factory=list)
     finish_reason: str = "stop"
     matched_stop: int | str | None = None
-    # As `Finish` has it.
+    # See `Finish`.
     embedding: bytes | None = None
-    # Tokens of each entry of `text`.
+    # Number of tokens of each entry of `text`.
     tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    # All choices of a prompt have the same object.
+    # Shared by all choices of a prompt.
     prompt: PromptScores | None = None
 
 
 class StreamRenderer(Protocol):
-    """Writes the events of one stream."""
+    """Renders the events of one stream."""
 
     def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the events for one update; none if a client would see nothing new."""
+        """Return the events for one update; empty if they would contain nothing new."""
 
     def ending(self, usage: Usage) -> bytes:
-        """Return what follows the last update, the end mark included."""
+        """Return the events after the last update, including the end mark."""
 
     def failure(self, error: PandoError) -> bytes:
-        """Return what tells of a failure in the middle, the end mark included."""
+        """Return the event for a failure during the stream, including the end mark."""
 
 
 class PiecewiseRenderer(Protocol):
-    """Writes a long response piece by piece, none of which takes long."""
+    """Renders a long response in pieces, each of which takes a short time."""
 
     def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
         """Yield the JSON body."""
 
 
 class WholeRenderer(Protocol):
-    """Writes a response in one piece."""
+    """Renders a response as one body."""
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """Return the JSON body."""
 
 
 def failed_stream(error: PandoError) -> bytes:
-    """Return the event for a failure in the middle, and the end mark."""
+    """Return the event for a failure during the stream, and the end mark."""
     return b"data: " + error_event(error) + b"\n\n" + DONE
 
 
 def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> None:
-    """Add `updates` to the choices they belong to."""
+    """Add `updates` to their choices."""
     for update in updates:
         choice = choices[update.index]
         choice.text.append(update.text)
@@ -102,12 +102,12 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
 
 
 def told_values(updates: Iterable[ChoiceUpdate]) -> int:
-    """Return how many log probabilities of generated tokens `updates` bring."""
+    """Return the number of log probabilities of generated tokens in `updates`."""
     return sum(1 + len(entry.top) + len(entry.asked) for update in updates for entry in update.logprobs)
 
 
 def matched_stop(finish: Finish) -> int | str | None:
-    """Return the stop token or text that ended a choice; None if the model ended it by itself."""
+    """Return the stop token or text that ended a choice; None if the model ended it."""
     return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id
 
 
@@ -123,7 +123,7 @@ def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, object]:
 
 
 def token_string(token: TokenText) -> str:
-    r"""Return the token as text; bytes that are only a part of a character as `bytes:\xe2\x80`."""
+    r"""Return the token as text; bytes that are only part of a character become `bytes:\xe2\x80`."""
     try:
         return token.text.decode("utf-8")
     except UnicodeDecodeError:
@@ -131,5 +131,5 @@ def token_string(token: TokenText) -> str:
 
 
 def finite_logprob(token: TokenText) -> float:
-    """Return the log probability as JSON can carry it."""
+    """Return the log probability, limited to values that JSON can represent."""
     return max(token.logprob, LEAST_LOGPROB)

@@ -1,4 +1,4 @@
-"""The body of /v1/messages, and the chat that it stands for."""
+"""The body of /v1/messages, and its conversion into a chat completion request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class TurnBody(Schema):
-    """One message."""
+    """One message of the conversation."""
 
     role: str
     content: str | list[Json]
 
 
 class MetadataBody(Schema):
-    """`metadata`."""
+    """The object `metadata`."""
 
     user_id: str | None = None
 
@@ -52,10 +52,10 @@ class MessagesBody(Schema):
         return (("metadata.user_id", self.metadata.user_id if self.metadata else None),)
 
     def to_chat(self) -> ChatCompletionBody:
-        """Return the chat completion request that means the same.
+        """Return the equivalent chat completion request.
 
         Raises:
-            InvalidRequestError: a value is out of range, or cannot be honoured.
+            InvalidRequestError: a value is out of range or not supported.
         """
         messages: list[Json] = []
         if self.system:
@@ -88,7 +88,7 @@ def _messages(turn: TurnBody, where: str) -> list[Json]:
 
 
 def _results(blocks: list[Json], where: str) -> list[Json]:
-    """Return what a user's blocks say: results of tools first, each as a message, then words."""
+    """Convert a user's blocks: first one message per tool result, then one with all texts."""
     results = [
         {
             "role": "tool",

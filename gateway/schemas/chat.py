@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES = 10_000
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# What templates call the switch that turns reasoning off.
+# Template variables that turn reasoning off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
 def _joined_parts(value: object) -> object:
-    """Return content as one text; parts are joined by line breaks."""
+    """Return content as one text, joining parts by line breaks."""
     if not isinstance(value, list):
         if value is None or isinstance(value, str):
             return value
@@ -71,36 +71,36 @@ class Message(Schema):
     def to_message(self) -> ChatMessage:
         """Return the message for the chat template."""
         calls = to_json(self.tool_calls, "messages") if self.tool_calls else None
-        # Only beside calls is null a content; alone it would reach templates that print it.
+        # Null content is kept only beside calls; otherwise some templates would print it.
         content = self.content if self.content is not None or calls else ""
         return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content)
 
 
 class Conversation(Schema):
-    """What makes a chat prompt."""
+    """The fields of a chat prompt."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Tools = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # Any: whatever the model's template reads
+    chat_template_kwargs: dict[str, Any] | None = None  # Any: variables of the model's template
 
     reasoning_effort: Effort | None = None
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
-        """The tools that may be called."""
+        """The tools that the model may call."""
         is_forbidden = self.tool_choice is not None and self.tool_choice.mode == "none"
         return [] if is_forbidden else self.tools or []
 
     @property
     def opens_answer(self) -> bool:
-        """Whether the prompt ends with the opened turn of the assistant."""
+        """Whether the prompt ends with the start of a new assistant turn."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def to_prompt(self, assistant_prefix: str = "") -> ChatPrompt:
-        """Return the conversation for the chat template; the answer shall begin with `assistant_prefix`.
+        """Return the conversation for the chat template; the output begins with `assistant_prefix`.
 
         Raises:
             InvalidRequestError: the flags contradict each other, or some JSON is nested too deeply.
@@ -139,10 +139,10 @@ class ChatCompletionBody(GenerationFields, Conversation):
         return self
 
     def reading(self, card: ModelInfo) -> Reading:
-        """Return how the answers of the model are read.
+        """Return the rules for parsing the model's output.
 
         Raises:
-            InvalidRequestError: tools are asked for that cannot be called.
+            InvalidRequestError: the requested tools cannot be called.
         """
         variables = self.chat_template_kwargs or {}
         is_off = any(variables.get(name) is False for name in THINKING_VARIABLES)
@@ -153,10 +153,10 @@ class ChatCompletionBody(GenerationFields, Conversation):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of a choice; None: up to the end of the context."""
+        """Maximum tokens of a choice; None: up to the end of the context."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives to report beside each token's own log probability; None: nothing."""
+        """Number of alternatives to report with each token's log probability; None: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None

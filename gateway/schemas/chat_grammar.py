@@ -1,4 +1,4 @@
-"""What an answer of a chat has to conform to: its own format, the schemas of tools, and reasoning before both."""
+"""The grammar of a chat's output: its response format, the schemas of tools, and the reasoning before both."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from gateway.parsing.call_formats import Format
     from gateway.schemas.chat import ChatCompletionBody
 
-# Of tools without a schema, or whose schema cannot be enforced and need not be.
+# For tools without a schema, and for non-strict tools whose schema cannot be enforced.
 ANY_OBJECT = {"type": "object"}
 
 
 def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
-    """Return the grammar of the whole answer, behind what the prompt begins of it.
+    """Return the grammar of the output, after the part that the prompt contains.
 
-    Calls that have to be made have arguments of their tool's schema; those that may be made, if a tool is strict.
+    The arguments of calls follow their tool's schema if calls are required or any tool is strict.
 
     Raises:
         InvalidRequestError: a strict tool's schema cannot be enforced.

@@ -13,14 +13,14 @@ from common.requests import TokenPrompt
 from gateway.schemas.generation import INT32_MAX, MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
-# Choices of one response, over all its prompts.
+# Choices of one response, summed over all its prompts.
 MAX_TOTAL_CHOICES = 1024
 
 EXPECTED = "should be a text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
 def parse_prompts(value: object) -> object:
-    """Return any of the four forms of a prompt as a list of texts and token prompts."""
+    """Convert each of the four forms of a prompt to a list of texts and token prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -36,7 +36,7 @@ def parse_prompts(value: object) -> object:
 
 
 def _token_prompt(ids: list[object]) -> TokenPrompt:
-    # As a whole, because a prompt may have 100,000 ids; `bool` is no id, hence no isinstance.
+    # Checked as a whole, because a prompt may have 100,000 ids; compares types, because isinstance accepts `bool`.
     if not ids or set(map(type, ids)) != {int}:
         raise PydanticCustomError("prompt_type", EXPECTED)
     prompt = TokenPrompt(tuple(ids))  # type: ignore[arg-type]  # all are int
@@ -72,33 +72,33 @@ class CompletionBody(GenerationFields):
 
     @property
     def returned(self) -> int:
-        """How many continuations of each prompt are returned."""
+        """Number of completions returned for each prompt."""
         return self.n or 1
 
     @property
     def choices(self) -> int:
-        """How many continuations of each prompt are generated."""
+        """Number of completions generated for each prompt."""
         return max(self.returned, self.best_of or 1)
 
     @property
     def is_contest(self) -> bool:
-        """Whether more are generated than returned."""
+        """Whether more completions are generated than returned."""
         return self.choices > self.returned
 
     @property
     def token_limit(self) -> int:
-        """Most tokens of a choice."""
+        """Maximum tokens of a choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
-        """Which log probabilities of the prompts are asked for."""
+        """The requested log probabilities of prompts; None: none."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         top = max((count for count in wanted if count is not None), default=None)
         return None if top is None else PromptLogprobs(0, top)
 
     @property
     def logprobs_wanted(self) -> int | None:
-        """How many alternatives to report beside each token's own log probability; None: nothing."""
-        # The best ones are told by their log probabilities.
+        """Number of alternatives to report with each token's log probability; None: no log probabilities."""
+        # The best completions are selected by their log probabilities.
         return self.logprobs if self.logprobs is not None or not self.is_contest else 0

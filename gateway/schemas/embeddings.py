@@ -15,12 +15,12 @@ from gateway.schemas.completions import parse_prompts
 from gateway.schemas.generation import INT32_MAX
 from gateway.schemas.parse import Schema
 
-# Texts of one request; as OpenAI's.
+# Maximum texts of one request, as in OpenAI's API.
 MAX_INPUTS = 2048
 
 
 def _texts(value: object) -> object:
-    """Return a text as a list of one."""
+    """Convert a single text to a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -46,7 +46,7 @@ Documents = Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_IN
 
 
 class EmbeddingFields(Schema):
-    """What all three accept; null means the default everywhere."""
+    """The common fields of all three bodies; null always means the default."""
 
     model: str | None = None
     pooling: Pooling | None = Field(None, strict=False)
@@ -61,24 +61,24 @@ class EmbeddingFields(Schema):
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, the first one that is set counts."""
+        """The fields that may name a user, in order of precedence."""
         return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
 
     @property
     def routing_key(self) -> str | None:
-        """Requests of one view with equal keys are served by the same scheduler group.
+        """Requests of one view with equal keys go to the same scheduler group.
 
         Raises:
-            InvalidRequestError: it cannot be a name.
+            InvalidRequestError: it is not a valid name.
         """
         return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
 
     @property
     def session(self) -> str | None:
-        """The conversation that the request belongs to, if it names one.
+        """The conversation of the request; None if it has none.
 
         Raises:
-            InvalidRequestError: it cannot be a name.
+            InvalidRequestError: it is not a valid name.
         """
         return check_name("session_id", self.session_id) if self.session_id else None
 
@@ -99,7 +99,7 @@ class EmbeddingBody(EmbeddingFields):
 
 
 class ScoreBody(EmbeddingFields):
-    """A request for similarities: of one text to each of others, or of pairs."""
+    """A request for similarities: of one text with each of several, or of pairs."""
 
     text_1: Texts
     text_2: Texts
@@ -117,7 +117,7 @@ class ScoreBody(EmbeddingFields):
 
 
 class RerankBody(EmbeddingFields):
-    """A request for documents in the order of their similarity to a query."""
+    """A request to order documents by their similarity to a query."""
 
     query: str
     documents: Documents
@@ -126,7 +126,7 @@ class RerankBody(EmbeddingFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _texts_only(cls, body: Any) -> Any:  # Any: whatever the client sent
+    def _texts_only(cls, body: Any) -> Any:  # Any: the client's JSON
         if isinstance(body, dict) and isinstance(body.get("query"), dict):
             raise InvalidRequestError("'query' should be a text: others are not supported.", param="query")
         return body

@@ -1,4 +1,4 @@
-"""Fields that chat and text completions share, and what they mean for the ring."""
+"""The common fields of chat and text completions, and their conversion to parameters of the pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 INT32_MAX = 2**31 - 1
 MAX_ID_DIGITS = 10
-# Below it single precision knows no value, and a mass of 0 means "unset" on the wire; either way one token remains.
+# Smaller masses are not distinguishable in single precision, and 0 means "unset" on the wire; as with any smaller mass,
+# one token remains.
 LEAST_TOP_P = 1e-6
 
 
@@ -66,13 +67,13 @@ Biases = Annotated[dict[str, Bias] | None, Field(max_length=MAX_BIASES), AfterVa
 
 
 class StreamOptions(Schema):
-    """How a stream looks."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
 class GenerationFields(StructureFields):
-    """What both completion endpoints accept; null means the default everywhere."""
+    """The common fields of both completion endpoints; null always means the default."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -125,12 +126,12 @@ class GenerationFields(StructureFields):
 
     @property
     def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
-        """Which log probabilities of the prompt are asked for."""
+        """The requested log probabilities of the prompt; None: none."""
         return None if self.prompt_logprobs is None else PromptLogprobs(0, self.prompt_logprobs)
 
     @property
     def choices(self) -> int:
-        """How many continuations of each prompt."""
+        """Number of completions of each prompt."""
         return self.n or 1
 
     @property
@@ -140,29 +141,31 @@ class GenerationFields(StructureFields):
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, the first one that is set counts."""
+        """The fields that may name a user, in order of precedence."""
         return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
 
     @property
     def routing_key(self) -> str | None:
-        """Requests of one view with equal keys are served by the same scheduler group.
+        """Requests of one view with equal keys go to the same scheduler group.
 
         Raises:
-            InvalidRequestError: it cannot be a name.
+            InvalidRequestError: it is not a valid name.
         """
         return check_name("prompt_cache_key", self.prompt_cache_key) if self.prompt_cache_key else None
 
     @property
     def session(self) -> str | None:
-        """The conversation that the request belongs to, if it names one.
+        """The conversation of the request; None if it has none.
 
         Raises:
-            InvalidRequestError: it cannot be a name.
+            InvalidRequestError: it is not a valid name.
         """
         return check_name("session_id", self.session_id) if self.session_id else None
 
     def sampling(self, top_logprobs: int | None) -> SamplingParams:
-        """Return how tokens are drawn; a seed is drawn here if none is given, so that a resumed request repeats.
+        """Return the sampling parameters.
+
+        Without a seed, one is drawn here, so that a resumed request repeats its tokens.
 
         Raises:
             InvalidRequestError: another field contradicts the grammar.
@@ -184,10 +187,10 @@ class GenerationFields(StructureFields):
         )
 
     def stop_conditions(self, max_tokens: int | None) -> StopConditions:
-        """Return when a choice ends.
+        """Return the conditions that end a choice.
 
         Raises:
-            InvalidRequestError: it would have to be longer than it may be.
+            InvalidRequestError: `min_tokens` is greater than `max_tokens`.
         """
         min_tokens = self.min_tokens or 0
         if max_tokens is not None and min_tokens > max_tokens:

@@ -1,4 +1,4 @@
-"""The bodies of /generate and its companions, as SGLang's clients send them."""
+"""The bodies of /generate and /abort_request, compatible with SGLang's clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class NativeSampling(Schema):
-    """`sampling_params`."""
+    """The object `sampling_params`."""
 
     max_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     min_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
@@ -62,7 +62,7 @@ def _texts(value: object) -> object:
 
 
 class GenerateBody(Schema):
-    """A text to continue, or several."""
+    """A request to complete one or several prompts."""
 
     text: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_texts)] = None
     input_ids: Annotated[list[TokenPrompt] | None, BeforeValidator(_ids)] = Field(None, strict=False)
@@ -92,10 +92,10 @@ class GenerateBody(Schema):
 
     @property
     def session(self) -> str | None:
-        """The conversation that the request belongs to, if it names one.
+        """The conversation of the request; None if it has none.
 
         Raises:
-            InvalidRequestError: it cannot be a name.
+            InvalidRequestError: it is not a valid name.
         """
         if self.session_params is not None:
             return check_name("session_params.id", self.session_params.id)
@@ -103,23 +103,23 @@ class GenerateBody(Schema):
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, the first one that is set counts."""
+        """The fields that may name a user, in order of precedence."""
         return (("user_id", self.user_id), ("user", self.user))
 
     @property
     def logprob_token_ids(self) -> tuple[int, ...]:
-        """Ids whose log probabilities are asked for, at every token."""
+        """Token ids whose log probabilities are requested at every position."""
         return tuple(self.token_ids_logprob or ()) if self.return_logprob else ()
 
     @property
     def prompt_logprobs_wanted(self) -> PromptLogprobs | None:
-        """Which log probabilities of the prompts are asked for."""
+        """The requested log probabilities of prompts; None: none."""
         if not self.return_logprob or self.logprob_start_len in (None, -1):
             return None
         return PromptLogprobs(self.logprob_start_len, self.top_logprobs_num or 0, self.logprob_token_ids)
 
     def to_completion(self, model: str) -> CompletionBody:
-        """Return the completion request that means the same.
+        """Return the equivalent completion request.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -143,7 +143,7 @@ class GenerateBody(Schema):
 
 
 class AbortBody(Schema):
-    """Which request to abort, by its exact id."""
+    """The exact id of the request to abort, or all."""
 
     rid: str | None = None
     abort_all: bool | None = None

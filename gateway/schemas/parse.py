@@ -1,4 +1,4 @@
-"""From a JSON object to a schema, or to an error that says which field is wrong and what would be right."""
+"""Validation of JSON bodies; errors name the wrong field and the expected value."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 SchemaT = TypeVar("SchemaT", bound="Schema")
 
 MAX_PREVIEW_CHARACTERS = 80
-# Of pydantic's error types these concern the type of a value, the others its content.
+# Suffixes of pydantic's error types that concern a value's type; other errors concern its content.
 TYPE_ERRORS = ("_type", "_parsing")
-# pydantic names our classes here.
+# Error types whose messages would show the names of our classes.
 OBJECT_ERRORS = ("model_type", "dict_type")
 
 
 class Schema(BaseModel):
-    """Base of request bodies: types are not converted, and unknown fields are ignored, as clients send many."""
+    """Base of request bodies: types are not converted, and unknown fields are ignored, because clients send many."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 def parse(schema: type[SchemaT], body: Mapping[str, object]) -> SchemaT:
-    """Return `body` as a `schema`.
+    """Validate `body` as `schema`.
 
     Raises:
         InvalidRequestError: a field is missing, or has a wrong type or value.
@@ -42,7 +42,7 @@ def parse(schema: type[SchemaT], body: Mapping[str, object]) -> SchemaT:
 
 
 def explain(detail: ErrorDetails) -> InvalidRequestError:
-    """Return one validation error in words."""
+    """Convert a validation error of pydantic to an error for the client."""
     param = path(detail["loc"])
     if detail["type"] == "missing":
         return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
@@ -54,7 +54,7 @@ def explain(detail: ErrorDetails) -> InvalidRequestError:
 
 
 def path(location: Sequence[int | str]) -> str:
-    """Return a location as clients write it: `messages[0].content`."""
+    """Return a location in the notation of clients: `messages[0].content`."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -62,16 +62,16 @@ def path(location: Sequence[int | str]) -> str:
 
 
 def preview(value: object) -> str:
-    """Return the start of a value as JSON."""
+    """Return a value as JSON, cut to MAX_PREVIEW_CHARACTERS."""
     try:
         text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # nested deeper than it can write, or no JSON value
+    except TypeError:  # nested too deeply for orjson, or not a JSON value
         text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_PREVIEW_CHARACTERS else f"{text[:MAX_PREVIEW_CHARACTERS]}…"
 
 
 def to_json(value: object, param: str) -> str:
-    """Return a part of the body as JSON again.
+    """Return a part of the body as JSON text.
 
     Raises:
         InvalidRequestError: it is nested too deeply.

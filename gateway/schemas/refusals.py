@@ -1,4 +1,4 @@
-"""Fields that would change the answer and cannot be honoured (yet): refused by name, instead of silently ignored."""
+"""Fields that would change the output and are not supported: refused by name instead of silently ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A field that is fine only with values that change nothing."""
+    """A field that is accepted only with values that have no effect."""
 
     field: str
     is_harmless: Callable[[object], bool]
@@ -21,7 +21,7 @@ class Refusal:
 
 
 def check(body: Mapping[str, object], refusals: Iterable[Refusal]) -> None:
-    """Raise InvalidRequestError for the first field that asks for something we cannot do."""
+    """Raise InvalidRequestError for the first field with an unsupported value."""
     for refusal in refusals:
         value = body.get(refusal.field)
         if value is not None and not refusal.is_harmless(value):
@@ -46,7 +46,7 @@ def _is_text_modality(value: object) -> bool:
 
 
 LEAVE_OUT = "leave it out"
-# What SGLang and vLLM can return beside an answer.
+# Additional data that SGLang and vLLM can return.
 RETURNED = (
     "return_cached_tokens_details",
     "return_meta_info",

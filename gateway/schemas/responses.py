@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat that it stands for."""
+"""The body of /v1/responses, and its conversion into a chat completion request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_METADATA_CHARACTERS = 512
 
 
 def _input(value: object) -> object:
-    """Return the input as a list of items."""
+    """Convert the input to a list of items."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -50,14 +50,14 @@ Input: TypeAlias = Annotated[
 
 
 class TextOptions(Schema):
-    """`text`: what form it has."""
+    """The object `text`: options of the output text."""
 
     format: Json | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Schema):
-    """`reasoning`."""
+    """The object `reasoning`."""
 
     effort: Effort | None = None
     summary: str | None = None
@@ -93,14 +93,14 @@ class ResponseBody(Schema):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text shall come with its log probabilities."""
+        """Whether log probabilities of the text are requested."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def new_messages(self) -> list[Json]:
         """Return the input as messages of a chat.
 
         Raises:
-            InvalidRequestError: an item cannot be a part of a chat.
+            InvalidRequestError: an item cannot be converted.
         """
         return to_messages(self.input)
 
@@ -108,7 +108,7 @@ class ResponseBody(Schema):
         """Return the chat completion request that continues `messages`.
 
         Raises:
-            InvalidRequestError: a value is out of range, or cannot be honoured.
+            InvalidRequestError: a value is out of range or not supported.
         """
         head = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "stream", "parallel_tool_calls", "priority", "cache_mode")
@@ -140,7 +140,7 @@ class ResponseBody(Schema):
 def to_messages(items: list[Json]) -> list[Json]:
     """Return items of a response's input or output as messages of a chat.
 
-    What one assistant's turn consists of (reasoning, text, calls) becomes one message.
+    The parts of one assistant turn (reasoning, text, calls) become one message.
 
     Raises:
         InvalidRequestError: an item is of an unknown kind, or malformed.
@@ -201,7 +201,7 @@ def _output(item: Json, where: str) -> object:
 
 
 def _response_format(format_: Json | None) -> Json | None:
-    """Return what a chat calls the format of the text."""
+    """Convert the format of the text to `response_format` of a chat."""
     if format_ is None or format_.get("type") != "json_schema":
         return format_
     named = {name: format_[name] for name in ("name", "description", "schema", "strict") if name in format_}

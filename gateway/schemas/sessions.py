@@ -1,4 +1,4 @@
-"""Bodies of /open_session and /close_session, and how a request continues a session, as SGLang's clients send them."""
+"""Bodies of /open_session and /close_session, and `session_params`, compatible with SGLang's clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.schemas.parse import Schema
 
 
 class UserFields(Schema):
-    """Who asks, and of which model."""
+    """The model, and the fields that name a user."""
 
     model: str | None = None
     user_id: str | None = None
@@ -19,12 +19,12 @@ class UserFields(Schema):
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
-        """The fields that may name a user, the first one that is set counts."""
+        """The fields that may name a user, in order of precedence."""
         return (("user_id", self.user_id), ("user", self.user))
 
 
 class OpenSessionBody(UserFields):
-    """A session to open; its capacity is counted in tokens here, of which texts have fewer than characters."""
+    """A session to open; the capacity counts tokens here, of which a text has no more than characters."""
 
     capacity_of_str_len: int | None = Field(None, ge=1, le=INT32_MAX)
     session_id: str | None = None
@@ -38,7 +38,7 @@ class CloseSessionBody(UserFields):
 
 
 class SessionParams(Schema):
-    """`session_params`: the session that a request is a turn of, and the earlier turn that it continues."""
+    """The object `session_params`: the session of a request, and the earlier turn that it continues."""
 
     id: str
     rid: str | None = None
@@ -47,7 +47,7 @@ class SessionParams(Schema):
     drop_previous_output: bool | None = None
 
     def turn(self, name: str) -> SessionTurn:
-        """Return how the turn called `name` continues the session."""
+        """Return the turn called `name`, which continues the session."""
         return SessionTurn(
             name=name,
             after=self.rid or None,

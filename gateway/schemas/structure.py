@@ -1,4 +1,4 @@
-"""Fields that bind an output to a form, as clients of OpenAI, SGLang and vLLM name them, and the grammar they mean."""
+"""Fields of OpenAI's, SGLang's and vLLM's APIs that constrain an output's form, and their conversion to a grammar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Json: TypeAlias = Any  # Any: free JSON
 MAX_CHOICES = 1000
 MAX_CHOICE_CHARACTERS = 4096
 ANY_OBJECT = '{"type":"object"}'
-# vLLM's names inside `structured_outputs`, and what they mean at the top level.
+# vLLM's names inside `structured_outputs`, and the equivalent top-level fields.
 STRUCTURED = {
     "json": "guided_json",
     "regex": "guided_regex",
@@ -30,12 +30,13 @@ STRUCTURED = {
     "grammar": "guided_grammar",
     "structural_tag": "structural_tag",
 }
-# Inside `structured_outputs`: white space is always written one way, and properties are only those of the schema.
+# Accepted inside `structured_outputs`, because white space is always fixed, and only the schema's properties are
+# allowed.
 HARMLESS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 
 class StructureFields(Schema):
-    """At most one of them may be set."""
+    """The fields that constrain the output; at most one may be set."""
 
     response_format: dict[str, Json] | None = None
     structured_outputs: dict[str, Json] | None = None
@@ -55,10 +56,10 @@ class StructureFields(Schema):
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """What the output has to conform to.
+        """The grammar of the output; None: free text.
 
         Raises:
-            InvalidRequestError: a field is malformed or too large, or there are several.
+            InvalidRequestError: a field is malformed or too large, or several are set.
         """
         found = [
             grammar
@@ -73,7 +74,7 @@ class StructureFields(Schema):
 
 
 def refuse_beside(grammar: Grammar | None, **others: object) -> None:
-    """Refuse what may contradict a grammar in the midst of an output, where nobody could tell it from a whole one.
+    """Refuse fields that may end a constrained output early, which clients could not distinguish from a complete one.
 
     Raises:
         InvalidRequestError: one of `others` is set.
@@ -132,7 +133,7 @@ def _structural_tag(value: Json, param: str) -> Grammar:
 
 
 def _from_structures(tag: dict[str, Json], param: str) -> dict[str, Json]:
-    """Return what older clients write, with begin, schema and end of each structure, in today's form."""
+    """Convert the form of older clients (begin, schema and end of each structure) to the current one."""
     structures, triggers = tag["structures"], tag.get("triggers")
     is_well_formed = isinstance(structures, list) and all(
         isinstance(one, dict) and isinstance(one.get("begin"), str) and isinstance(one.get("end"), str)
@@ -170,12 +171,12 @@ def _ebnf(value: str, param: str) -> Grammar:
 
 
 def _choices(value: list[str], param: str) -> Grammar:
-    # Of `structured_outputs` nobody has checked the types.
+    # Types inside `structured_outputs` are not validated before.
     items: list[object] = list(value)
     if not all(isinstance(item, str) and 0 < len(item) <= MAX_CHOICE_CHARACTERS for item in items):
         message = f"'{param}' should be a list of texts with 1 to {MAX_CHOICE_CHARACTERS} characters."
         raise InvalidRequestError(message, param=param)
-    # The notation's strings are JSON's, but for characters beyond the basic plane, which are written as they are.
+    # The notation's strings are those of JSON, except that characters beyond the basic plane are not escaped.
     choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
     return checked_grammar(GrammarKind.EBNF, f"root ::= {choices}", param)
 
@@ -198,7 +199,7 @@ def _structured_outputs(value: dict[str, Json], param: str) -> Grammar | None:
 
 
 def _read_typed(field: str, value: Json, param: str) -> Grammar | None:
-    """Read what stands in the place of a field, whose type nobody has checked."""
+    """Parse a value inside `structured_outputs` like the top-level field `field`, after checking its type."""
     expected = {"guided_regex": str, "guided_grammar": str, "guided_choice": list}.get(field)
     if expected is not None and not isinstance(value, expected):
         raise InvalidRequestError(f"'{param}' has the wrong type.", param=param)
@@ -231,10 +232,10 @@ def _parsed(value: Json, param: str) -> Json:
 
 
 def checked_grammar(kind: GrammarKind, text: str, param: str) -> Grammar:
-    """Return a grammar.
+    """Return a grammar after checking its text.
 
     Raises:
-        InvalidRequestError: it is too long, or no text.
+        InvalidRequestError: it is too long, or has surrogates or NUL characters.
     """
     try:
         size = len(text.encode())

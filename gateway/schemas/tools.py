@@ -1,4 +1,4 @@
-"""Tools, which of them may be called, and how answers with calls are read."""
+"""Tools, the choice between them, and the rules for parsing outputs with calls."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ Choice: TypeAlias = Annotated[InstanceOf[ToolChoice] | None, BeforeValidator(_ch
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON schemas
-    """Return the names of `tools`."""
+    """Return the names of `tools`, in their order."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def reading_of(card: ModelInfo, *, thinks: bool, opens_thought: bool) -> Reading:
-    """Return how answers of the model are read, tools aside.
+    """Return the rules for parsing the model's output without tools.
 
-    `thinks` is false if the client wants reasoning left in the text, `opens_thought` if the prompt opens no block
-    though the model's template can.
+    `thinks` is False if the client wants reasoning left in the text. `opens_thought` is False if this prompt does not
+    open a reasoning block although the model's template can.
     """
     has_reasoning = card.has_reasoning and thinks
     return Reading(
@@ -97,13 +97,13 @@ def reading_of(card: ModelInfo, *, thinks: bool, opens_thought: bool) -> Reading
 def with_tools(
     reading: Reading, card: ModelInfo, names: Sequence[str], choice: ToolChoice | None, *, in_parallel: bool
 ) -> Reading:
-    """Return how answers are read that may call the tools `names`.
+    """Return the rules for parsing outputs that may call the tools `names`.
 
-    A call that has to be made is begun in the prompt, so that the model can only go on with it; its arguments are what
-    the model makes of them.
+    The beginning of a required call is put into the prompt, so that the model can only continue it; its arguments are
+    generated.
 
     Raises:
-        InvalidRequestError: the model knows no tools, or the chosen one is not among them.
+        InvalidRequestError: the model does not support tools, or the chosen one is not among them.
     """
     wanted = choice or ToolChoice("auto")
     if wanted.mode == "required" and not names:
