@@ -99,8 +99,8 @@ class Generations:
     def abort(self, request_id: str | None, owner: Callable[[View], bool]) -> int:
         """Abort the requests that `owner` accepts and that are called exactly `request_id` (None: any name).
 
-        The suffix of a request id that starts at its last dot makes it unique and is not part of its name.
-        Returns the number of aborted requests.
+        The suffix of a request id that starts at its last dot makes it unique and is not part of its name. Returns the
+        number of aborted requests.
         """
         found = [
             generation

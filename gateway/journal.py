@@ -134,8 +134,7 @@ class ChoiceRecord:
         """Return the request that continues this choice alone, after the last token received.
 
         Its `stop` is unchanged: limits count from the first generated token, including those in `resume`. `elapsed_ms`
-        of
-        its time limit have passed.
+        of its time limit have passed.
         """
         request = self.request
         sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))

@@ -17,8 +17,8 @@ class ResumePolicy:
     """Limits on resubmission while parts of the pipeline are unavailable.
 
     A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
-    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that
-    a request that crashes its worker does not do so forever.
+    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that a
+    request that crashes its worker does not do so forever.
     """
 
     attempts: int = 5

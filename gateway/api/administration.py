@@ -34,8 +34,7 @@ def create_router(context: Context) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Return all metrics in the Prometheus text format. At low traffic they reveal token counts of single
-        requests."""
+        """Return all metrics in the Prometheus text format; at low traffic they reveal a request's token counts."""
         await context.admin(request)
         return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
 

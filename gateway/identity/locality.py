@@ -72,8 +72,7 @@ class Locality:
         """Return whether a person at this machine sent this request, over a direct connection to a loopback address.
 
         The Host must be `localhost` or a loopback address. A name in `allowed_hosts` is not sufficient: a proxy that
-        adds
-        no header of its own can only be recognised by the name that it forwards.
+        adds no header of its own can only be recognised by the name that it forwards.
         """
         return (
             is_loopback(peer)
@@ -91,9 +90,8 @@ class Locality:
         """Refuse a request whose Host is not a name of this server, as after DNS rebinding.
 
         Checks requests over loopback only, unless `all_are_local`: requests from elsewhere then count as the local
-        person's,
-        too. IP addresses are accepted, since they cannot be rebound. Trusted proxies are not checked: they have their
-        own names.
+        person's, too. IP addresses are accepted, since they cannot be rebound. Trusted proxies are not checked: they
+        have their own names.
 
         Raises:
             PermissionDeniedError: the name is not allowed.

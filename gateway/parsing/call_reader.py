@@ -21,8 +21,7 @@ class CallReader:
     """Parses `{"name": …, "arguments": …}`, or only the arguments if `name` is given.
 
     A call is reported as soon as its name is complete and belongs to a tool. Until then its text is kept in `raw`, so
-    that
-    it can be shown as text if it turns out not to be a call.
+    that it can be shown as text if it turns out not to be a call.
     """
 
     def __init__(self, index: int, tools: AbstractSet[str], name: str | None = None) -> None:

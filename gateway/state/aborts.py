@@ -71,9 +71,8 @@ class SharedAborts:
     """Implements `Aborts` for several gateways.
 
     Messages name the caller. Signed ones are trusted, including the claim that the caller is an administrator. Without
-    a
-    secret for signatures, a message aborts requests of the named subject only, by exact id, and administrators abort
-    requests at the receiving gateway only.
+    a secret for signatures, a message aborts requests of the named subject only, by exact id, and administrators abort
+    requests only at the gateway that they call.
     """
 
     def __init__(self, state: StateServer, generations: Generations, signatures: Signatures) -> None:

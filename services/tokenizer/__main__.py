@@ -48,9 +48,9 @@ HEALTH_INTERVAL_S = 0.25
 
 
 def main() -> None:
-    """Read the settings and serve until a signal comes."""
+    """Read the settings and serve until the process receives a termination signal."""
     settings = load_settings("python -m services.tokenizer", "Chat templates, text to token ids, request validation.")
-    # The tokenizers library would encode the texts of all calls in one pool of its own, which knows no tenants.
+    # The library's own thread pool would mix the texts of all calls without regard to tenants.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     MODEL_INFO.labels(settings.model.name).set(1)
     run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer)
@@ -60,7 +60,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Run the tokenizer until `stopping` is set.
 
     Raises:
-        ConfigurationError: the settings cannot work.
+        ConfigurationError: the settings are inconsistent.
     """
     security = read_security(settings.rpc)
     server = RpcServer(NAME, settings.tokenizer.address, security, also=(SESSIONS,))
@@ -86,7 +86,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 def build(
     settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor
 ) -> tuple[Relay, TokenizerService]:
-    """Make the objects of a service that sends requests to `scheduler`."""
+    """Build the objects of a service that sends requests to `scheduler`."""
     limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
@@ -98,7 +98,7 @@ def build(
 
 @contextlib.asynccontextmanager
 async def open_schedulers(settings: TokenizerSettings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
-    """Connect to the scheduler groups that the settings name, or to the only scheduler."""
+    """Connect to the scheduler groups in the settings, or to the single scheduler."""
     if settings.schedulers:
         policy = make_policy(settings.routing, settings.routing_load_factor)
 
@@ -112,7 +112,7 @@ async def open_schedulers(settings: TokenizerSettings, security: Security) -> As
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:
-    """Say that a request would be served while a scheduler says so."""
+    """Report SERVING as long as a scheduler would serve requests."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             serving = await can_serve()

@@ -1,6 +1,6 @@
 """Renders conversations with a model's chat templates, by the conventions of `transformers`.
 
-Templates are code from a model's files: they run in jinja's immutable sandbox and see nothing but JSON values.
+Templates are code from a model's files: they run in jinja's immutable sandbox and have access to JSON values only.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Json: TypeAlias = Any
 RENDER_LIMIT_S: Final = 5.0
 MAX_RENDERED_CHARACTERS: Final = 64 * 1024 * 1024
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-# Put behind a message that is to be continued, to find its end in the rendered text; whether the blank comes through
-# shows whether the template trims messages.
+# Appended to a message that is to be continued, to find its end in the rendered text. If the trailing blank is missing
+# there, the template trims messages.
 _MARK: Final = "\ue000pando:continue\ue000 "
-# What a template, which is code, may raise on input that its author had not thought of.
+# Errors that a template may raise on input that its author did not expect.
 _TEMPLATE_FAILURES: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 
 
 class ChatTemplates:
-    """The chat templates of one model, compiled."""
+    """The chat templates of one model, compiled on first use."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class ChatTemplates:
         now: Callable[[], datetime] = datetime.now,
         limit_s: float = RENDER_LIMIT_S,
     ) -> None:
-        """Compile `sources`, by name; a template that doesn't compile fails when it is asked for.
+        """Prepare `sources` by name; a template with syntax errors fails when it is used.
 
-        Rendering is given up after `limit_s`: some templates take quadratic time.
+        Rendering is aborted after `limit_s` seconds: some templates take quadratic time.
         """
         self._budget = RenderingBudget(limit_s, MAX_RENDERED_CHARACTERS)
         self._environment = _environment(now, self._budget)
@@ -60,14 +60,14 @@ class ChatTemplates:
         self._compiled: dict[str, jinja2.Template] = {}
 
     def __bool__(self) -> bool:
-        """Whether the model has a chat template at all."""
+        """Whether the model has any chat template."""
         return bool(self._sources)
 
     def render(self, chat: ChatPrompt, shield: Callable[[Json], Json] = lambda value: value) -> str:
-        """Return the prompt for `chat`; the template sees what `shield` makes of the values in it.
+        """Return the prompt for `chat`; `shield` transforms the values that the template reads.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or cannot work with it.
+            InvalidRequestError: the template refuses the conversation, or cannot render it.
         """
         tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
         messages = shield([_plain_message(message) for message in chat.messages])
@@ -106,19 +106,19 @@ def _environment(now: Callable[[], datetime], budget: RenderingBudget) -> jinja2
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
-    # Functions in place of types: there is less to reach from them.
+    # Functions instead of types, because fewer attributes can be reached from them.
     environment.globals["dict"] = lambda *pairs, **entries: dict(*pairs, **entries)
     del environment.globals["lipsum"]
     return environment
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it means nothing."""
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 
     def parse(self, parser: Parser) -> jinja2.nodes.Node:
-        """Return the tag's body, with a scope of its own."""
+        """Return the tag's body, with its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
@@ -131,7 +131,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML, and models know JSON unescaped."""
+    """Like the standard filter, but without escaping HTML, since models are trained on unescaped JSON."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -140,10 +140,10 @@ def _raise(message: str) -> NoReturn:
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Json]:
-    """Return the message as templates know it: without what is absent, arguments of tool calls as objects."""
+    """Return the message in the form that templates expect: no absent fields, arguments of calls as objects."""
     plain: dict[str, Json] = {"role": message.role}
     if message.reasoning_content is not None:
-        # Some templates look for it under its older name.
+        # Some templates read it under its older name.
         plain["thinking"] = message.reasoning_content
     for key in ("content", "name", "tool_call_id", "reasoning_content"):
         value = getattr(message, key)
@@ -158,7 +158,7 @@ def _plain_message(message: ChatMessage) -> dict[str, Json]:
 
 
 def _with_parsed_arguments(call: Json) -> Json:
-    """The API carries arguments as JSON in a string; templates would write that string escaped once more."""
+    """Decode arguments, which the API sends as JSON in a string; templates would escape that string again."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,4 +1,4 @@
-"""Prompts to token ids, many in one call. It is what takes time: only what `is_quick` belongs on the event loop."""
+"""Encodes prompts to token ids, many in one call. Only prompts that are `is_quick` may be encoded on the event loop."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ if TYPE_CHECKING:
     from services.tokenizer.chat_template import ChatTemplates
 
 NO_STYLE = TemplateStyle()
-# What is no longer is encoded in a tenth of a millisecond or two, which is what a thread needs to begin and to answer.
+# Encoding this much takes one or two tenths of a millisecond, about as long as starting a job in a thread.
 QUICK_CHARACTERS = 1024
-# What a message of a conversation costs beside its text, in characters.
+# The cost of a message in addition to its text, in characters.
 MESSAGE_CHARACTERS = 64
 Encoded: TypeAlias = "TokenIds | PandoError"
 
 
 class Encoder:
-    """Tokenizer and chat templates of one model. Thread-safe: the tokenizer is immutable and frees the interpreter."""
+    """Tokenizer and chat templates of one model.
+
+    Thread-safe: the tokenizer is immutable and releases the interpreter's lock.
+    """
 
     def __init__(self, model: TextModel, templates: ChatTemplates, style: TemplateStyle = NO_STYLE) -> None:
-        """Encode for `model`, whose templates are of `style`."""
+        """`style` is that of the model's templates."""
         self.style = style
         self._tokenizer = model.tokenizer
         self._special = SpecialText(model.tokenizer)
         self._templates = templates
         self._max_context_tokens = model.max_context_tokens
-        # No token stands for more characters: byte-level entries have a letter per byte, others one per character.
+        # No token represents more characters: byte-level entries have one letter per byte, others one per character.
         self._longest_token = max(map(len, model.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
@@ -46,16 +49,16 @@ class Encoder:
         return bool(self._templates)
 
     def is_quick(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether encoding takes no longer than the way to another thread and back."""
+        """Whether encoding takes no longer than a round trip to another thread."""
         return all(map(self._is_predictable, prompts)) and sum(map(size, prompts)) <= QUICK_CHARACTERS
 
     def encode(
         self, prompts: Sequence[Prompt], add_special_tokens: Sequence[bool | None] | None = None
     ) -> list[Encoded]:
-        """Return the ids of each prompt, or why there are none.
+        """Return the ids of each prompt, or the error that prevents encoding it.
 
-        Texts get what the model adds to them, as its BOS, unless `add_special_tokens` says otherwise; chats bring their
-        own.
+        Texts get the model's own additions, such as BOS, unless `add_special_tokens` says otherwise; chat templates
+        contain their special tokens.
         """
         adds = add_special_tokens or [None] * len(prompts)
         encoded: list[Encoded | None] = [None] * len(prompts)
@@ -64,7 +67,8 @@ class Encoder:
             try:
                 match prompt:
                     case TokenPrompt():
-                        # The wire's fixed32 may exceed int32: such ids become negative ones, which no vocabulary has.
+                        # fixed32 ids on the wire may exceed int32; they become negative, and no vocabulary has negative
+                        # ids.
                         encoded[i] = np.array(prompt.ids, dtype=np.uint32).astype(np.int32)
                     case str():
                         texts[adds[i] is not False].append((i, self._guarded(prompt, "prompt")))
@@ -84,12 +88,12 @@ class Encoder:
         return [result for result in encoded if result is not None]
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Return the ids of a text and the vocabulary entry of each."""
+        """Return the ids of a text and their vocabulary entries."""
         encoding = self._tokenizer.encode(self._guarded(text, "text"), add_special_tokens=add_special_tokens)
         return encoding.ids, encoding.tokens
 
     def ban(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the sequences of ids in which a model would write `words`, alone and behind a blank."""
+        """Return the token sequences for `words`, both without and with a leading blank."""
         spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
         found = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
         return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in found if encoding.ids))
@@ -99,12 +103,12 @@ class Encoder:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def render(self, chat: ChatPrompt) -> tuple[str, list[int]]:
-        """Return the prompt that a conversation becomes, as text and ids."""
+        """Return the rendered prompt of a conversation, as text and ids."""
         text, ids = self._read_chat(chat)
         return text, self._tokenizer.encode(text, add_special_tokens=False).ids if ids is None else ids.tolist()
 
     def _is_predictable(self, prompt: Prompt) -> bool:
-        """Whether the prompt's size says how long encoding takes."""
+        """Whether the time to encode the prompt can be estimated from its size."""
         if not isinstance(prompt, ChatPrompt):
             return True
         if prompt.tools_json or prompt.template_variables_json:
@@ -114,7 +118,7 @@ class Encoder:
         )
 
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
-        """Return the prompt that a conversation becomes; and its ids, where special tokens are text in it."""
+        """Return the rendered prompt, and its ids if it contains special tokens that are text."""
         shield = self._special.shield()
         text = self._templates.render(chat, shield)
         if not shield.is_used:
@@ -123,7 +127,7 @@ class Encoder:
         return plain, self._special.encode(text)
 
     def _guarded(self, text: str, what: str) -> str:
-        """Return `text` unless it cannot possibly fit: encoding megabytes to find that out would hold up others."""
+        """Return `text`, unless it exceeds the context in any case: encoding megabytes first would delay others."""
         least = -(-len(text) // self._longest_token)
         if least > self._max_context_tokens:
             raise ContextLengthError(
@@ -135,7 +139,7 @@ class Encoder:
 
 
 def size(prompt: Prompt) -> int:
-    """Return about how many characters or ids there are to encode."""
+    """Return the approximate number of characters or ids to encode."""
     match prompt:
         case TokenPrompt():
             return len(prompt.ids)

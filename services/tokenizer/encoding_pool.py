@@ -1,4 +1,4 @@
-"""Threads that encode, shared fairly: no tenant and no long text holds all of them."""
+"""Threads that encode, shared fairly: no tenant and no long text can occupy all of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 # Prompts of one subject that arrive together are encoded together up to this size.
 JOB_CHARACTERS = 16_384
-# Longer texts take more than some 60 ms and cannot be interrupted: one thread is kept free of them.
+# Longer texts take more than some 60 ms and cannot be interrupted: one thread does not accept them.
 LONG_CHARACTERS = 65_536
-# What a job costs beside its text, in characters: the way to a thread and back.
+# The cost of a job in addition to its text, in characters: the round trip to a thread.
 JOB_COST = 256
-# What a token costs to decode, in characters.
+# The cost of decoding a token, in characters.
 DECODED_CHARACTERS = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Work for one thread, and the event loop's future for what comes of it."""
+    """Work for one thread, and the event loop's future for its result."""
 
     work: Callable[[], object]
     is_long: bool
@@ -44,14 +44,13 @@ class EncodingPool:
     """Runs an encoder in threads.
 
     Tenants share the threads, and in each tenant its subjects, by the number of characters that they have encoded
-    (`FairQueue`). A thread finishes what it has begun, and long texts begin only while another thread is left for
-    shorter ones. So the first text of a tenant that has had nothing lately waits for a thread and for at most one text
-    of each other tenant; with two threads or more, a text of up to `LONG_CHARACTERS` waits for none of another
-    subject that is longer.
+    (`FairQueue`). Running jobs are not interrupted, and long texts start only while another thread is left for shorter
+    ones. So the first text of a tenant that had none recently waits for a thread and for at most one text of each other
+    tenant; with two threads or more, a text of up to `LONG_CHARACTERS` never waits for a longer one of another subject.
     """
 
     def __init__(self, encoder: Encoder, executor: Executor, threads: int) -> None:
-        """Encode in `executor`, which has so many threads and which the caller shuts down."""
+        """Encode in `executor`, which has `threads` threads and which the caller shuts down."""
         self.encoder = encoder
         self._executor = executor
         self._threads = threads
@@ -74,17 +73,17 @@ class EncodingPool:
         return encoded
 
     async def ban(self, subject: Subject, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids in which `words` would be written."""
+        """Return the token sequences of `words`; see `Encoder.ban`."""
         return await self._run(subject, sum(map(len, words)), lambda: self.encoder.ban(words))
 
     async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Encode a text to ids and vocabulary entries."""
+        """Return the ids of a text and their vocabulary entries."""
         return await self._run(
             subject, len(text), lambda: self.encoder.encode_text(text, add_special_tokens=add_special_tokens)
         )
 
     async def detokenize(self, subject: Subject, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Decode ids."""
+        """Return the text of `token_ids`."""
         return await self._run(
             subject,
             len(token_ids) * DECODED_CHARACTERS,
@@ -92,7 +91,7 @@ class EncodingPool:
         )
 
     async def render(self, subject: Subject, chat: ChatPrompt) -> tuple[str, list[int]]:
-        """Render a conversation."""
+        """Return the rendered prompt of a conversation, as text and ids."""
         return await self._run(subject, size(chat), lambda: self.encoder.render(chat))
 
     async def _encode_part(self, subject: Subject, part: Sequence[tuple[Prompt, bool | None]]) -> Sequence[Encoded]:
@@ -100,17 +99,17 @@ class EncodingPool:
         return await self._run(subject, sum(map(size, prompts)), lambda: self.encoder.encode(prompts, adds))
 
     async def _run(self, subject: Subject, characters: int, work: Callable[[], T]) -> T:
-        """Do `work` in a thread when its turn has come; a caller that is cancelled before leaves the queue."""
+        """Run `work` in a thread in its fair turn; a caller that is cancelled before that leaves the queue."""
         job = _Job(work, characters > LONG_CHARACTERS, asyncio.get_running_loop().create_future())
         self._queue.add(subject, job, characters + JOB_COST)
         self._fill()
         try:
-            return cast("T", await job.result)  # the job's own work returns it
+            return cast("T", await job.result)  # `T` is the return type of the job's work
         finally:
             self._queue.remove(subject, job)
 
     def _fill(self) -> None:
-        """Start jobs while there are free threads."""
+        """Start jobs while threads are free."""
         while self._running < self._threads and (job := self._queue.take(self._may_start)) is not None:
             self._running += 1
             self._running_long += job.is_long
@@ -134,7 +133,7 @@ class EncodingPool:
 
 
 def _parts(pairs: Sequence[tuple[Prompt, bool | None]]) -> Iterator[Sequence[tuple[Prompt, bool | None]]]:
-    """Cut prompts into parts of about `JOB_CHARACTERS`; a longer one is a part of its own."""
+    """Divide prompts into parts of about `JOB_CHARACTERS`; a longer prompt is a part of its own."""
     part: list[tuple[Prompt, bool | None]] = []
     characters = 0
     for pair in pairs:

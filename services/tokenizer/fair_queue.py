@@ -1,4 +1,4 @@
-"""Which text is encoded next: the work is shared between tenants, and in each between its subjects."""
+"""The order of encoding: tenants share the work, and the subjects of each tenant share its part."""
 
 from __future__ import annotations
 
@@ -11,58 +11,57 @@ if TYPE_CHECKING:
     from common.types import Subject
 
 Item = TypeVar("Item")
-# Parties without work that may be remembered before those that no longer matter are dropped.
+# Number of parties without work that are kept before those without effect are dropped.
 MAX_ABSENT = 1024
 
 
 class Shares:
     """Virtual times of parties that share work, as in weighted fair queueing (Demers, Keshav and Shenker, 1989).
 
-    A party's time advances by the cost of its work, and the earliest is next. The present advances by what each party
-    could have had. A party that comes back after a pause starts at the present, so that it cannot save up, and keeps
-    what it is ahead by, so that leaving gains nothing.
+    A party's time advances by the cost of its work, and the earliest party is next. The present advances by each
+    party's fair share. A party that returns after a pause starts at the present, so that it cannot accumulate credit,
+    and keeps its lead over the present, so that leaving gains nothing.
     """
 
     def __init__(self) -> None:
-        """Start without parties."""
         self._times: dict[str, float] = {}
         self._now = 0.0
-        # What the work that was begun last advances the present by: who joins meanwhile goes before its party's next.
+        # The advance of the present for the work started last, applied with the next charge: a party that joins in
+        # between precedes the next work of that party.
         self._begun = 0.0
 
     def join(self, party: str) -> None:
-        """Let a party take part."""
+        """Add a party, at the present or at its own later time."""
         self._times[party] = max(self._times.get(party, 0.0), self._now)
 
     def in_order(self, parties: Collection[str]) -> Iterator[str]:
-        """Return parties that have joined, the next one first. As a rule only the first is asked for."""
+        """Yield joined parties by their virtual time. Callers usually need only the first."""
         first = min(parties, key=self._times.__getitem__)
         yield first
         yield from sorted((party for party in parties if party != first), key=self._times.__getitem__)
 
     def charge(self, party: str, cost: float, parties: int) -> None:
-        """Count work of one of so many parties that have work."""
+        """Charge `party` for work, while `parties` parties have work."""
         self._now += self._begun
         self._begun = cost / parties
         self._times[party] += cost
 
     def forget_absent(self, present: Collection[str]) -> None:
-        """Drop parties that are not `present` and not ahead."""
+        """Drop parties that are not `present` and not ahead of the present time."""
         if len(self._times) > len(present) + MAX_ABSENT:
             kept = {party: time for party, time in self._times.items() if party in present or time > self._now}
             self._times = kept
 
 
 class FairQueue(Generic[Item]):
-    """A queue in which each subject's items are in order.
+    """A queue that preserves the order of each subject's items and shares service fairly.
 
-    While two tenants, or two subjects of one, have items, the costs of what has been taken from each grow alike: they
-    never differ by more than the largest item of each. An item at the head of its subject's waits for a bounded number
-    of others, however many names come and go.
+    While two tenants, or two subjects of one, have items, the costs of the items taken from each grow alike: they never
+    differ by more than the largest item of each. The first item of a subject waits for a bounded number of others, no
+    matter how many names join and leave.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._waiting: dict[str, dict[str, deque[tuple[Item, float]]]] = {}
         self._clear()
 
@@ -79,7 +78,7 @@ class FairQueue(Generic[Item]):
         subjects[subject.name].append((item, cost))
 
     def take(self, may_start: Callable[[Item], bool]) -> Item | None:
-        """Remove and return the next item that is the first of its subject and may start; None if there is none."""
+        """Remove and return the next first item of a subject that may start; None if there is none."""
         for tenant in self._tenants.in_order(self._waiting) if self._waiting else ():
             subjects, shares = self._waiting[tenant], self._subjects[tenant]
             for subject in shares.in_order(subjects):
@@ -113,6 +112,6 @@ class FairQueue(Generic[Item]):
             self._clear()
 
     def _clear(self) -> None:
-        """Forget who has had how much: when nothing waits, nobody is owed anything."""
+        """Reset all shares: without waiting items, past use does not matter."""
         self._tenants = Shares()
         self._subjects: dict[str, Shares] = {}

@@ -1,4 +1,4 @@
-"""What a request may ask for. Pure checks that raise; gateways check much of it too, but not every caller is one."""
+"""Validates requests, without I/O. Gateways check much of this as well, but not every client is a gateway."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROB_TOKENS: Final = 128
-# Of one prompt: what the gateway turns into JSON in about a tenth of a second.
+# Per prompt; the gateway renders this many as JSON in about a tenth of a second.
 MAX_PROMPT_LOGPROBS: Final = 131_072
-# Bound the detokenizer's work and memory for one request.
+# Limits on the detokenizer's work and memory for one request.
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 4096
 MAX_STOP_PATTERNS: Final = 4
@@ -34,7 +34,7 @@ MAX_STOP_PATTERNS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the served model allows."""
+    """Limits of the served model."""
 
     model: str
     max_context_tokens: int
@@ -43,10 +43,10 @@ class Limits:
 
 
 def check_request(request: GenerateRequest, limits: Limits) -> None:
-    """Check all that can be told without the encoded prompt.
+    """Check everything that does not depend on the encoded prompt.
 
     Raises:
-        ModelNotFoundError: another model is asked for.
+        ModelNotFoundError: the request names another model.
         InvalidRequestError: a field is out of range; `param` names it.
     """
     if request.model != limits.model:
@@ -77,7 +77,7 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
 
     Raises:
         InvalidRequestError: it is empty, or an id is outside the vocabulary.
-        ContextLengthError: there is no room for it and for what is to be generated.
+        ContextLengthError: the prompt and the output do not fit into the context.
     """
     param = _param(request.prompt)
     if not len(token_ids):
@@ -92,7 +92,7 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
     what = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     whose = "This model's" if context == limits.max_context_tokens else "Your"
     maximum = f"{whose} maximum context length is {context} tokens."
-    # Only what generates needs room for a token more.
+    # Generation needs room for at least one more token, pooling does not.
     if length + (request.pooling is None) > context:
         message = f"{maximum} However, your {what} resulted in {length} tokens. Please reduce the length of the {what}."
         raise ContextLengthError(message, param=param)
@@ -121,7 +121,7 @@ def _check_scoring(wanted: PromptLogprobs, length: int) -> None:
 
 
 def allowed_context(request: GenerateRequest, limits: Limits) -> int:
-    """Return how many tokens prompt and output may have together."""
+    """Return the maximum number of tokens of prompt and output together."""
     own = request.max_context_tokens
     return limits.max_context_tokens if own is None else min(own, limits.max_context_tokens)
 
@@ -180,7 +180,7 @@ def _check_resume(resume: Resume, request: GenerateRequest, limits: Limits) -> N
 
 
 def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
-    """Check ids that the field `param` names.
+    """Check the ids of the field `param`.
 
     Raises:
         InvalidRequestError: one is outside the vocabulary.
@@ -192,10 +192,10 @@ def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
 
 
 def check_count(count: int, limits: Limits, param: str) -> None:
-    """Check how many ids the field `param` has.
+    """Check the number of ids in the field `param`.
 
     Raises:
-        InvalidRequestError: they are more than the model's context holds.
+        InvalidRequestError: it exceeds the model's context.
     """
     if count > limits.max_context_tokens:
         message = (
@@ -205,11 +205,11 @@ def check_count(count: int, limits: Limits, param: str) -> None:
 
 
 def _check_range(value: float, low: float, high: float | None, param: str, what: str | None = None) -> None:
-    """Raise unless low <= value <= high; NaN never is."""
+    """Raise InvalidRequestError unless low <= value <= high, also for NaN."""
     if low <= value and (high is None or value <= high):
         return
     wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-    # Values cross the wire as 32-bit floats: 2.1 comes back as 2.0999999.
+    # `:g`, because values cross the wire as 32-bit floats: 2.1 arrives as 2.0999999.
     name = param if what is None else f"{param}: {what}"
     raise InvalidRequestError(f"{name} must be {wanted}, got {value:g}", param=param)
 

@@ -1,4 +1,4 @@
-"""What the tokenizer tells Prometheus."""
+"""Prometheus metrics of the tokenizer."""
 
 from __future__ import annotations
 

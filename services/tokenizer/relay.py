@@ -1,6 +1,6 @@
-"""Carries requests from gateways to the scheduler and admissions back.
+"""Relays requests from gateways to the scheduler, and admissions back.
 
-A request is known here from its arrival until its admission has been relayed, and not a moment longer.
+A request is tracked here only from its arrival until its admission has been relayed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from services.tokenizer.requests import Submission
 
 RETRY_AFTER_MS = 1000
-# What errors call the prompt.
+# Names of the prompt's field in errors.
 PROMPT_NAMES = ("prompt", "messages")
 
 
 class Scheduler(Protocol):
-    """Where encoded requests go."""
+    """The destination of encoded requests."""
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
-        """Send requests; raise UnavailableError if the scheduler is away."""
+        """Send requests; raise UnavailableError if the scheduler is unavailable."""
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """Have requests ended, now or as soon as the scheduler is back."""
+        """Abort requests, now or as soon as the scheduler is available again."""
 
 
 class Phase(Enum):
-    """How far a request has come."""
+    """Progress of a request."""
 
     ENCODING = "encoding"
     ENCODED = "encoded"
@@ -49,25 +49,24 @@ class Phase(Enum):
 
 
 class GatewaySession:
-    """One gateway's stream: the admissions it is owed."""
+    """One gateway's stream, with the admissions that are not yet sent to it."""
 
     def __init__(self) -> None:
-        """Begin with nothing owed."""
         self._admissions: list[Admission] = []
         self._owed = asyncio.Event()
 
     @property
     def owes(self) -> int:
-        """Number of admissions that wait to be taken."""
+        """Number of admissions that wait to be sent."""
         return len(self._admissions)
 
     def post(self, admission: Admission) -> None:
-        """Owe the gateway one more admission."""
+        """Add an admission."""
         self._admissions.append(admission)
         self._owed.set()
 
     async def take(self) -> Sequence[Admission]:
-        """Wait for admissions and return all there are."""
+        """Wait for admissions and return all that are pending."""
         await self._owed.wait()
         self._owed.clear()
         taken, self._admissions = self._admissions, []
@@ -100,9 +99,9 @@ class Relay:
         room: SharedRoom,
         ban: Callable[[Subject, Sequence[str]], Awaitable[tuple[tuple[int, ...], ...]]],
     ) -> None:
-        """Relay to `scheduler` what `encode` makes of prompts, and `ban` of banned texts, away from the event loop.
+        """Encode with `encode` and `ban`, which run off the event loop, and send the results to `scheduler`.
 
-        Each request has a place in `room`.
+        Each request occupies a place in `room`.
         """
         self._ban = ban
         self._limits = limits
@@ -119,7 +118,7 @@ class Relay:
         return len(self._pending)
 
     def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
-        """Take in one message's requests; each is answered by one admission, sooner or later."""
+        """Accept the requests of one message; each is eventually answered by one admission."""
         batches: dict[Subject, list[_Pending]] = {}
         for submission in submissions:
             pending = self._try_accept(session, submission)
@@ -131,16 +130,16 @@ class Relay:
             task.add_done_callback(self._tasks.discard)
 
     def reject(self, session: GatewaySession, request_id: RequestId, error: PandoError) -> None:
-        """Answer a request that could not even be read."""
+        """Answer a request that could not be decoded."""
         session.post(Admission(request_id, 0, error.to_failure()))
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """End requests by their exact ids, wherever they are."""
+        """Abort requests by their exact ids, at any stage."""
         elsewhere = []
         for request_id in request_ids:
             pending = self._pending.get(request_id)
             if pending is not None and pending.phase is Phase.ENCODING:
-                # It never reaches the scheduler: who forwards it finds it missing.
+                # It never reaches the scheduler, because `_process` skips requests that are no longer pending.
                 self._answer(Admission(request_id, 0, _aborted()))
             else:
                 elsewhere.append(request_id)
@@ -148,14 +147,14 @@ class Relay:
             self._scheduler.abort(elsewhere)
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
-        """Relay the scheduler's answers to the gateways that asked."""
+        """Relay the scheduler's admissions to their gateways."""
         for admission in admissions:
             self._answer(admission)
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
-        """Answer for the scheduler what it has not answered; should it have heard of them, it is to forget them.
+        """Reject the unanswered requests of an unavailable scheduler, and abort them in case it received them.
 
-        There may be several schedulers: `lost` is what this one was sent; None: everything that was sent.
+        With several schedulers, `lost` are the requests sent to this one; None: all that were sent.
         """
         sent = [request_id for request_id, pending in self._pending.items() if pending.phase is Phase.SENT]
         unanswered = sent if lost is None else sorted(set(sent).intersection(lost))
@@ -166,7 +165,7 @@ class Relay:
             self._scheduler.abort(unanswered)
 
     def close(self, session: GatewaySession) -> None:
-        """Forget a gateway that left, and end what it had not been told was admitted."""
+        """Remove a gateway whose stream ended, and abort its requests without a relayed admission."""
         mine = [request_id for request_id, pending in self._pending.items() if pending.session is session]
         sent = [request_id for request_id in mine if self._remove(request_id) is Phase.SENT]
         if sent:
@@ -176,7 +175,7 @@ class Relay:
         request = submission.request
         try:
             if request.request_id in self._pending:
-                # No admission: it would be taken for that of the request which has the id.
+                # No admission: the gateway would attribute it to the first request with this id.
                 self._log.error("request.duplicate", request_id=request.request_id)
                 return None
             check_request(request, self._limits)
@@ -189,7 +188,7 @@ class Relay:
         return pending
 
     async def _process(self, subject: Subject, batch: Sequence[_Pending]) -> None:
-        """Encode a subject's requests that came in one message; send on those that are still wanted by then."""
+        """Encode requests of one subject from one message; forward those that have not been aborted meanwhile."""
         try:
             requests = [pending.request for pending in batch]
             prompts = [request.prompt for request in requests]
@@ -204,7 +203,7 @@ class Relay:
             pending.phase = Phase.ENCODED
             if self._pending.get(pending.request.request_id) is not pending:
                 self._room.give_back(subject)
-                continue  # aborted meanwhile
+                continue  # aborted in the meantime
             scheduled = self._try_schedule(submission, result)
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
@@ -213,7 +212,7 @@ class Relay:
         self._forward(ready)
 
     async def _with_bans(self, submission: Submission) -> Submission:
-        """Return the request with the ids of what it bans."""
+        """Return the request with the token sequences of its banned words."""
         request = submission.request
         if not request.bad_words:
             return submission
@@ -251,7 +250,7 @@ class Relay:
             pending.session.post(_in_terms_of(pending.request, admission))
 
     def _remove(self, request_id: RequestId) -> Phase:
-        """Forget a request; return how far it has come. While it is being encoded it keeps its place."""
+        """Remove a request; return its phase. While it is being encoded, it keeps its place in the room."""
         pending = self._pending.pop(request_id)
         if pending.phase is not Phase.ENCODING:
             self._room.give_back(pending.subject)
@@ -259,7 +258,7 @@ class Relay:
 
 
 def _in_terms_of(request: GenerateRequest, admission: Admission) -> Admission:
-    """Return an admission that calls the prompt what its client does."""
+    """Return the admission with the client's name for the prompt in its error."""
     failure = admission.rejected
     if failure is None or request.prompt_name is None or failure.param not in PROMPT_NAMES:
         return admission
@@ -274,7 +273,7 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> S
     request = submission.request
     stop = request.stop
     if request.pooling is None and stop.max_tokens is None and request.max_context_tokens is not None:
-        # The scheduler knows the model's context, and not what of it this requester may use.
+        # The scheduler checks against the model's context only, not against the requester's smaller limit.
         stop = replace(stop, max_tokens=allowed_context(request, limits) - len(token_ids))
     return ScheduleRequest(
         request_id=request.request_id,

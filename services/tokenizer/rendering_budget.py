@@ -1,4 +1,4 @@
-"""Bounds on what rendering a template may cost. A thread cannot be stopped from outside, so it stops by itself."""
+"""Limits on the time and size of rendering a template, checked by the rendering thread, which cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class RenderingBudget:
-    """Time and characters of one rendering at a time in each thread."""
+    """Time and characters of a rendering; each thread has one rendering at a time."""
 
     def __init__(self, limit_s: float, max_characters: int) -> None:
-        """Allow `limit_s` seconds and `max_characters` to each rendering."""
+        """Allow `limit_s` seconds and `max_characters` per rendering."""
         self._limit_s = limit_s
         self._max_characters = max_characters
         self._local = threading.local()
@@ -27,7 +27,7 @@ class RenderingBudget:
         """Return the text that a template yields in `pieces`.
 
         Raises:
-            InvalidRequestError: it takes too long, or becomes too long.
+            InvalidRequestError: rendering takes too long, or the text becomes too long.
         """
         self._local.deadline = time.monotonic() + self._limit_s
         collected, size = [], 0
@@ -40,32 +40,28 @@ class RenderingBudget:
         return "".join(collected)
 
     def check(self) -> None:
-        """Raise InvalidRequestError if this thread's rendering has taken too long."""
-        # There is none while a template is compiled, when constants are looked up.
+        """Raise InvalidRequestError if this thread's rendering exceeds its time."""
+        # There is no deadline during compilation, which looks up constants.
         if time.monotonic() > getattr(self._local, "deadline", float("inf")):
             message = f"the model's chat template takes longer than {self._limit_s:g} s for this conversation"
             raise InvalidRequestError(message, param="messages")
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks a budget at every call and look-up, one of which is in every loop that takes long."""
+    """Checks a budget at every call and look-up, at least one of which occurs in every long loop."""
 
     def __init__(self, budget: RenderingBudget, **options: Any) -> None:  # Any: jinja's own options
-        """Check `budget`."""
         super().__init__(**options)
         self._budget = budget
 
     def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:  # Any: a template's values
-        """Call `function` for a template."""
         self._budget.check()
         return super().call(context, function, *arguments, **named)
 
     def getattr(self, value: Any, attribute: str) -> Any:  # Any: a template's values
-        """Look up `value.attribute` for a template."""
         self._budget.check()
         return super().getattr(value, attribute)
 
     def getitem(self, value: Any, argument: Any) -> Any:  # Any: a template's values
-        """Look up `value[argument]` for a template."""
         self._budget.check()
         return super().getitem(value, argument)

@@ -1,4 +1,4 @@
-"""What a gateway hands over."""
+"""Requests as gateways submit them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request, and the subscription that its text goes to."""
+    """A request, and the subscription that receives its output."""
 
     request: GenerateRequest
     reply_to: ReplyTo

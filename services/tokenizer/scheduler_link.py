@@ -1,4 +1,4 @@
-"""The one stream to the scheduler, as values without protobuf."""
+"""The stream to the scheduler, with values instead of protobuf messages as its interface."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 SERVICE = "pando.v1.Scheduler"
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
 MAX_MESSAGE_TOKENS = 2_000_000
-# Aborts kept for a scheduler that is away; more only cost it work that is thrown away.
+# Aborts kept for an unavailable scheduler; a lost abort only costs it unneeded work.
 MAX_KEPT_ABORTS = 65_536
 
 
 class SchedulerListener(Protocol):
-    """Who is told what a scheduler answers, and what it will not."""
+    """Receives the scheduler's admissions, and the losses of requests."""
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         """The scheduler has answered."""
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
-        """It went away and will not answer `lost`; None: whatever it was sent."""
+        """The scheduler became unavailable and will not answer `lost`; None: all requests that were sent to it."""
 
 
 class SchedulerLink:
-    """Sends batches, and tells the relay what comes back."""
+    """Sends batches of requests, and passes admissions to the listener."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         """Prepare a stream on `channel`; `run` opens it."""
@@ -63,19 +63,19 @@ class SchedulerLink:
         return self._link.connected
 
     async def can_serve(self) -> bool:
-        """Whether the stream is open and the scheduler says that it would serve a request."""
+        """Whether the stream is open and the scheduler reports that it would serve a request."""
         return self.is_connected and await is_serving(self._channel, SERVICE)
 
     async def run(self, listener: SchedulerListener) -> None:
-        """Keep the stream open until cancelled; `listener` hears of admissions and losses."""
+        """Keep the stream open until cancelled; `listener` receives admissions and losses."""
         self._listener = listener
         await self._link.run()
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
-        """Send requests, in as few messages as possible; all of them or none.
+        """Send all requests or none, in as few messages as possible.
 
         Raises:
-            UnavailableError: the scheduler is away, or does not keep up.
+            UnavailableError: the scheduler is unavailable, or does not keep up.
         """
         sent: list[RequestId] = []
         for part in split(requests):
@@ -91,20 +91,20 @@ class SchedulerLink:
         """Open a session.
 
         Raises:
-            PandoError: the scheduler refuses it, or is away.
+            PandoError: the scheduler refuses it, or is unavailable.
         """
         return await self._sessions.open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """End a session; return whether it was open.
+        """Close a session; return whether it was open.
 
         Raises:
-            PandoError: the scheduler is away.
+            PandoError: the scheduler is unavailable.
         """
         return await self._sessions.close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """Send aborts now, or once the scheduler is back: it may go on with what it was sent."""
+        """Send aborts now, or when the scheduler reconnects, since it may still run the requests."""
         self._kept_aborts.extend(request_ids)
         if self.is_connected:
             self._send_aborts()
@@ -129,7 +129,7 @@ class SchedulerLink:
 
 
 def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOKENS) -> Iterator[list[ScheduleRequest]]:
-    """Cut requests into runs of at most `max_tokens` prompt tokens; a longer prompt stands alone."""
+    """Divide requests into groups of at most `max_tokens` prompt tokens; a longer prompt is a group of its own."""
     part: list[ScheduleRequest] = []
     tokens = 0
     for request in requests:

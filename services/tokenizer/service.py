@@ -1,7 +1,7 @@
-"""The gRPC face of the tokenizer.
+"""The gRPC servicer of the tokenizer.
 
-`Submit` writes by `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally`
-only when it is collected, and what a gateway holds has to be freed when its stream breaks.
+`Submit` uses `context.write` instead of yielding: a generator that is abandoned in a `yield` runs its `finally` only
+when it is garbage-collected, but a gateway's requests must be released as soon as its stream breaks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from services.tokenizer.limits import Limits
     from services.tokenizer.relay import Relay
 
-# Admissions that may wait for a gateway which does not read.
+# Admissions that may wait for a gateway that does not read its stream.
 MAX_OWED = 65_536
-# Those who call without a gateway. No credential has a tenant without a name.
+# The subject of calls that do not come from a gateway. No credential has an empty tenant name.
 OPERATORS = Subject("", "operators")
 
-# Requests and responses differ by method.
+# The types of requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
-    """Decode, call relay or pool, encode."""
+    """Decodes messages, calls the relay or the pool, and encodes the results."""
 
     def __init__(self, relay: Relay, pool: EncodingPool, room: SharedRoom, limits: Limits, created_unix_s: int) -> None:
-        """Serve the model that `limits` names, loaded at `created_unix_s`; calls take places in `room`."""
+        """Serve the model named in `limits`, loaded at `created_unix_s` (Unix time); calls occupy places in `room`."""
         self._relay = relay
         self._pool = pool
         self._room = room
@@ -53,7 +53,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest], context: Context
     ) -> None:
-        """Take in a gateway's requests and aborts; answer with admissions."""
+        """Accept a gateway's requests and aborts; send admissions."""
         await context.send_initial_metadata(())
         session = GatewaySession()
         writer = asyncio.create_task(_answer(session, context))
@@ -83,7 +83,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Encode a text."""
         with self._placed(request) as subject:
             special = request.add_special_tokens
             ids, tokens = await self._pool.tokenize(subject, request.text, add_special_tokens=special)
@@ -104,7 +103,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def RenderChat(  # noqa: N802
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
-        """Show the prompt that a conversation becomes."""
+        """Return the rendered prompt of a conversation, as text and ids."""
         with self._placed(request) as subject:
             text, ids = await self._pool.render(subject, chat_from_wire(request.chat))
         return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
@@ -114,7 +113,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self,
         request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.DetokenizeRequest | tokenizer_pb2.RenderChatRequest,
     ) -> Iterator[Subject]:
-        """Hold a place of the subject that a call is for; operators' calls name none."""
+        """Occupy a place of the call's subject; calls of operators name none and share one."""
         subject = subject_from_wire(request.subject) if request.HasField("subject") else OPERATORS
         self._room.take(subject)
         try:
@@ -125,7 +124,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def GetModel(  # noqa: N802
         self, request: tokenizer_pb2.GetModelRequest, context: Context
     ) -> tokenizer_pb2.GetModelResponse:
-        """Tell what is served."""
+        """Return the served model's card."""
         style, embedding = self._pool.encoder.style, self._limits.embedding
         return tokenizer_pb2.GetModelResponse(
             model=self._limits.model,
@@ -143,7 +142,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 async def _answer(session: GatewaySession, context: Context) -> None:
-    # An error here means that the stream has broken; its reader learns of it by itself.
+    # An error here means that the stream has broken; the reading side of the stream handles that.
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
         while True:
             admissions = await session.take()

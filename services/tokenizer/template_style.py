@@ -1,4 +1,4 @@
-"""What a chat template tells of its model: how it writes tool calls, and whether it thinks aloud."""
+"""Derives the notation of tool calls and the use of reasoning from a model's chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from services.tokenizer.chat_template import ChatTemplates
 
-# The first one that occurs decides: templates explain the notation to their models.
+# The first match decides: templates explain the notation to their models.
 _MARKS: Final = (
     ("[TOOL_CALLS]", ToolStyle.MISTRAL),
     ("<tool_call>", ToolStyle.HERMES),
@@ -27,16 +27,16 @@ _PROBE: Final = ChatPrompt((ChatMessage("user", "Hello"),))
 
 @dataclass(frozen=True, slots=True)
 class TemplateStyle:
-    """How answers to a template's prompts are to be read."""
+    """The notation of outputs for a template's prompts."""
 
     tools: ToolStyle | None = None
     has_reasoning: bool = False
-    # The prompt ends inside the block, so that the answer does not open it.
+    # The prompt ends inside the reasoning block, so the output does not open it.
     begins_with_reasoning: bool = False
 
 
 def style_of(sources: Mapping[str, str], templates: ChatTemplates, tools: str, reasoning: str) -> TemplateStyle:
-    """Return the style of the templates `sources`; `tools` and `reasoning` are settings, "auto" or what to take."""
+    """Return the style of the templates `sources`; the settings `tools` and `reasoning` override it unless "auto"."""
     source = sources.get("tool_use") or sources.get("default", "")
     has_reasoning = "</think>" in source if reasoning == "auto" else reasoning == "think"
     return TemplateStyle(_tools(source, tools), has_reasoning, has_reasoning and _opens_reasoning(templates))

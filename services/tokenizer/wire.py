@@ -1,4 +1,4 @@
-"""Protobuf messages of this service, to and from the values that it works with."""
+"""Converts between protobuf messages and this service's values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
-    """Decode a request and where its text goes.
+    """Decode a request and the destination of its output.
 
     Raises:
         InvalidRequestError: identity, reply-to, request id or prompt is missing.
@@ -83,12 +83,12 @@ def chat_from_wire(message: tokenizer_pb2.ChatPrompt) -> ChatPrompt:
 
 
 def admissions_to_wire(admissions: Sequence[Admission]) -> tokenizer_pb2.TokenizerSubmitResponse:
-    """Encode what a gateway is owed."""
+    """Encode admissions for a gateway."""
     return tokenizer_pb2.TokenizerSubmitResponse(admissions=[admission_to_wire(admission) for admission in admissions])
 
 
 def tool_style_to_wire(style: ToolStyle | None) -> tokenizer_pb2.ToolStyle.ValueType:
-    """Encode how the model writes tool calls."""
+    """Encode the notation of tool calls."""
     return tokenizer_pb2.ToolStyle.Value(f"TOOL_STYLE_{style.name if style else 'UNSPECIFIED'}")
 
 

@@ -1,4 +1,4 @@
-"""All scheduler groups: who there is, and who gets what."""
+"""All scheduler groups, and the distribution of requests to them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DISCOVERY_INTERVAL_S = 2.0
 class Fleet:
     """Sends each request to a group that would serve it now.
 
-    Of a request it keeps nothing once the group has answered. So aborts go to every group: they are by exact id, and
-    who does not have it does nothing.
+    It does not track requests after their admission. So aborts go to every group: they name exact ids, and groups
+    ignore unknown ones.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Fleet:
         prefix_tokens: int,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
     ) -> None:
-        """Find groups by `discovery`, talk to them over what `connect` opens, choose by `policy`."""
+        """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request."""
         self._discovery = discovery
         self._connect = connect
         self._policy = policy
@@ -53,10 +53,10 @@ class Fleet:
         return any(replica.can_serve for replica in self._replicas.values())
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
-        """Send requests, each to its group; all of them or none.
+        """Send all requests or none, each to its group.
 
         Raises:
-            UnavailableError: no group takes them.
+            UnavailableError: no group accepts them.
         """
         away: set[str] = set()
         sent: list[RequestId] = []
@@ -73,7 +73,7 @@ class Fleet:
             waiting = refused
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Open a session at the group that all its requests go to.
+        """Open a session at the group that gets all its requests.
 
         Raises:
             PandoError: that group refuses it, or no group would serve now.
@@ -81,21 +81,21 @@ class Fleet:
         return await self._home_of(wish.view, wish.session).open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """End a session; return whether it was open.
+        """Close a session; return whether it was open.
 
         Raises:
-            PandoError: its group is away.
+            PandoError: its group is unavailable.
         """
         return await self._home_of(view, session).close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """Have requests ended, wherever they are."""
+        """Abort requests in every group."""
         ids = list(request_ids)
         for replica in self._replicas.values():
             replica.abort(ids)
 
     async def run(self, listener: SchedulerListener) -> None:
-        """Keep streams to all groups until cancelled; `listener` hears of admissions and losses."""
+        """Keep streams to all groups open until cancelled; `listener` receives admissions and losses."""
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -120,7 +120,7 @@ class Fleet:
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
             if request.session is not None:
-                # What it holds is there and nowhere else, however much that group has to do.
+                # Only this group has the session's state, so its load does not matter.
                 chosen = favourite(session_key(request.view, request.session), loads)
             else:
                 candidates = [Candidate(name, load) for name, load in loads.items()]

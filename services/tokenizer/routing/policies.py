@@ -1,8 +1,8 @@
-"""Which scheduler group gets a request: pure choices over names and loads.
+"""Selects a scheduler group for each request, deterministically from names and loads.
 
 `PrefixAware` is rendezvous hashing (Thaler and Ravishankar, 1998): each group has a score for each key, and the highest
-wins, so that a group that leaves takes only its own keys along. The bound on its load is that of consistent hashing
-with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
+wins, so that only the keys of a group that leaves move. The bound on its load is that of consistent hashing with
+bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
 """
 
 from __future__ import annotations
@@ -19,57 +19,55 @@ if TYPE_CHECKING:
 
     from common.types import ScheduleRequest, View
 
-# So few requests decode together at the pace of one: nobody is sent away from its cache for less. And loads are known
-# only as of some tenths of a second ago.
+# This many requests decode together as fast as one, so requests are not moved away from their cache below it. Also,
+# reported loads are some tenths of a second old.
 FREE_LOAD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that would serve a request now, and how many it has."""
+    """A group that would serve a request now, and the number of its requests."""
 
     name: str
     load: int
 
 
 class Policy(Protocol):
-    """Chooses among groups."""
+    """Selects one of several groups."""
 
     def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
-        """Return the name of the group for a request with `key`; there is at least one."""
+        """Return the name of the group for a request with `key`; `candidates` is not empty."""
         ...
 
 
 class RoundRobin:
-    """One after the other, whoever asks."""
+    """Selects groups in turn, independently of the request."""
 
     def __init__(self) -> None:
-        """Begin with the first."""
         self._turn = 0
 
     def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
-        """Return the next group's name; `key` tells nothing."""
+        """Return the next group's name; `key` is ignored."""
         self._turn += 1
         return candidates[(self._turn - 1) % len(candidates)].name
 
 
 class LeastLoaded:
-    """The one with the fewest open requests; among equals, the key's favourite."""
+    """Selects the group with the fewest open requests; among equals, the one with the highest score for the key."""
 
     def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
-        """Return the name of the least loaded group."""
         return min(candidates, key=lambda candidate: (candidate.load, -score(key, candidate.name))).name
 
 
 class PrefixAware:
-    """Always the same group for a key, unless that has too much more to do than the others."""
+    """Selects the same group for a key, unless its load is too far above that of the others."""
 
     def __init__(self, load_factor: float) -> None:
-        """Let no group have more than `load_factor` (above 1) times its share of all open requests, or FREE_LOAD."""
+        """No group gets more than `load_factor` (above 1) times its share of all open requests, or FREE_LOAD."""
         self._load_factor = load_factor
 
     def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
-        """Return the key's favourite among the groups that have room; one always has."""
+        """Return the group with the highest score among those below the bound; there is always one."""
         open_requests = sum(candidate.load for candidate in candidates) + 1
         bound = max(FREE_LOAD, math.ceil(self._load_factor * open_requests / len(candidates)))
         with_room = [candidate for candidate in candidates if candidate.load < bound]
@@ -77,15 +75,15 @@ class PrefixAware:
 
 
 def score(key: bytes, name: str) -> int:
-    """Return how much `key` likes the group `name`: uniform over 64 bits, independent of all other groups."""
+    """Return the score of a group for `key`: uniform over 64 bits, independent of all other groups."""
     return int.from_bytes(hashlib.blake2b(name.encode(), key=key, digest_size=8).digest(), "big")
 
 
 def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
     """Return the key of a request, 32 bytes: its view, then its routing key or else its first `prefix_tokens` tokens.
 
-    The view comes first and with its length, so that no request of one view has the key of another's: which group
-    serves a user depends on that user's own requests only.
+    The view comes first and with its length, so that requests of different views never share a key: the choice of a
+    user's group depends on that user's own requests only.
     """
     digest = _scoped(request.view)
     if request.routing_key is not None:
@@ -103,7 +101,7 @@ def session_key(view: View, session: str) -> bytes:
 
 
 def favourite(key: bytes, names: Iterable[str]) -> str:
-    """Return which of `names` likes `key` most; there is at least one."""
+    """Return the name with the highest score for `key`; `names` is not empty."""
     return max(names, key=lambda name: score(key, name))
 
 
@@ -116,7 +114,7 @@ def _scoped(view: View) -> hashlib.blake2b:
 
 
 def make_policy(name: str, load_factor: float) -> Policy:
-    """Return the policy called `name` in the settings."""
+    """Return the policy with this name in the settings."""
     match name:
         case "round_robin":
             return RoundRobin()

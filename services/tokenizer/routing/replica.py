@@ -1,4 +1,4 @@
-"""One scheduler group as the fleet sees it: its stream, whether it would serve, and how much it has to do."""
+"""One scheduler group in the fleet: its stream, its health and its load."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STATE_TIMEOUT_S = 2.0
 
 
 class Replica:
-    """Sends requests to one group and remembers which of them it has not answered."""
+    """Sends requests to one group and tracks those that it has not answered."""
 
     def __init__(self, name: str, channel: grpc.aio.Channel) -> None:
-        """Talk to the group `name` over `channel`, which is closed with this."""
+        """Use `channel` to reach the group `name`; the channel is closed when `run` ends."""
         self.name = name
         self._channel = channel
         self._stub = scheduler_pb2_grpc.SchedulerStub(channel)
@@ -33,25 +33,26 @@ class Replica:
         self._listener: SchedulerListener | None = None
         self._is_serving = False
         self._reported_load = 0
-        # What it has been sent since it reported: otherwise a burst would all go to whoever was idle before.
+        # Requests sent since the last report; without them, a burst would go entirely to the group that was idle
+        # before.
         self._sent_since = 0
         self._unanswered: set[RequestId] = set()
 
     @property
     def can_serve(self) -> bool:
-        """Whether it takes new requests; one that drains goes on with its open ones."""
+        """Whether it accepts new requests; a draining group only finishes its open ones."""
         return self._is_serving and self._link.is_connected
 
     @property
     def load(self) -> int:
-        """Open requests, as far as is known."""
+        """Estimated number of open requests."""
         return self._reported_load + self._sent_since
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send requests.
 
         Raises:
-            UnavailableError: the group is away, or does not keep up.
+            UnavailableError: the group is unavailable, or does not keep up.
         """
         self._link.submit(requests)
         self._sent_since += len(requests)
@@ -63,15 +64,15 @@ class Replica:
         return await self._link.open_session(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """End a session that was opened here; see `SchedulerLink.close_session`."""
+        """Close a session that was opened here; see `SchedulerLink.close_session`."""
         return await self._link.close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """Have requests ended, as far as they are here."""
+        """Abort those requests that this group has."""
         self._link.abort(request_ids)
 
     async def run(self, listener: SchedulerListener) -> None:
-        """Keep the stream open until cancelled; `listener` hears of admissions and losses."""
+        """Keep the stream open until cancelled; `listener` receives admissions and losses."""
         self._listener = listener
         metrics.REPLICA_SERVING.labels(self.name).set(0)
         try:
@@ -85,14 +86,14 @@ class Replica:
             await self._channel.close()
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
-        """Pass on what the group answers."""
+        """Pass the group's admissions to the listener."""
         known = list(admissions)
         self._unanswered.difference_update(admission.request_id for admission in known)
         if self._listener is not None:
             self._listener.on_admissions(known)
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
-        """Say that the group will not answer what it was sent."""
+        """Report the requests that the group will not answer."""
         unanswered, self._unanswered = self._unanswered, set()
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)
