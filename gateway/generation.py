@@ -195,7 +195,7 @@ class Generation:
         self._interrupt(route, route.choices.values(), failure)
 
     def end_silence(self, limit_s: float) -> None:
-        """Treat submissions without any message for `limit_s` as lost: the service that held them is gone."""
+        """Treat submissions without a message for `limit_s` as lost: the service that held them may have ended."""
         now = self._loop.time()
         silent = [request_id for request_id, route in self._routes.items() if now - route.heard_at > limit_s]
         for request_id in silent:

@@ -25,7 +25,7 @@ SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
 # Status in metrics and logs if the client disconnected before the response had one.
 CLIENT_GONE_STATUS = 499
-# Key in a request's ASGI scope: headers that are added to its response, whatever its outcome.
+# Key in a request's ASGI scope: headers that are added to its response, regardless of its outcome.
 EXTRA_HEADERS = "pando.headers"
 # Keys in the scope: the tenant, once known, and the cause of a refusal.
 TENANT = "pando.tenant"

@@ -112,7 +112,7 @@ class Context:
         """Charge for one request that is open during the block and uses about `tokens` tokens.
 
         Raises:
-            LimitedError: it exceeds what is left of a limit.
+            LimitedError: it exceeds the rest of a limit.
             UnavailableError: the use cannot be counted now.
         """
         lease = await self._take(request, Charge(subject, 1, tokens))
@@ -126,7 +126,7 @@ class Context:
         """Charge for one request that ends or removes something; the limit of open requests does not apply to it.
 
         Raises:
-            LimitedError: it exceeds what is left of a limit.
+            LimitedError: it exceeds the rest of a limit.
             UnavailableError: the use cannot be counted now.
         """
         lease = await self._take(request, Charge(subject, 1, 0, may_exceed_concurrent=True))

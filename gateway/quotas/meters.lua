@@ -1,12 +1,13 @@
--- Use of limits, counted for all gateways together; memory_meters.py is the same algorithm for one.
+-- Use of limits, counted for all gateways together; memory_meters.py is the same algorithm for a single gateway.
 --
--- KEYS: two of each account: a hash (requests, tokens: used and not yet refilled; requests_at, tokens_at: when that was
---   so, in microseconds; open: how many requests its leases stand for), and a sorted set of leases by their expiry.
---   A lease is called "<requests>:<unique name>".
--- ARGV[1]: take, settle or renew. ARGV[2]: the time in microseconds; empty: this server's, the only clock that all
---   gateways share. It may jump: backwards it refills nothing, and leases that expire too soon come back with their renewal.
+-- KEYS: two per account: a hash (requests, tokens: the used amounts that are not refilled yet; requests_at, tokens_at: the
+--   times of these amounts, in microseconds; open: the number of requests with a lease), and a sorted set of leases by
+--   their expiry. The name of a lease is "<requests>:<unique name>".
+-- ARGV[1]: take, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that all
+--   gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too early are restored by
+--   their renewal.
 
--- Keys outlive what they count by so much.
+-- Keys expire this much later than the amounts in them.
 local MARGIN_MS = 60000
 local MINUTE_US = 60000000
 
@@ -34,7 +35,7 @@ local function set_used(key, kind, amount)
   redis.call('HSET', key, kind, text(amount), kind .. '_at', text(now))
 end
 
--- Requests that are open: without leases that have expired. Their gateways have died.
+-- Returns the number of open requests, after removing expired leases, whose gateways have died.
 local function open(key, leases)
   local count = tonumber(redis.call('HGET', key, 'open'))
   if not count then
@@ -58,10 +59,10 @@ local function keep(key, milliseconds)
   end
 end
 
--- ARGV: lease, how long it lasts in microseconds, requests, tokens; of each account: requests per minute, tokens per
---   minute, concurrent requests; 0: no limit.
--- Returns the number of the account that forbids it (0: none), which limit, the wait in seconds; of each account what is
---   left of requests and tokens.
+-- ARGV: lease, its lifetime in microseconds, requests, tokens; per account: requests per minute, tokens per minute,
+--   concurrent requests; 0: no limit.
+-- Returns the number of the account whose limit is reached (0: none), the limit, the wait in seconds; per account the
+--   remaining requests and tokens.
 local function take()
   local lease, lasts, requests, tokens = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
   local accounts, forbids, limit, wait = {}, 0, '', 0
@@ -85,7 +86,7 @@ local function take()
     account.has_lease = account.concurrent > 0 or account.per_minute.tokens > 0
     account.open = account.has_lease and open(account.key, account.leases) or 0
     if forbids == 0 and account.concurrent > 0 then
-      -- More than the limit at once passes when nothing else is open, or it never could.
+      -- A batch larger than the limit is allowed when nothing else is open; otherwise it could never run.
       local allowed = account.open == 0 and math.max(account.concurrent, requests) or account.concurrent
       if account.open + requests > allowed then
         forbids, limit = index, 'CONCURRENT'
@@ -130,7 +131,7 @@ local function take()
   return answer
 end
 
--- ARGV: lease, tokens used beyond those announced; of each account: tokens per minute. Done again, it does nothing.
+-- ARGV: lease, tokens used in excess of those announced; per account: tokens per minute. Idempotent.
 local function settle()
   local lease, tokens = ARGV[3], tonumber(ARGV[4])
   for index = 1, #KEYS / 2 do
@@ -147,7 +148,7 @@ local function settle()
   end
 end
 
--- ARGV: how long they last in microseconds, leases of the one account in KEYS. Those that were lost come back.
+-- ARGV: the leases' lifetime in microseconds, leases of the single account in KEYS. Lost leases are restored.
 local function renew()
   local key, leases, lasts = KEYS[1], KEYS[2], tonumber(ARGV[3])
   local count = open(key, leases)

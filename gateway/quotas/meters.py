@@ -34,7 +34,7 @@ class Account:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether the end of a request changes what is left."""
+        """Whether the end of a request changes the remaining amounts."""
         return self.quota.concurrent is not None or self.quota.tokens_per_minute is not None
 
     @property
@@ -89,7 +89,7 @@ class Reading:
 
 
 def ignore_end(_used_tokens: int) -> None:
-    """The default `settle`, for requests whose end does not change what is left."""
+    """The default `settle`, for requests whose end does not change the remaining amounts."""
 
 
 @dataclass(frozen=True, slots=True)

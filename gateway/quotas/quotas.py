@@ -69,7 +69,7 @@ class Quotas:
         """Take the amounts of `charge` from the tenant and from the user, or from neither.
 
         Raises:
-            LimitedError: they exceed what is left.
+            LimitedError: they exceed the rest of a limit.
             UnavailableError: the use cannot be counted now.
         """
         accounts = self._accounts(charge.subject)

@@ -71,7 +71,7 @@ class Message(Schema):
     def to_message(self) -> ChatMessage:
         """Return the message for the chat template."""
         calls = to_json(self.tool_calls, "messages") if self.tool_calls else None
-        # Null content is kept only beside calls; otherwise some templates would print it.
+        # Null content is kept only together with calls; otherwise some templates would print it.
         content = self.content if self.content is not None or calls else ""
         return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content)
 

@@ -84,8 +84,8 @@ def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON sche
 def reading_of(card: ModelInfo, *, thinks: bool, opens_thought: bool) -> Reading:
     """Return the rules for parsing the model's output without tools.
 
-    `thinks` is False if the client wants reasoning left in the text. `opens_thought` is False if this prompt does not
-    open a reasoning block although the model's template can.
+    `thinks` is False if the client requests reasoning as part of the text. `opens_thought` is False if this prompt does
+    not open a reasoning block although the model's template can.
     """
     has_reasoning = card.has_reasoning and thinks
     return Reading(

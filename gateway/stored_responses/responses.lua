@@ -1,26 +1,26 @@
--- Stored responses of all gateways together; sqlite_responses.py keeps them by the same rule (store.py) for one.
+-- Stored responses of all gateways together; sqlite_responses.py follows the same rule (store.py) for a single gateway.
 --
--- ARGV[1]: put or delete. ARGV[2]: prefix of all keys, with a hash tag, so that all are in one slot of a cluster.
---   ARGV[3]: the holder, hashed. ARGV[4]: the response's id, hashed. Both together, "<holder>:<id>", name an entry.
--- <prefix>:item:<entry>  hash: user, response, messages, input; expires by itself
+-- ARGV[1]: put or delete. ARGV[2]: prefix of all keys, with a hash tag that keeps them in one slot of a cluster.
+--   ARGV[3]: the holder, hashed. ARGV[4]: the response's id, hashed. An entry's name is "<holder>:<id>".
+-- <prefix>:item:<entry>  hash: user, response, messages, input; has a time to live
 -- <prefix>:entries    hash: entry -> "<bytes>:<tenant>:<subject>", the latter two hashed
 -- <prefix>:expiring   sorted set of entries by the time of storing, in milliseconds
--- <prefix>:sequence   number of the entry that was stored last
+-- <prefix>:sequence   number of the latest entry
 -- <prefix>:used       hash: "all", "<tenant>", "<tenant>:<subject>" -> bytes
 -- <prefix>:of:<tenant>, <prefix>:of:<tenant>:<subject>  sorted sets of their entries by sequence number
 -- <prefix>:tenants, <prefix>:subjects:<tenant>  sorted sets of "<number of the oldest entry>:<hash>" by negative bytes:
---   the first is the one that uses most, of several that with the oldest entry
+--   the first one uses most; among equals, it has the oldest entry
 
 local prefix, entry = ARGV[2], ARGV[3] .. ':' .. ARGV[4]
 local entries, expiring, used = prefix .. ':entries', prefix .. ':expiring', prefix .. ':used'
 
--- The name in its index of a party whose entries are in the sorted set `of`; nil if there are none.
+-- Returns the index member for a tenant or subject whose entries are in the sorted set `of`; nil if it has none.
 local function label(of, name)
   local oldest = redis.call('ZRANGE', of, 0, 0, 'WITHSCORES')[2]
   return oldest and string.format('%016.0f', tonumber(oldest)) .. ':' .. name
 end
 
--- Changes the entries of one party by `change`, and its place in the index by what that makes of it.
+-- Applies `change` to the entries of a tenant or subject, and updates its member in the index.
 local function update(index, of, field, name, bytes, change)
   local before = label(of, name)
   if before then
@@ -68,8 +68,8 @@ local function make_room(limit)
   end
 end
 
--- ARGV: lifetime in milliseconds, room in bytes, tenant and subject in whose room it is (hashed), bytes, user ("=NAME",
---   or empty: none), response, messages, input. Done again, it does nothing.
+-- ARGV: lifetime in milliseconds, room in bytes, tenant and subject whose room it uses (hashed), bytes, user ("=NAME",
+--   or empty: none), response, messages, input. Idempotent.
 local function put()
   if redis.call('HEXISTS', entries, entry) == 1 then
     return
@@ -77,7 +77,7 @@ local function put()
   local lifetime_ms, room, tenant, subject, bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8], ARGV[9]
   local time = redis.call('TIME')
   local now_ms = math.floor(time[1] * 1000 + time[2] / 1000)
-  -- Items have expired by themselves; the rest of what is known of them follows here.
+  -- Redis has removed expired items; this removes their entries.
   for _, old in ipairs(redis.call('ZRANGEBYSCORE', expiring, '-inf', now_ms - lifetime_ms, 'LIMIT', 0, 1000)) do
     drop(old)
   end
@@ -91,7 +91,7 @@ local function put()
   make_room(room)
 end
 
--- ARGV: user ("=NAME", or empty: any). Returns whether there was such a response.
+-- ARGV: user ("=NAME", or empty: any). Returns 1 if the response existed, otherwise 0.
 local function delete()
   local user = redis.call('HGET', prefix .. ':item:' .. entry, 'user')
   if not user or (ARGV[5] ~= '' and ARGV[5] ~= user) then

@@ -57,7 +57,7 @@ class Encoder:
     ) -> list[Encoded]:
         """Return the ids of each prompt, or the error that prevents encoding it.
 
-        Texts get the model's own additions, such as BOS, unless `add_special_tokens` says otherwise; chat templates
+        Texts get the special tokens that the model adds, such as BOS, unless `add_special_tokens` is False; chat templates
         contain their special tokens.
         """
         adds = add_special_tokens or [None] * len(prompts)

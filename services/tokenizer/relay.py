@@ -194,7 +194,7 @@ class Relay:
             prompts = [request.prompt for request in requests]
             encoded = await self._encode(subject, prompts, [request.add_special_tokens for request in requests])
             submissions = [await self._with_bans(pending.submission) for pending in batch]
-        except Exception as error:  # noqa: BLE001  (the edge of the task: whatever it is, the gateway gets an answer)
+        except Exception as error:  # noqa: BLE001  (the edge of the task: the gateway must get an answer)
             self._log.error("encoding.failed", exc_info=error)
             encoded = [PandoError("the prompt could not be encoded")] * len(batch)
             submissions = [pending.submission for pending in batch]

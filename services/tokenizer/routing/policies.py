@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from common.types import ScheduleRequest, View
 
-# This many requests decode together as fast as one, so requests are not moved away from their cache below it. Also,
-# reported loads are some tenths of a second old.
+# Below this load a request stays with the group that has its prefix cached: this many requests decode together as fast
+# as one. Also, reported loads are some tenths of a second old.
 FREE_LOAD = 8
 
 
