@@ -1,11 +1,11 @@
 -- Use of limits, counted for all gateways together; memory_meters.py is the same algorithm for a single gateway.
 --
--- KEYS: two per account: a hash (requests, tokens: the used amounts that are not refilled yet; requests_at, tokens_at: the
---   times of these amounts, in microseconds; open: the number of requests with a lease), and a sorted set of leases by
---   their expiry. The name of a lease is "<requests>:<unique name>".
--- ARGV[1]: take, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that all
---   gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too early are restored by
---   their renewal.
+-- KEYS: two per account: a hash (requests, tokens: the used amounts that are not refilled yet; requests_at, tokens_at:
+--   the times of these amounts, in microseconds; open: the number of requests with a lease), and a sorted set of leases
+--   by their expiry. The name of a lease is "<requests>:<unique name>".
+-- ARGV[1]: take, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that
+--   all gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too early are
+--   restored by their renewal.
 
 -- Keys expire this much later than the amounts in them.
 local MARGIN_MS = 60000

@@ -57,8 +57,8 @@ class Encoder:
     ) -> list[Encoded]:
         """Return the ids of each prompt, or the error that prevents encoding it.
 
-        Texts get the special tokens that the model adds, such as BOS, unless `add_special_tokens` is False; chat templates
-        contain their special tokens.
+        Texts get the special tokens that the model adds, such as BOS, unless `add_special_tokens` is False; chat
+        templates contain their special tokens.
         """
         adds = add_special_tokens or [None] * len(prompts)
         encoded: list[Encoded | None] = [None] * len(prompts)
