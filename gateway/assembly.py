@@ -121,7 +121,7 @@ def fingerprint() -> str:
 
 
 def build_identity(settings: GatewaySettings) -> Identity:
-    """Return the authentication of requests by API keys, signed tokens, trusted proxies or none of them.
+    """Build the authentication of requests: by API keys, signed tokens, trusted proxies, or without credentials.
 
     Raises:
         ConfigurationError: the keys file, a network or a setting for tokens is wrong.

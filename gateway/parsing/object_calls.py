@@ -20,7 +20,7 @@ MAX_NAME_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """The places of objects: characters of `lead` may precede the first, those of `separators` may separate two."""
+    """The delimiters of objects: characters of `lead` may precede the first, those of `separators` separate two."""
 
     opening: str
     closing: str = ""

@@ -113,7 +113,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self,
         request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.DetokenizeRequest | tokenizer_pb2.RenderChatRequest,
     ) -> Iterator[Subject]:
-        """Occupy a place of the call's subject; calls of operators name none and share one."""
+        """Occupy a place of the call's subject; calls without a subject count as OPERATORS."""
         subject = subject_from_wire(request.subject) if request.HasField("subject") else OPERATORS
         self._room.take(subject)
         try:
