@@ -105,7 +105,7 @@ class Shield:
         self._texts = texts
 
     def __call__(self, value: Json) -> Json:
-        """Return `value` with marked texts, including the keys of objects; a text without special tokens is unchanged."""
+        """Return `value` with marked texts, including keys of objects; texts without special tokens are unchanged."""
         if isinstance(value, str):
             return self._mark(value)
         if isinstance(value, list):
