@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # How long an abort waits for the reports of other gateways.
 REPORTS_WITHIN_S = 1.0
 RECONNECT_S = 0.2
-# Aborts that may ask other gateways at a time: each polls for reports over a connection that others need, too.
+# Limits the concurrent aborts at other gateways: each polls for reports over a connection from the shared pool.
 MAX_OPEN_ABORTS = 32
 NEEDS_SECRET = (
     "requests were ended at this gateway; the others end what is not the caller's own only if all of them have "
