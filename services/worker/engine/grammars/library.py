@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 CACHE_BYTES = 512 * 1024 * 1024
 # Serving goes before compiling.
 NICENESS = 10
-# A row whose grammar was dropped meanwhile has it compiled again, during a forward pass, if that took no longer.
+# A row whose grammar was dropped meanwhile has it compiled again, during a forward pass, if that took no longer,
 QUICK_S = 0.25
+# and if the rows of its tenant have made passes wait for no more than this, which a minute refills.
+WAIT_S_PER_MINUTE = 1.0
 # After a restart a pass waits so long for a grammar of its rows.
 RESTORE_S = 10.0
-# Dropped grammars that would take longer, 16 bytes each.
-MAX_SLOW = 65_536
+# Dropped grammars whose compile time is remembered, about 100 bytes each.
+MAX_DROPPED = 65_536
 # Larger ones are loaded beside the others.
 LARGE_BYTES = 1024 * 1024
 
@@ -80,8 +83,9 @@ class GrammarLibrary:
         make: Callable[[VocabularySource], CompilesGrammars] = make_compiler,
         cache_bytes: int = CACHE_BYTES,
         subject_bytes: int = CACHE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without a vocabulary; `make` is called with the first grammar for one."""
+        """Start without a vocabulary; `make` is called with the first grammar for one, `clock` counts seconds."""
         self._make = make
         self._cache_bytes = cache_bytes
         self._subject_bytes = subject_bytes
@@ -90,7 +94,11 @@ class GrammarLibrary:
         self._compiler: Future[CompilesGrammars] | None = None
         # The one used last at the end.
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
-        self._slow: OrderedDict[bytes, None] = OrderedDict()
+        # Compile seconds of dropped grammars.
+        self._dropped: OrderedDict[bytes, float] = OrderedDict()
+        # Seconds that each tenant has made passes wait and that are not refilled, and when that was so.
+        self._waited: dict[str, tuple[float, float]] = {}
+        self._clock = clock
         self._small = ThreadPoolExecutor(1, "grammars", initializer=_be_nice)
         self._large = ThreadPoolExecutor(1, "large-grammars", initializer=_be_nice)
 
@@ -105,7 +113,7 @@ class GrammarLibrary:
             if source != self._source:
                 self._source, self._compiler = source, None
                 self._entries.clear()
-                self._slow.clear()
+                self._dropped.clear()
 
     def has(self, grammar: Grammar) -> bool:
         """Whether it is there already."""
@@ -135,7 +143,7 @@ class GrammarLibrary:
             assert source is not None, "grammars come after the model"
             if entry is not None and (entry.is_ready or not entry.compiled.done()):
                 self._entries.move_to_end(grammar)
-            elif _digest(grammar) not in self._slow:
+            elif self._may_compile(grammar):
                 compiling = self._large.submit(lambda: self._compiler_of(source).compile(grammar))
                 self._entries[grammar] = _Entry(compiling, 0.0)
 
@@ -143,8 +151,8 @@ class GrammarLibrary:
         """Return a matcher at the start of an output; None if its grammar is gone, and would take long to be had.
 
         Normally a grammar is here before its rows are. After a restart it is compiled while a row's prompt is computed,
-        and the forward pass waits for it; that no subject may make it wait at will, one that was dropped is compiled
-        again only if that is quick.
+        and the forward pass waits for it. A grammar that was dropped is compiled again only if that is quick and its
+        tenant has not made passes wait for others like it, so that no one can make them wait at will.
         """
         self.begin(grammar)
         with self._lock:
@@ -157,6 +165,21 @@ class GrammarLibrary:
         except TimeoutError:
             return None
         return Matcher(compiled, source.vocabulary_size, self._compiler_of(source).pieces)
+
+    def _may_compile(self, grammar: Grammar) -> bool:
+        """Return whether a pass may wait for a grammar; charge its tenant if it was dropped before."""
+        seconds = self._dropped.get(_digest(grammar))
+        if seconds is None:
+            return True
+        if seconds > QUICK_S:
+            return False
+        tenant, now = grammar.scope.tenant, self._clock()
+        used, at = self._waited.get(tenant, (0.0, now))
+        used = max(0.0, used - (now - at) * WAIT_S_PER_MINUTE / 60) + seconds
+        if used > WAIT_S_PER_MINUTE:
+            return False
+        self._waited[tenant] = used, now
+        return True
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -204,10 +227,9 @@ class GrammarLibrary:
             if grammar != newest and entry.size and _subject(grammar) == subject:
                 sizes[subject] -= entry.size
                 del self._entries[grammar]
-                if entry.seconds > QUICK_S:
-                    self._slow[_digest(grammar)] = None
-                    if len(self._slow) > MAX_SLOW:
-                        self._slow.popitem(last=False)
+                self._dropped[_digest(grammar)] = entry.seconds
+                if len(self._dropped) > MAX_DROPPED:
+                    self._dropped.popitem(last=False)
                 return True
         return False
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.grammars import Grammar, GrammarScope
 from services.worker.engine.grammars.library import GrammarLibrary
-from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, SIZE, SOURCE, FakeCompiler, grammar, library
+from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, SIZE, SOURCE, Clock, FakeCompiler, grammar, library
 
 
 def put(made: GrammarLibrary, *grammars: Grammar, seconds: float = 0.0) -> None:
@@ -64,3 +64,23 @@ def test_a_dropped_grammar_that_takes_long_is_not_compiled_during_a_pass() -> No
     made._large.shutdown(wait=True)
     assert [one.text for one in compiler.compiled] in (["quick"], [])
     assert grammar("quick") in made._entries
+
+
+def test_dropped_grammars_of_a_tenant_make_passes_wait_for_a_second_a_minute_in_all() -> None:
+    compiler, clock = FakeCompiler(), Clock()
+    made = GrammarLibrary(lambda _source: compiler, subject_bytes=SIZE, clock=clock)
+    made.serve(SOURCE)
+
+    def waited_for(scope: GrammarScope, prefix: str) -> int:
+        grammars = [grammar(f"{prefix}{number}", scope) for number in range(24)]
+        put(made, *grammars, seconds=0.2)
+        put(made, grammar(f"{prefix}last", scope), seconds=0.2)
+        for one in grammars:
+            made.begin(one)
+        return sum(one in made._entries for one in grammars)
+
+    assert waited_for(RIVAL, "a") == 5
+    assert waited_for(RIVAL, "b") == 0
+    assert waited_for(ANN, "c") == 5
+    clock.now += 30
+    assert waited_for(RIVAL, "d") == 2
