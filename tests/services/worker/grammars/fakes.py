@@ -46,7 +46,7 @@ class FakeCompiler:
         return Compiled(int(data))
 
 
-def library(**limits: int) -> GrammarLibrary:
+def library(**limits: Any) -> GrammarLibrary:
     compiler = FakeCompiler()
     made = GrammarLibrary(lambda _source: compiler, **limits)
     made.serve(SOURCE)
