@@ -56,7 +56,7 @@ class Submissions:
         try:
             async for message in messages:
                 self._take(message)
-        except Exception as error:  # (raised again by the task that answers)
+        except Exception as error:  # noqa: BLE001  (raised again by the task that answers)
             self._answers.put_nowait(error)
         else:
             self._has_all = True
