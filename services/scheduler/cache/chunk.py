@@ -1,4 +1,4 @@
-"""The cache that keeps nothing: rows own all their pages and no prefix is ever found."""
+"""The cache that keeps nothing: rows own all their pages and no prefix is ever matched."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChunkCache:
         self._locks: set[LockId] = set()
 
     def view_of(self, view: View) -> None:
-        """Return None: nothing is found."""
+        """Return None: nothing is matched."""
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
         """Return 0."""
@@ -63,11 +63,11 @@ class ChunkCache:
         priority: int = 0,
         session: str | None = None,
     ) -> PrefixLock:
-        """Return a lock on nothing."""
+        """Return an empty lock."""
         return self.commit_nothing(view)
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        """Return a lock on nothing."""
+        """Return an empty lock."""
         lock = PrefixLock(LockId(self._next_lease), view, 0, _NO_PAGES)
         self._next_lease += 1
         self._locks.add(lock.lock_id)
@@ -81,7 +81,7 @@ class ChunkCache:
         return Insertion(lock, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
 
     def release(self, lock: PrefixLock) -> None:
-        """End a lock."""
+        """Remove a lock."""
         assert lock.lock_id in self._locks, f"lock {lock.lock_id} was released before"
         self._locks.remove(lock.lock_id)
 
@@ -95,15 +95,15 @@ class ChunkCache:
         return 0
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """Return 0: nothing is remembered."""
+        """Return 0: nothing is kept."""
         return 0
 
     def advance(self, epoch: int) -> None:
-        """Note the epoch."""
+        """Set the epoch."""
         self.epoch = epoch
 
     def adopt(self, limits: Limits) -> None:
-        """Change nothing, as no pages are kept."""
+        """Do nothing, as no pages are kept."""
 
     def pin(self, token_ids: TokenIds) -> int:
         """Return 0: nothing is kept."""
@@ -118,18 +118,18 @@ class ChunkCache:
         return ()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
-        """Do nothing: nothing was asked."""
+        """Do nothing: there are no candidates."""
 
     def forget_verdicts(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: there are no verdicts."""
 
     @property
     def usage(self) -> CacheUsage:
-        """Nothing."""
+        """All zero."""
         return CacheUsage(0, 0, 0, 0, 0, 0)
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield nobody."""
+        """Yield nothing."""
         return iter(())
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
