@@ -46,10 +46,10 @@ class Billing:
             self.counters.charge(subject, output_tokens=tokens)
 
     def charge_idle_rows(self, sequence: Sequence, tokens: int) -> None:
-        """Charge a waiting sequence `tokens` that other subjects' rows could have generated in pages kept for it.
+        """Charge a waiting sequence for `tokens` that other subjects could have generated in the pages kept for it.
 
-        So a prompt that needs most of the memory holds up other tenants, and subjects of its own, for its share of the
-        time only.
+        So a prompt that needs most of the memory delays other tenants, and other subjects of its own tenant, only for
+        its share of the time.
         """
         if self.counters is not None and tokens:
             self.counters.charge(sequence.request.view.subject, output_tokens=tokens)
