@@ -254,7 +254,7 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_outlet_broken(self, _reason: str) -> None:
-        """End every sequence: the gateways see the break, too, and resubmit what their clients still lack."""
+        """End every sequence: the gateways see the break, too, and resubmit unfinished requests."""
         if self.core is None:
             return
         for sequence in list(self.core.open_sequences):

@@ -194,7 +194,7 @@ class EvictionQueue(Generic[C]):
         self._limits_version = accounts.limits_version
         accounts.on_activation(self._note_floor)
 
-    # --- who has how much ---
+    # --- pages of holders ---
 
     def charge(self, account: Account, pages: int) -> None:
         """Count pages that an account gained, or lost if negative."""

@@ -63,7 +63,7 @@ class HostTier:
         """Pages whose backup was skipped because the host had no room."""
         return self._backups.skipped_pages
 
-    # --- what the scheduler asks for ---
+    # --- called by the scheduler ---
 
     def add_storage(self, config: StorageConfig, names: PageNames) -> None:
         """Add a storage tier below: copies are stored, and missing pages looked up there."""

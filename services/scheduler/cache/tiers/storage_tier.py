@@ -47,7 +47,7 @@ class StorageTier:
         self.reading_pages = 0
         self.writing_pages = 0
 
-    # --- what the scheduler asks for ---
+    # --- called by the scheduler ---
 
     def prefetch(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
         """Start to look up a request's pages that are missing in a view."""
@@ -106,7 +106,7 @@ class StorageTier:
         self._reads.forget_all()
         self._writes.forget_all()
 
-    # --- what the cache tells ---
+    # --- called by the cache ---
 
     def note(self, node: Node) -> None:
         """Note a node whose copy on the host is new, or whose owner has changed."""
