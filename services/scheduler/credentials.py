@@ -24,7 +24,6 @@ class Credentials:
     """Compares callers' tokens with the admin token in constant time; without an admin token no caller is admin."""
 
     def __init__(self, token: str | None) -> None:
-        """Use `token` as the admin token."""
         self._token = token
         # With a token, fingerprints survive a restart. Without knowledge of it they cannot be computed from a guessed
         # name.

@@ -49,7 +49,6 @@ class DecisionLog:
         self._thread.start()
 
     def __enter__(self) -> DecisionLog:
-        """Return the open log."""
         return self
 
     def __exit__(

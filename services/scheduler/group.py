@@ -53,7 +53,6 @@ class GroupLostError(Exception):
     """
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
-        """Store the message and the cause."""
         super().__init__(message)
         self.out_of_memory = out_of_memory
 

@@ -110,7 +110,6 @@ class Keyring:
             self._write_revocations()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.database.close()
 
     def _tag(self, scope: Scope) -> bytes:

@@ -95,7 +95,6 @@ class SchedulerLoop:
 
     @property
     def group_state(self) -> GroupState:
-        """State of the worker group."""
         return self._group.state if self._group else GroupState.CONNECTING
 
     @property

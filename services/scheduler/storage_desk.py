@@ -22,7 +22,6 @@ class StorageDesk:
     """Owns the keyring, which is opened, and created if necessary, only if there is a storage."""
 
     def __init__(self, settings: StorageSettings) -> None:
-        """Start without a storage."""
         self._settings = settings
         self._keyring: Keyring | None = None
         self._epoch = 0

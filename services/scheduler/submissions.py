@@ -42,7 +42,6 @@ class Submissions:
     """Handles one stream, on the event loop."""
 
     def __init__(self, loop: TakesRequests) -> None:
-        """Submit requests to `loop`."""
         self._loop = loop
         self._waiting: dict[RequestId, asyncio.Task[None]] = {}
         self._subjects: dict[RequestId, Subject] = {}

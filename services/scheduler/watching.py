@@ -22,7 +22,6 @@ class EventBacklog:
     """
 
     def __init__(self, limit: int = MAX_QUEUED_EVENTS) -> None:
-        """Start empty."""
         self._events: deque[CacheEvent] = deque()
         self._arrived = asyncio.Event()
         self._limit = limit

@@ -39,7 +39,6 @@ class ChunkCache:
     host = None
 
     def __init__(self, page_size: int) -> None:
-        """Start without locks."""
         self.page_size = page_size
         self.epoch = 0
         self.events = CacheEvents()
@@ -50,7 +49,6 @@ class ChunkCache:
         """Return None: nothing is matched."""
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return 0."""
         return 0
 
     def commit(
@@ -63,11 +61,9 @@ class ChunkCache:
         priority: int = 0,
         session: str | None = None,
     ) -> PrefixLock:
-        """Return an empty lock."""
         return self.commit_nothing(view)
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        """Return an empty lock."""
         lock = PrefixLock(LockId(self._next_lease), view, 0, _NO_PAGES)
         self._next_lease += 1
         self._locks.add(lock.lock_id)
@@ -81,40 +77,32 @@ class ChunkCache:
         return Insertion(lock, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
 
     def release(self, lock: PrefixLock) -> None:
-        """Remove a lock."""
         assert lock.lock_id in self._locks, f"lock {lock.lock_id} was released before"
         self._locks.remove(lock.lock_id)
 
     def evict(self, pages: int) -> int:
-        """Return 0: there is nothing to free."""
         return 0
 
     def flush(self) -> int:
-        """Return 0: there is nothing to drop."""
         self.events.emit(CacheEventKind.FLUSHED)
         return 0
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """Return 0: nothing is kept."""
         return 0
 
     def advance(self, epoch: int) -> None:
-        """Set the epoch."""
         self.epoch = epoch
 
     def adopt(self, limits: Limits) -> None:
         """Do nothing, as no pages are kept."""
 
     def pin(self, token_ids: TokenIds) -> int:
-        """Return 0: nothing is kept."""
         return 0
 
     def unpin(self, token_ids: TokenIds) -> bool:
-        """Return False: nothing is pinned."""
         return False
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:
-        """Return nothing: nothing becomes public."""
         return ()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
@@ -125,13 +113,10 @@ class ChunkCache:
 
     @property
     def usage(self) -> CacheUsage:
-        """All zero."""
         return CacheUsage(0, 0, 0, 0, 0, 0)
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield nothing."""
         return iter(())
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield nothing."""
         return iter(())

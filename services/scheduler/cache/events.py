@@ -16,7 +16,6 @@ class CacheEvents:
     """Numbers the changes of one cache and notifies its listeners; without listeners a change costs one addition."""
 
     def __init__(self) -> None:
-        """Start without listeners, before the first change."""
         self._sequence = 0
         self._counts = dict.fromkeys(CacheEventKind, 0)
         self._listeners: list[Callable[[CacheEvent], None]] = []

@@ -39,7 +39,6 @@ class LockTable:
     """Owns the locked paths of all prefix locks."""
 
     def __init__(self, page_size: int) -> None:
-        """Start without locks."""
         self._page_size = page_size
         self._next = 0
         self._paths: dict[LockId, LockedPath] = {}

@@ -39,7 +39,6 @@ class PageAllocator:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Start with `capacity` free pages."""
         assert capacity >= 0
         self.capacity = capacity
         self.observer: PageObserver | None = None

@@ -84,32 +84,26 @@ class RadixCache:
 
     @property
     def events(self) -> CacheEvents:
-        """Source of events about changes of the tree."""
         return self.store.events
 
     @property
     def epoch(self) -> int:
-        """The current epoch, set by the last `advance`."""
         return self.store.epoch
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could free now, soft-free ones excluded."""
         return self.store.use.evictable
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in locked nodes."""
         return self.store.use.protected
 
     @property
     def soft_free_pages(self) -> int:
-        """Device pages that count as free and can still be matched."""
         return self.store.use.soft_free
 
     @property
     def held_references(self) -> int:
-        """Page references that the cache holds, one per page and node."""
         return self.store.use.references
 
     # --- a row's life ---
@@ -191,7 +185,6 @@ class RadixCache:
         return Insertion(renewed, known, own[replaced], found[replaced], first + int(replaced[0]))
 
     def release(self, lock: PrefixLock) -> None:
-        """Unlock the lock's path."""
         locked = self.locks.close(lock)
         if locked.node is not None:
             self.store.unlock_path(locked.node, self.store.tree.root)
@@ -307,7 +300,6 @@ class RadixCache:
         self.store.tier.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
-        """Apply other quotas and floors from now on."""
         self.store.accounts.adopt(limits)
 
     def _follow_choices(self) -> None:
@@ -322,7 +314,6 @@ class RadixCache:
             self._demoter.withdraw()
 
     def pin(self, token_ids: TokenIds) -> int:
-        """Make a prompt's whole pages public from the next epoch on; return their tokens."""
         return self._pins.add(token_ids)
 
     def unpin(self, token_ids: TokenIds) -> bool:
@@ -337,7 +328,6 @@ class RadixCache:
         return True
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:
-        """Return the chains that await a content check, each once."""
         return self._promoter.reviews.take()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
@@ -345,12 +335,10 @@ class RadixCache:
         self._promoter.note(self._promoter.reviews.resolve(candidate_id, allowed_tokens))
 
     def forget_verdicts(self) -> None:
-        """Drop the content check's verdicts; public nodes stay public."""
         self._promoter.reviews.forget_verdicts()
 
     @property
     def usage(self) -> CacheUsage:
-        """Totals of the tree."""
         accounts, public = self.store.accounts, self.store.accounts.public.live_pages
         tenants = sum(account.live_pages for account in accounts.tenants())
         use = self.store.use
@@ -364,13 +352,11 @@ class RadixCache:
         )
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lock."""
         accounts = self.store.accounts
         for account in (accounts.public, *accounts.tenants(), *accounts.all()):
             yield owner_snapshot(account, self.store.tier.pages_of(account))
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield the nodes in one view, or all nodes: parents before children."""
         tree = self.store.tree
         viewer = None if view is None else self.store.accounts.view(self._scope(view))
         for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):

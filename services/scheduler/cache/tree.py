@@ -105,7 +105,6 @@ class PageTree:
         return list(entry.values()) if isinstance(entry, dict) else [entry]
 
     def children(self, node: Node) -> list[Node]:
-        """Return all children."""
         found: list[Node] = []
         for entry in node.children.values():
             if isinstance(entry, dict):

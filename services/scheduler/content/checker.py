@@ -61,7 +61,6 @@ class ContentChecker:
         return await self._ask({})
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

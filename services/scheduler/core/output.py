@@ -62,7 +62,6 @@ class OutputBuffer:
         self._tokens += len(token_ids)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
-        """End a choice."""
         self._finishes.append((sequence.handle, finish))
 
     def take(self) -> Output | None:

@@ -118,7 +118,6 @@ class WaitingQueue:
         return f"{waiting} requests of this {whose} are waiting, {bound}"
 
     def add(self, sequence: Sequence) -> None:
-        """Append a new sequence."""
         self._arrived[sequence.handle] = sequence
         self._enter(sequence)
 

@@ -33,7 +33,6 @@ class Sessions:
     """
 
     def __init__(self, memory: KvMemory, rules: SessionRules) -> None:
-        """Start without sessions, under `rules`."""
         self.yielded = 0
         self._memory = memory
         self._rules = rules

@@ -20,7 +20,6 @@ class Tenancy:
     """
 
     def __init__(self, rows: RowTable, memory: KvMemory) -> None:
-        """Start without changes."""
         self._rows = rows
         self._memory = memory
         self._closes: list[RowSlot] = []

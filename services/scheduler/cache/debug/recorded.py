@@ -56,12 +56,10 @@ class RecordedCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
         return self._cache.page_size
 
     @property
     def events(self) -> EventSource:
-        """Source of events about changes of the tree."""
         return self._cache.events
 
     @property
@@ -71,27 +69,22 @@ class RecordedCache:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, set by the last `advance`."""
         return self._cache.epoch
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could free now, soft-free ones excluded."""
         return self._cache.evictable_pages
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in locked nodes."""
         return self._cache.protected_pages
 
     @property
     def soft_free_pages(self) -> int:
-        """Device pages that count as free and can still be matched."""
         return self._cache.soft_free_pages
 
     @property
     def held_references(self) -> int:
-        """Page references that the cache holds, one per page and node."""
         return self._cache.held_references
 
     def view_of(self, view: View) -> Hashable | None:

@@ -22,7 +22,6 @@ class DistinctCount:
     __slots__ = ("_members", "_registers")
 
     def __init__(self) -> None:
-        """Start empty."""
         self._members = array("Q")
         self._registers: bytearray | None = None
 
@@ -88,7 +87,6 @@ class Window:
         return 0 if self.users is None else min(self.users.count, self.hits)
 
     def add(self, fingerprint: int) -> None:
-        """Count a hit."""
         self.hits += 1
         if self.users is None:
             self.users = DistinctCount()

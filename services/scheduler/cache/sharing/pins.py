@@ -14,7 +14,6 @@ class Pins:
     """Owns the pinned prompts. A pin takes effect at the next epoch boundary, and lasts whether cached or not."""
 
     def __init__(self, page_size: int) -> None:
-        """Start without pins."""
         self._page_size = page_size
         self._pending: list[bytes] = []
         self._active: dict[bytes, dict[bytes, None]] = {}

@@ -152,7 +152,6 @@ class ProbeDetector:
         return sum(subject[: len(party)] == party for subject in node.creators or ()) <= config.few_creators
 
     def _quarantine(self, node: Node, suspects: dict[int, str]) -> None:
-        """Hide a node from suspects."""
         store, epoch = self._store, self._store.epoch
         quarantined = node.quarantined = dict(node.quarantined or {})
         for fingerprint, tenant in sorted(suspects.items()):

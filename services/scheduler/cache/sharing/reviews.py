@@ -43,7 +43,6 @@ class Reviews:
     """Owns the pending reviews and the verdicts."""
 
     def __init__(self, config: CacheConfig, page_size: int) -> None:
-        """Start without verdicts."""
         self._config = config
         self._page_size = page_size
         self._next = 0

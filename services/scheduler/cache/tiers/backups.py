@@ -28,7 +28,6 @@ class Backups:
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: HostConfig) -> None:
-        """Start with nothing to copy."""
         self.skipped_pages = 0
         self._store = store
         self._host = host
@@ -45,7 +44,6 @@ class Backups:
             self._noted[node] = None
 
     def forget_all(self) -> None:
-        """Start over."""
         self._noted.clear()
         self._open_pages = 0
 

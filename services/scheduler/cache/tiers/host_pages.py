@@ -28,32 +28,26 @@ class HostEntry:
 
     @property
     def pinned(self) -> bool:
-        """Whether the operator has pinned it."""
         return self.node.pinned
 
     @property
     def priority(self) -> int:
-        """Highest priority of the requests that used it."""
         return self.node.priority
 
     @property
     def epoch(self) -> int:
-        """Epoch of its last use."""
         return self.node.epoch
 
     @property
     def last_access(self) -> int:
-        """Logical time of its last use."""
         return self.node.last_access
 
     @property
     def u_pre(self) -> int:
-        """Number of subjects that used it in the previous epoch."""
         return self.node.u_pre
 
     @property
     def uses(self) -> int:
-        """Number of prefix locks that covered it."""
         return self.node.uses
 
 
@@ -66,7 +60,6 @@ class HostPages:
     """
 
     def __init__(self, store: NodeStore, capacity: int) -> None:
-        """Start with `capacity` free pages."""
         self.allocator = PageAllocator(capacity)
         # Sum of all copies' pages, and of those that transfers need.
         self.references = 0

@@ -56,7 +56,6 @@ class TransferLedger:
     """
 
     def __init__(self, store: NodeStore, host: HostPages) -> None:
-        """Start empty."""
         self._store = store
         self._host = host
         self._open: dict[TransferId, OpenTransfer] = {}

@@ -62,7 +62,6 @@ class StorageReads:
     def __init__(
         self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
     ) -> None:
-        """Start without lookups."""
         self._store = store
         self._host = host
         self._ledger = ledger

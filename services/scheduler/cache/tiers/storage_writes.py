@@ -28,7 +28,6 @@ class StorageWrites:
     """Stores nodes that have a copy on the host, once under each owner, and drops stored pages."""
 
     def __init__(self, store: NodeStore, ledger: TransferLedger, names: PageNames) -> None:
-        """Start with nothing to write."""
         self._store = store
         self._ledger = ledger
         self._names = names
