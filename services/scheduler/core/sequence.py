@@ -58,7 +58,7 @@ class Sequence:
     preemptions: int = 0
     # Whether the cache has counted this request's use of its prefix.
     was_committed: bool = False
-    # Tokens that its subject has been charged for: its known ids at the first start, and output since.
+    # Tokens that its subject's charges account for: its known ids at the first start, and output since.
     charged_tokens: int = 0
     # The load from the host that it waits for, and the number of loads it has waited for since it last had a row.
     awaited_load: TransferId | None = None
