@@ -187,7 +187,7 @@ class StorageReads:
     def _attach(self, fetch: Fetch, first: int, pages: PageIds, scope: Scope) -> int:
         """Attach the pages [first, first + len(pages)) that are still missing to the requester's view.
 
-        Return their number.
+        Return len(pages), or 0 if they cannot be attached.
         """
         store, end = self._store, first + len(pages)
         viewer = store.accounts.view(fetch.scope)
