@@ -23,7 +23,7 @@ Coldness = tuple[int, ...]
 Urgency = tuple[Any, ...]  # numbers; equal standings have the same types
 
 _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
-# A heap is rebuilt when it has this many dead entries beyond twice the number of live ones.
+# A heap is rebuilt when its length exceeds twice the number of live entries by more than this.
 _SPARE_ENTRIES = 32
 
 

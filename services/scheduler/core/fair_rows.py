@@ -80,7 +80,7 @@ class FairRows:
         self._most_rows = rows.max_rows
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Return the youngest row of the subject with most pages for its weight, in the tenant with most for its."""
+        """Return the youngest row of the subject with most pages for its weight, within the tenant ranked likewise."""
         rows = list(candidates)
         return min(rows, key=self._order_of(rows, self._pages_of))
 

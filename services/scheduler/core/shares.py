@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from common.limits import TenantLimits
     from common.types import Subject
 
-# A heap is rebuilt when it has this many dead entries beyond twice the number of live ones.
+# A heap is rebuilt when its length exceeds twice the number of live entries by more than this.
 _SPARE_ENTRIES = 32
 
 
