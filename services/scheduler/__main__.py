@@ -34,7 +34,7 @@ HEALTH_INTERVAL_S = 0.1
 
 
 def main() -> None:
-    """Read the settings and serve until a signal comes."""
+    """Read the settings and serve until a signal arrives."""
     settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
     MODEL_INFO.labels(settings.model.name).set(1)
     run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler)
@@ -44,7 +44,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Run the scheduler until `stopping` is set.
 
     Raises:
-        ConfigurationError: the settings cannot work, here or in a worker.
+        ConfigurationError: the settings are invalid here or in a worker.
     """
     path = settings.scheduler.cache_decision_log
     with contextlib.nullcontext() if path is None else DecisionLog(path) as decisions:
@@ -52,7 +52,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
 
 async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
-    """Run the scheduler until `stopping` is set; note the cache's decisions if there is a log."""
+    """Run the scheduler until `stopping` is set; record the cache's decisions if there is a log."""
     loop = SchedulerLoop(settings.scheduler, decisions=decisions)
     security = read_security(settings.rpc)
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
@@ -99,7 +99,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:
-    """Keep the health service in step with reality."""
+    """Keep the health service's status up to date."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             await server.set_serving(can_serve())
@@ -107,7 +107,7 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
 
 
 def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
-    """Return what checks content before it becomes public, if the settings ask for it."""
+    """Return the content check that precedes publication, if the settings enable it."""
     scheduler, model = settings.scheduler, settings.model
     if not scheduler.cache_content_check:
         return None
@@ -121,7 +121,7 @@ def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
 
 
 def engine_spec(settings: Settings) -> EngineSpec:
-    """Return what every rank is configured with; rank and world size are the group's to fill in."""
+    """Return the configuration of every rank; the group fills in rank and world size."""
     model, scheduler = settings.model, settings.scheduler
     return EngineSpec(
         model=model.reference,
@@ -138,7 +138,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         memory_fraction=scheduler.memory_fraction,
         host_pages=scheduler.cache_host_pages,
         host_bytes=int(scheduler.cache_host_gigabytes * 1024**3),
-        # A log of the cache's decisions says nothing of a second pool, which these depend on.
+        # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
         window_ratio=0.0 if scheduler.cache_decision_log else scheduler.window_ratio,
     )
 

@@ -1,4 +1,4 @@
-"""Acknowledgements of transfers by single ranks, put together to those of the group."""
+"""Combines the ranks' acknowledgements of transfers into those of the group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class GroupAcks:
-    """Waits until every rank has acknowledged a transfer."""
+    """Collects acknowledgements until every rank has acknowledged a transfer."""
 
     def __init__(self, ranks: int) -> None:
         """Start for a stream of plans to `ranks` ranks."""
@@ -18,7 +18,7 @@ class GroupAcks:
         self._pending: dict[TransferId, tuple[TransferAck, set[int]]] = {}
 
     def add(self, rank: int, ack: TransferAck) -> TransferAck | None:
-        """Take in what a rank says; return the group's acknowledgement once no other rank is missing.
+        """Add a rank's acknowledgement; return the group's once all ranks have acknowledged, else None.
 
         It counts the pages that all ranks have, and the slowest rank's time.
         """

@@ -1,4 +1,4 @@
-"""What the cache does and costs, counted for the state dump and for Prometheus."""
+"""Activity and cost of the cache, counted for the state dump and for Prometheus."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ STATES = ("free", "soft_free", "evictable", "protected")
 
 
 class CacheMeter:
-    """Owns the counts of one cache that the cache itself does not keep, and what of all counts has been exported."""
+    """Owns the counts that the cache itself does not keep, and the state of all counts at their last export."""
 
     def __init__(self, times: OperationTimes) -> None:
-        """Start with nothing exported; `times` are the cache's operations."""
+        """Start with nothing exported; `times` are those of the cache's operations."""
         self.times = times
-        # Prompt tokens found, by tier and visibility.
+        # Matched prompt tokens, by tier and visibility.
         self.hit_tokens: dict[tuple[str, str], int] = {}
         self._events = dict.fromkeys(CacheEventKind, 0)
         self._calls: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
 
     def note_start(self, sequence: Sequence, lock: PrefixLock) -> None:
-        """Count what a sequence found when it got its first row. What was loaded lies behind all the rest."""
+        """Count the tokens matched at a sequence's first start. Loaded tokens come last in the matched prefix."""
         loaded = min(sequence.host_tokens, lock.matched_tokens)
         stored = min(sequence.storage_tokens, loaded)
         public, tenant = lock.public_tokens, lock.tenant_tokens
@@ -38,7 +38,7 @@ class CacheMeter:
             ("host", loaded - stored),
             ("storage", stored),
         ):
-            # On every path comes first what is public, then what is the tenant's.
+            # On every path public tokens come first, then the tenant's.
             from_public = min(public, tokens)
             from_tenant = min(tenant, tokens - from_public)
             public, tenant = public - from_public, tenant - from_tenant
@@ -52,7 +52,7 @@ class CacheMeter:
             metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, visibility).inc(tokens)
 
     def export(self, cache: PrefixCache) -> None:
-        """Bring Prometheus up to date. O(1) in the size of the cache."""
+        """Update the Prometheus metrics. O(1) in the size of the cache."""
         usage = cache.usage
         metrics.CACHE_NODES.set(usage.nodes)
         metrics.CACHE_VIEWS.set(usage.views)

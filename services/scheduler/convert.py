@@ -1,4 +1,4 @@
-"""Wire messages of the scheduler, to and from dataclasses."""
+"""Conversion between the scheduler's dataclasses and wire messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DIRECTIONS = {
 
 
 def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
-    """Encode what a rank is configured with."""
+    """Encode the configuration of a rank."""
     return worker_pb2.ConfigureRequest(
         model=spec.model,
         load_format=spec.load_format,
@@ -64,7 +64,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
 
 
 def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
-    """Decode what a configured rank can hold."""
+    """Decode the capacity of a configured rank."""
     return EngineCapacity(
         device_pages=message.device_pages,
         page_size=message.page_size_tokens,
@@ -90,7 +90,7 @@ def _window_pool_from_wire(message: worker_pb2.WindowPool) -> WindowPool:
 
 
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
-    """Encode a plan; every rank is sent the same message."""
+    """Encode a plan; every rank receives the same message."""
     message = worker_pb2.StepPlan(step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps)
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
     grants = plan.grants
@@ -142,7 +142,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
 
 
 def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
-    """Decode what one forward pass brought."""
+    """Decode the result of one forward pass."""
     return StepResult(
         step_id=StepId(message.step_id),
         substep=message.substep,

@@ -1,4 +1,4 @@
-"""Wire messages about the cache, for people and tools: nodes, events, accounts."""
+"""Wire messages about the cache for operators and tools: nodes, events, accounting."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kin
 
 @dataclass(frozen=True, slots=True)
 class Disclosure:
-    """What a caller is shown of identities and prompts: names and ids only to the operator, else fingerprints."""
+    """Visibility of identities and prompts to a caller: names and ids only for the operator, otherwise fingerprints."""
 
     is_admin: bool
-    # Of a view, or of a tenant by its name.
+    # Fingerprint of a view, or of a tenant by its name.
     fingerprint: Callable[[View | str], str]
     with_ids: bool = False
 
@@ -95,7 +95,7 @@ def event_to_wire(event: CacheEvent, shown: Disclosure) -> scheduler_pb2.WatchCa
 def cache_to_wire(
     cache: PrefixCache, meter: CacheMeter | None, verdicts: dict[str, int]
 ) -> scheduler_pb2.CacheAccounting:
-    """Encode what the cache holds and what has happened in it."""
+    """Encode the cache's content, event counts, hits and operation costs."""
     usage = cache.usage
     message = scheduler_pb2.CacheAccounting(
         epoch=cache.epoch,
@@ -119,7 +119,7 @@ def cache_to_wire(
 
 
 def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.OwnerAccounting:
-    """Encode what one view, one tenant or the public has."""
+    """Encode the usage of one view, one tenant or the public."""
     message = scheduler_pb2.OwnerAccounting(
         visibility=scheduler_pb2.VISIBILITY_PUBLIC,
         device_pages=owner.device_pages,
@@ -143,7 +143,7 @@ def owner_to_wire(owner: OwnerSnapshot, shown: Disclosure) -> scheduler_pb2.Owne
 
 
 def tier_to_wire(tier: str, accounts: Accounting) -> scheduler_pb2.TierAccounting:
-    """Encode one tier's pages."""
+    """Encode the page accounting of one tier."""
     return scheduler_pb2.TierAccounting(
         tier=tier,
         capacity_pages=accounts.capacity,
@@ -169,7 +169,7 @@ def storage_to_wire(storage: StorageTier) -> scheduler_pb2.StorageAccounting:
 def sequence_to_wire(
     sequence: Sequence, computed_tokens: int, generated_tokens: int, pages: int, age_s: float
 ) -> scheduler_pb2.RequestState:
-    """Encode an open choice, without whose it is."""
+    """Encode an open choice, without the identity of its owner."""
     return scheduler_pb2.RequestState(
         request_id=sequence.request.request_id,
         choice_index=sequence.choice_index,
@@ -184,7 +184,7 @@ def sequence_to_wire(
 
 
 def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions_pb2.SessionState:
-    """Encode a session as it is at `now`, seconds of the scheduler's clock."""
+    """Encode a session's state at `now`, seconds of the scheduler's clock."""
     message = sessions_pb2.SessionState(
         fingerprint=shown.fingerprint(session.view),
         capacity_tokens=session.grant.capacity_tokens,

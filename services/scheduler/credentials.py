@@ -1,4 +1,4 @@
-"""Who may see and change what: the operator's token, and what stands for principals where it is not shown."""
+"""Access to inspection and administration: the admin token, and fingerprints shown in place of names."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FINGERPRINT_DIGITS = 16
 
 
 class Credentials:
-    """Compares what callers show with the admin token, in constant time; without a token nobody is admin."""
+    """Compares callers' tokens with the admin token in constant time; without an admin token no caller is admin."""
 
     def __init__(self, token: str | None) -> None:
-        """Know the token."""
         self._token = token
-        # With a token, fingerprints outlive a restart. Nobody without it can compute the one of a guessed name.
+        # With a token, fingerprints survive a restart. Without knowledge of it they cannot be computed from a guessed
+        # name.
         self._key = hashlib.sha256(f"fingerprints:{token}".encode()).digest() if token else secrets.token_bytes(32)
 
     def is_admin(self, metadata: Mapping[str, str | bytes]) -> bool:
-        """Whether a call with such metadata is the operator's."""
+        """Whether the call with this metadata carries the admin token."""
         if self._token is None:
             return False
         shown = metadata.get(AUTHORIZATION_KEY, "")
@@ -38,10 +38,10 @@ class Credentials:
         return hmac.compare_digest(data, f"Bearer {self._token}".encode())
 
     def require_admin(self, metadata: Mapping[str, str | bytes], what: str) -> None:
-        """Let only the operator do `what`.
+        """Check that the caller may do `what`, which only the operator may.
 
         Raises:
-            PermissionDeniedError: the caller does not show the token, or there is none.
+            PermissionDeniedError: the caller does not present the token, or no token is configured.
         """
         if self._token is None:
             raise PermissionDeniedError(f"to {what}, the scheduler needs an admin token (scheduler.admin_token)")
@@ -49,25 +49,25 @@ class Credentials:
             raise PermissionDeniedError(f"to {what}, show the scheduler's admin token")
 
     def require_admin_if_set(self, metadata: Mapping[str, str | bytes], what: str) -> None:
-        """Let anybody who reaches the port do `what` as long as there is no token.
+        """Like `require_admin`, but allow every caller if no token is configured.
 
         Raises:
-            PermissionDeniedError: there is a token, and the caller does not show it.
+            PermissionDeniedError: a token is configured, and the caller does not present it.
         """
         if self._token is not None:
             self.require_admin(metadata, what)
 
     def fingerprint(self, owner: View | str) -> str:
-        """Return what stands for a view, or for a tenant by its name: equal for equal ones; it does not show names."""
+        """Return a pseudonym of a view, or of a tenant by its name: equal for equal owners, and not reversible."""
         parts = (owner,) if isinstance(owner, str) else (owner.tenant, owner.subject.name, owner.salt)
         text = "".join(f"{len(part)}:{part}" for part in parts).encode("utf-8", "surrogatepass")
         return hmac.new(self._key, text, hashlib.sha256).hexdigest()[:FINGERPRINT_DIGITS]
 
 
 def read_token(settings: SchedulerSettings) -> str | None:
-    """Return the admin token that the settings name, directly or by a file.
+    """Return the configured admin token, given directly or by a file.
 
     Raises:
-        ConfigurationError: both are named, or the file is not readable or empty.
+        ConfigurationError: both are configured, or the file is unreadable or empty.
     """
     return read_secret("scheduler.admin_token", settings.admin_token, settings.admin_token_file)

@@ -1,4 +1,4 @@
-"""Writes the cache's decisions to a file, on a thread of its own."""
+"""Writes the cache's decisions to a file, on a separate thread."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.debug.decisions import Decision
 
-# Decisions that may wait for the disk: seconds of a busy scheduler, and some tens of MB at most.
+# Maximum number of decisions waiting to be written: seconds of a busy scheduler, and some tens of MB.
 BUFFERED_DECISIONS = 8_192
 OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
 _STOP = b""
 
 
 class DecisionLog:
-    """Appends lines that `cache/debug/replay.py` reads back.
+    """Appends lines that `cache/debug/replay.py` reads.
 
     The file holds every prompt as token ids and the names of all users, so only its owner may read it. `note` never
-    waits: what the disk is too slow for is lost, and the log ends there and says so, as a replay cannot skip anything.
+    blocks: if the disk is too slow, the log ends with a line that marks its end, as a replay cannot skip anything, and
+    later decisions are counted as lost.
     """
 
     def __init__(self, path: Path, limit: int = BUFFERED_DECISIONS) -> None:
-        """Open `path` for appending, for its owner alone.
+        """Open `path` for appending, readable by its owner only.
 
         Raises:
-            ConfigurationError: it cannot be written to, or is no plain file.
+            ConfigurationError: the file cannot be written, or is not a regular file.
         """
         self.lost_decisions = 0
         self._path = path
@@ -48,23 +49,22 @@ class DecisionLog:
         self._thread.start()
 
     def __enter__(self) -> DecisionLog:
-        """Return the open log."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what waits, and close the file."""
+        """Write pending lines, and close the file."""
         self.close()
 
     def begin(self, header: bytes) -> None:
-        """Begin anew, with another cache. May wait for the disk."""
+        """Start a new log section for another cache. May block on the disk."""
         self._lines.put(header)
         self._number = 0
         self._is_ended = False
 
     def note(self, decision: Decision) -> None:
-        """Take one decision; what it holds must not change any more."""
+        """Record one decision; the caller must not modify it afterwards."""
         if self._is_ended:
             self.lost_decisions += 1
             return
@@ -77,13 +77,13 @@ class DecisionLog:
             self._log.error("decision_log.ended", path=str(self._path), operations=self._number - 1, cause="slow disk")
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write pending lines, and close the file."""
         self._lines.put(_STOP)
         self._thread.join()
         self._file.close()
 
     def _write(self) -> None:
-        """Write lines until told to stop; after an error, go on taking them and write nothing."""
+        """Write lines until `_STOP`; after an error, keep draining the queue without writing."""
         is_broken, says_how_it_ends = False, True
         while True:
             line = self._lines.get()
@@ -115,7 +115,7 @@ def _open(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise ConfigurationError(f"cache_decision_log {path}: no plain file")
     os.fchmod(descriptor, OWNER_ONLY)
-    # A process that was killed may have left half a line.
+    # A process that was killed may have left a partial line.
     if state.st_size and os.pread(descriptor, 1, state.st_size - 1) != b"\n":
         os.write(descriptor, b"\n")
     return os.fdopen(descriptor, "ab")

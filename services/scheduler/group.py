@@ -1,4 +1,4 @@
-"""The worker group: all tensor-parallel ranks, configured together and fed the same plans."""
+"""The worker group: all tensor-parallel ranks, configured together and sent the same plans."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
 
 RECONNECT_S = 0.2
-# What fails while it loads is likely to fail again: pauses double up to this one.
+# A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
 CONFIGURE_TIMEOUT_S = 3600.0
 WATCH_INTERVAL_S = 1.0
-# How long the other ranks' reasons are waited for when one has failed.
+# Time to wait for the other ranks' errors after one has failed.
 REASON_GRACE_S = 0.5
-# The worker's own limit on a grammar, and others' grammars before this one.
+# Covers the worker's own limit for a grammar, and grammars queued before this one.
 PREPARE_TIMEOUT_S = 120.0
 
 
 class GroupState(Enum):
-    """Life of a group; FAILED lasts until the ranks answer again."""
+    """State of a group; FAILED lasts until the ranks answer again."""
 
     CONNECTING = "CONNECTING"
     CONFIGURING = "CONFIGURING"
@@ -47,35 +47,34 @@ class GroupState(Enum):
 
 
 class GroupLostError(Exception):
-    """A rank failed, went away or hangs; the whole group has to be configured again.
+    """A rank failed, disconnected or hangs; the whole group has to be configured again.
 
-    `out_of_memory`: its memory did not suffice for a step.
+    `out_of_memory`: device memory did not suffice for a step.
     """
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
-        """Keep what was wrong."""
         super().__init__(message)
         self.out_of_memory = out_of_memory
 
 
 class GroupListener(Protocol):
-    """Who is told what becomes of the group. The calls run on the event loop."""
+    """Receives the group's events. The calls run on the event loop."""
 
     def on_ready(self, capacity: EngineCapacity) -> None:
-        """All ranks wait for plans; their rows and KV are empty."""
+        """All ranks are ready for plans; their rows and KV are empty."""
 
     def on_result(self, result: StepResult) -> None:
-        """Rank 0 reports a forward pass."""
+        """Rank 0 has reported a forward pass."""
 
     def on_transfer(self, ack: TransferAck) -> None:
-        """All ranks are done with a transfer."""
+        """All ranks have finished a transfer."""
 
     def on_lost(self, *, out_of_memory: bool) -> None:
-        """The group is gone, with all rows and all KV; `out_of_memory`: its last steps were too large."""
+        """The group is lost with all rows and all KV; `out_of_memory`: its last steps were too large."""
 
 
 class WorkerGroup:
-    """Keeps the ranks configured and their Execute streams open; starts over when any of them breaks."""
+    """Keeps the ranks configured and their Execute streams open; reconfigures all of them if one breaks."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class WorkerGroup:
         listener: GroupListener,
         timeout_s: float,
     ) -> None:
-        """Prepare a group of ranks that `channels` open channels to; each is configured with its number in `spec`."""
+        """Prepare a group; `channels` open the ranks' channels, and each rank's number is set in its `spec`."""
         self.state = GroupState.CONNECTING
         self._open_channels = channels
         self._spec = spec
@@ -93,10 +92,10 @@ class WorkerGroup:
         self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
         self._acks = GroupAcks(len(channels))
         self._plans_in_flight = 0
-        # One rank has failed, and others are only asked why.
+        # One rank has failed, and the others' streams are read only for their errors.
         self._is_losing = False
         self._last_sign = time.monotonic()
-        # Rank 0, which samples, while the group is ready.
+        # Stub of rank 0, which samples, while the group is ready.
         self._first: worker_pb2_grpc.WorkerAsyncStub | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
@@ -113,10 +112,10 @@ class WorkerGroup:
             queue.put_nowait(message)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Have a grammar compiled before rows need it.
+        """Compile a grammar before rows need it.
 
         Raises:
-            PandoError: it is refused, or the workers are away.
+            PandoError: the grammar is refused, or the workers are not connected.
         """
         if self._first is None:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
@@ -127,10 +126,10 @@ class WorkerGroup:
             raise to_error(error) from error
 
     async def run(self) -> NoReturn:
-        """Configure and serve the group for ever.
+        """Configure and serve the group indefinitely.
 
         Raises:
-            ConfigurationError: a rank refuses its configuration; trying again would not help.
+            ConfigurationError: a rank rejects its configuration, so a retry would fail again.
         """
         while True:
             channels = [open_channel() for open_channel in self._open_channels]
@@ -183,7 +182,7 @@ class WorkerGroup:
                 call.cancel()
 
     async def _configure(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> EngineCapacity:
-        """Configure all ranks at the same time, as they have to meet; return the capacity they agreed on."""
+        """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""
         tasks = [
             asyncio.create_task(self._configure_rank(rank, replace(self._spec, rank=number, world_size=len(ranks))))
             for number, rank in enumerate(ranks)
@@ -197,9 +196,9 @@ class WorkerGroup:
         finally:
             for task in tasks:
                 task.cancel()
-        # A page is stored whole or not at all.
+        # A page is stored by all ranks or not at all.
         has_storage = all(capacity.has_storage for capacity in capacities)
-        # Pages must be as many again after a restart: what waits was admitted by this capacity.
+        # After a restart the group needs the same number of pages: waiting requests were admitted by this capacity.
         first = capacities[0]
         self._spec = replace(
             self._spec,
@@ -228,7 +227,7 @@ class WorkerGroup:
             done, _ = await asyncio.wait([*readers, watch], return_when=asyncio.FIRST_COMPLETED)
             self._is_losing = True
             if len(readers) > 1:
-                # A rank that fails takes others along, which may be heard first. Only its own reason says what to do.
+                # A failing rank makes others fail, and their errors may arrive first; only its own error has the cause.
                 done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done
             raise _most_telling([error for task in done if (error := task.exception()) is not None])
         finally:
@@ -256,7 +255,7 @@ class WorkerGroup:
         raise GroupLostError(f"rank {rank} closed its stream")
 
     async def _watch(self) -> None:
-        """Take the group for dead when plans are in flight and nothing comes back."""
+        """Fail the group if plans are in flight and no result arrives in time."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             silence = time.monotonic() - self._last_sign
@@ -265,7 +264,7 @@ class WorkerGroup:
 
 
 def _most_telling(errors: list[BaseException]) -> BaseException:
-    """Return which of several ranks' failures the others follow from."""
+    """Return the root cause among the errors of several ranks."""
     return next((error for error in errors if isinstance(error, GroupLostError) and error.out_of_memory), errors[0])
 
 

@@ -1,4 +1,4 @@
-"""The file of random seeds that the names and keys of stored pages derive from; see `cache/object_keys.py`."""
+"""The file of random seeds from which names and keys of stored pages are derived; see `cache/object_keys.py`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.types import Scope
 
-# "PKey": what tells a keyring from other databases.
+# "PKey": distinguishes a keyring from other databases.
 _APPLICATION_ID = 0x504B6579
-# The parts of a scope that say who is accountable. Clients choose the rest (a salt) freely: an entry for each would let
-# them fill the file.
+# The leading parts of a scope, which identify the accountable party. Clients choose the rest (a salt) freely, and an
+# entry for each salt would let them fill the file.
 _ACCOUNTABLE_PARTS = 2
-# Scopes whose keys are kept in memory.
+# Maximum number of scopes whose keys are kept in memory.
 _CACHED_SCOPES = 65_536
-# How long to wait for another process that writes; the scheduler's loop waits, too.
+# Time to wait for a lock held by another process; it blocks the scheduler's loop.
 _LOCK_TIMEOUT_S = 1.0
-# Where the file's own secret stands among the seeds; tags of scopes are longer.
+# Key of the file's own secret in the table of seeds; the tags of scopes are longer.
 _OWN_SECRET = b""
 
 
 @dataclass(slots=True)
 class _File:
-    """A keyring that is open."""
+    """An open keyring."""
 
     database: sqlite3.Connection
-    # Of the deployments that share it.
+    # The secret shared by the deployments that use the file.
     secret: bytes = field(repr=False)
-    # Changes when the file is deleted, or another one takes its place; and when another process writes to it.
+    # `identity` changes when the file is deleted or replaced, `version` when another process writes to it.
     identity: tuple[int, int] | None
     version: int
 
@@ -48,27 +48,27 @@ class _File:
 class Keyring:
     """Owns the seeds; several schedulers that share a storage share the file.
 
-    There is one seed per subject and tenant and one for the public. `revoke` overwrites it, so that what was stored
-    under it can be neither named nor decrypted any more, wherever there are copies of it. Other processes go by that
-    from their next `refresh` on. If the file cannot be written, the revocation holds in this process and an error is
-    logged; `refresh` tries again.
+    There is one seed per subject and tenant and one for the public. `revoke` overwrites it, so that pages stored under
+    it can be neither named nor decrypted any more, wherever copies of them exist. Other processes apply the revocation
+    at their next `refresh`. If the file cannot be written, the revocation holds in this process and an error is logged;
+    `refresh` tries again.
     """
 
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Open `path`; where there is no such file, make one that only this user can read.
+        """Open `path`; if there is no such file, create one that only this user can read.
 
         Args:
             path: An SQLite database.
-            secret: At least 32 bytes; absent: the file's own, which is made with the file.
+            secret: At least 32 bytes; None: the file's own secret, which is created with the file.
 
         Raises:
-            ConfigurationError: it can neither be read nor made, holds something else, or others can read it.
+            ConfigurationError: the file cannot be read or created, is no keyring, or is readable by others.
         """
         self._path = path
         self._given = secret
         self._log = get_logger("keyring")
         self._cached: dict[Scope, ScopeKeys] = {}
-        # Seeds that could not be written: of scopes by tag.
+        # New seeds that could not be written yet, by tag of the scope.
         self._unwritten: dict[bytes, bytes] = {}
         try:
             self._file = _open(path, secret)
@@ -76,7 +76,7 @@ class Keyring:
             raise ConfigurationError(f"scheduler.storage_keyring {path}: {error}") from error
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
-        """Return names and key of pages of `scope`, as they are to be written and looked up now."""
+        """Return the current names and key for writing and looking up pages of `scope`."""
         keys = self._cached.get(scope)
         if keys is None:
             keys = scope_keys(self._file.secret, self._seed(self._tag(scope)), scope)
@@ -86,18 +86,18 @@ class Keyring:
         return keys.of_pages(hashes)
 
     def revoke(self, scope: Scope = PUBLIC_SCOPE) -> None:
-        """Destroy the seed of `scope`, and so of all scopes of the same subject."""
+        """Replace the seed of `scope`, which also revokes all other scopes of the same subject."""
         self._cached.clear()
         self._unwritten[self._tag(scope)] = secrets.token_bytes(KEY_BYTES)
         self._write_revocations()
 
     def refresh(self) -> None:
-        """Go by what others have revoked, and by a file that has taken this one's place."""
+        """Apply other processes' revocations, and reopen the file if it was replaced."""
         try:
             if _identity(self._path) != self._file.identity:
                 self._log.warning("keyring.replaced", path=str(self._path))
                 self._cached.clear()
-                # They were about seeds that are gone.
+                # They replaced seeds that are gone.
                 self._unwritten.clear()
                 self._file.database.close()
                 self._file = _open(self._path, self._given)
@@ -110,7 +110,6 @@ class Keyring:
             self._write_revocations()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.database.close()
 
     def _tag(self, scope: Scope) -> bytes:
@@ -123,7 +122,7 @@ class Keyring:
             return _seed_in(self._file.database, tag)
         except sqlite3.Error:
             self._log.exception("keyring.unusable", path=str(self._path))
-            # What is stored under it is missing once this process has ended.
+            # Pages stored under it cannot be found once this process has ended.
             return secrets.token_bytes(KEY_BYTES)
 
     def _write_revocations(self) -> None:
@@ -160,14 +159,14 @@ def _data_version(database: sqlite3.Connection) -> int:
 
 def _open_database(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # SQLite would let others read it.
+    # SQLite would create it readable by others.
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     if path.stat().st_mode & 0o077:
         raise ConfigurationError(f"others can read {path}, which holds keys: chmod 600 it")
     database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
     try:
-        # What was revoked must stay readable neither in free parts of the file nor in its journal.
+        # Revoked seeds must not remain readable in free parts of the file or in its journal.
         for pragma in ("secure_delete = ON", "journal_mode = TRUNCATE", "synchronous = FULL"):
             database.execute(f"PRAGMA {pragma}")
         with _transaction(database):
@@ -189,11 +188,11 @@ def _check_or_make_tables(database: sqlite3.Connection) -> None:
 
 
 def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
-    """Return the seed of a tag, which is made if need be."""
+    """Return the seed of a tag; create it if there is none."""
     query = "SELECT seed FROM seeds WHERE scope = ?"
     found = database.execute(query, (tag,)).fetchone()
     if found is None:
-        # If another process makes one at the same time, the first of the two is kept.
+        # If another process inserts one at the same time, the first of the two is kept.
         database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", (tag, secrets.token_bytes(KEY_BYTES)))
         found = database.execute(query, (tag,)).fetchone()
     return bytes(found[0])
@@ -201,7 +200,7 @@ def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Write everything or nothing."""
+    """Commit all writes, or none if an exception is raised."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield database

@@ -1,4 +1,4 @@
-"""Drives the core: plans go to the workers, results come back, text goes to the detokenizer, time passes."""
+"""Runs the core: sends plans to the workers, applies results, pushes output to the detokenizer, keeps time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
 class SchedulerLoop:
-    """Owns the core and connects it to its neighbours. Everything runs on one event loop, in one thread."""
+    """Owns the core and connects it to workers and detokenizer. Runs in one thread on one event loop."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class SchedulerLoop:
         clock: Callable[[], float] = time.monotonic,
         decisions: DecisionLog | None = None,
     ) -> None:
-        """Start without a core: it is made when the workers have reported their capacity.
+        """Start without a core, which is created when the workers have reported their capacity.
 
         Raises:
-            ConfigurationError: the limits file is wrong.
+            ConfigurationError: the limits file is invalid.
         """
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
@@ -85,7 +85,7 @@ class SchedulerLoop:
         group: WorkerGroup,
         outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse],
     ) -> None:
-        """Take the neighbours, which in turn call the `on_…` methods."""
+        """Set the worker group and the detokenizer link, which in turn call the `on_…` methods."""
         self._group, self._outlet = group, outlet
 
     @property
@@ -95,21 +95,20 @@ class SchedulerLoop:
 
     @property
     def group_state(self) -> GroupState:
-        """State of the worker group."""
         return self._group.state if self._group else GroupState.CONNECTING
 
     @property
     def now(self) -> float:
-        """Seconds of the loop's clock."""
+        """Time of the loop's clock in seconds."""
         return self._clock()
 
     @property
     def epoch(self) -> int:
-        """The epoch that the cache is to be in; plans carry the one that it is in."""
+        """The epoch by the clock. The cache advances to it during housekeeping, and plans carry the cache's epoch."""
         return int(self._clock() / self._settings.epoch_seconds)
 
     def submit(self, request: ScheduleRequest) -> Admission:
-        """Take a request in, or say why not."""
+        """Submit a request to the core, or return an admission with the reason for its refusal."""
         if self.core is None or not self._is_outlet_connected or self._is_draining:
             error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
@@ -120,17 +119,17 @@ class SchedulerLoop:
         return admission
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Have the workers compile a grammar.
+        """Let the workers compile a grammar.
 
         Raises:
-            PandoError: it is refused, or the workers are away.
+            PandoError: the grammar is refused, or the workers are not connected.
         """
         if self._group is None:
             raise UnavailableError(self._why_unavailable(), retry_after_ms=1000)
         await self._group.prepare(grammar)
 
     def refuse_new(self) -> None:
-        """Take no more requests; those that are open go on."""
+        """Refuse new requests; open ones continue."""
         self._is_draining = True
 
     def _why_unavailable(self) -> str:
@@ -139,17 +138,17 @@ class SchedulerLoop:
         return f"the scheduler waits for its {'workers' if self.core is None else 'detokenizer'}"
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request by its exact id; unknown ids are ignored."""
+        """Abort a request by its exact id; unknown ids are ignored."""
         if self.core is not None and self.core.abort(request_id):
             self._log.info("request.aborted", request_id=request_id)
             self._wake.set()
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
-        """Let a conversation keep what its turns compute; see `Sessions.open`."""
+        """Open a session, whose turns stay in the cache; see `Sessions.open`."""
         return self._sessions().open(wish)
 
     async def close_session(self, view: View, session: str) -> bool:
-        """End a session; return whether it was open."""
+        """Close a session; return whether it was open."""
         return self._sessions().close(view, session)
 
     def _sessions(self) -> Sessions:
@@ -158,24 +157,24 @@ class SchedulerLoop:
         return self.core.sessions
 
     def wake(self) -> None:
-        """Look for work again: something outside has changed."""
+        """Check for work after a change outside the loop."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Plan whenever something has changed, until cancelled."""
+        """Make a plan whenever something has changed, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._housekeep())
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 self._turn()
-                # What the neighbours are told goes out before more is planned.
+                # Let pending messages be sent before the next plan is made.
                 await asyncio.sleep(0)
 
     # --- called by the neighbours ---
 
     def on_ready(self, capacity: EngineCapacity) -> None:
-        """Begin, or go on with everything that was open when the workers were lost."""
+        """Start serving, or continue with the requests that were open when the workers were lost."""
         if self.core is not None and capacity != self._capacity:
             self.core.fail_all(UnavailableError("the workers came back with another capacity", retry_after_ms=1000))
             self._push()
@@ -184,7 +183,7 @@ class SchedulerLoop:
             config = resolve(self._settings, capacity)
             rules = resolve_cache(self._settings, capacity.device)
             host = resolve_host(self._settings, capacity.host_pages)
-            # An encoder keeps nothing.
+            # An encoder has no KV to cache.
             name = "chunk" if capacity.is_encoder else self._settings.cache
             allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
             choices = SharingChoices(lambda tenant: self._limits.sharing_of(tenant))
@@ -204,14 +203,14 @@ class SchedulerLoop:
             self.meter = CacheMeter(times)
             self._tier_meter = TierMeter(capacity.kv_bytes_per_token * config.page_size)
             self._sampler = InvariantSampler.of(cache)
-            # Rare and long, so that each is measured.
+            # Rare and long, so each call is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
         self._wake.set()
 
     def on_result(self, result: StepResult) -> None:
-        """Take in one forward pass; its tokens are on their way when the next plan is made."""
+        """Apply the result of one forward pass and push its tokens before the next plan is made."""
         assert self.core is not None, "results follow plans, which the core made"
         started = time.thread_time()
         self.core.apply(result)
@@ -226,13 +225,13 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_transfer(self, ack: TransferAck) -> None:
-        """Let those go on who wait for the pages, or have them copied."""
+        """Finish a transfer; sequences that wait for its pages can continue."""
         assert self.core is not None, "transfers are the core's"
         self.core.finish_transfer(ack, self.now)
         self._wake.set()
 
     def on_lost(self, *, out_of_memory: bool) -> None:
-        """Keep every row's ids and wait for the workers; if they lacked memory, plan smaller steps afterwards."""
+        """Requeue all sequences until the workers return; after an out-of-memory error, plan smaller steps."""
         metrics.GROUP_READY.set(0)
         if self.core is None:
             return
@@ -244,7 +243,7 @@ class SchedulerLoop:
         self._push()
 
     def on_push_response(self, response: detokenizer_pb2.PushResponse) -> None:
-        """End what the detokenizer has ended."""
+        """End the choices that the detokenizer has ended."""
         if self.core is None:
             return
         for hit in response.stop_hits:
@@ -254,7 +253,7 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_outlet_broken(self, _reason: str) -> None:
-        """End everything: the gateways have noticed, too, and ask again for what their clients still lack."""
+        """End every sequence: the gateways see the break, too, and resubmit unfinished requests."""
         if self.core is None:
             return
         for sequence in list(self.core.open_sequences):
@@ -272,7 +271,7 @@ class SchedulerLoop:
         return self._outlet is not None and self._outlet.connected
 
     def _turn(self) -> None:
-        """Send a plan if fewer are in flight than may be and there is something to do; another turn follows it."""
+        """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
         if self.can_serve and self.core.in_flight < self._settings.queue_depth:
@@ -299,14 +298,14 @@ class SchedulerLoop:
             self.meter.note_start(sequence, sequence.lock)
 
     def _push(self) -> None:
-        """Hand what has gathered to the detokenizer; while it is away, nothing of it is owed to anybody."""
+        """Push collected output to the detokenizer; output is discarded while the link is down."""
         output = self.core.take_output() if self.core else None
         if output is not None and self._outlet is not None:
             with contextlib.suppress(UnavailableError):
                 self._outlet.send(output_to_wire(output))
 
     async def _housekeep(self) -> None:
-        """Every so often: time limits, the cache's epoch, accounts, gauges."""
+        """Enforce time limits, advance the cache's epoch, check page accounting and update gauges, periodically."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             if self.core is None:
@@ -329,14 +328,14 @@ class SchedulerLoop:
             core.adopt(limits)
 
     def _check_invariants(self) -> None:
-        """Look at some paths of the cache's tree; what is wrong is told, and never fatal."""
+        """Check some paths of the cache's tree; violations are logged and never fatal."""
         wrong = self._sampler.check(self._settings.cache_checked_paths) if self._sampler else []
         if wrong:
             metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
             self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
 
     def _check_windows(self, core: SchedulerCore) -> None:
-        """The same of the pool of layers with a window."""
+        """Check the page accounting of the sliding-window pool."""
         accounts = core.memory.account_windows(core.rows)
         if accounts is None:
             return

@@ -1,4 +1,4 @@
-"""What the scheduler exports to Prometheus."""
+"""Prometheus metrics of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC face of the scheduler."""
+"""gRPC servicer of the scheduler."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Filtered: TypeAlias = "scheduler_pb2.DumpTreeRequest | scheduler_pb2.WatchCacheEventsRequest"
 
-# How soon a watcher of a cache that was replaced is told so.
+# Maximum delay before a watcher learns that its cache was replaced.
 WATCH_INTERVAL_S = 1.0
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
-    """Decode, call the loop, encode."""
+    """Decodes requests, calls the loop and encodes the responses."""
 
     def __init__(self, loop: SchedulerLoop, settings: SchedulerSettings, credentials: Credentials) -> None:
-        """Serve `loop`; show and let change what `credentials` allow."""
-        # Verdicts of the content check by outcome; whoever runs one puts its own here.
+        """Serve `loop`; `credentials` decide which callers may read names and make changes."""
+        # Verdicts of the content check by outcome; replaced by the content desk's own counts if there is one.
         self.verdicts: dict[str, int] = {}
         self._loop = loop
         self._settings = settings
@@ -64,7 +64,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def Submit(  # noqa: N802  (names of rpcs are the contract's)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
-        """Take in batches of requests and aborts; answer each batch's admissions in one message."""
+        """Submit batches of requests and aborts; admissions known at once are returned in one message per batch."""
         submissions = Submissions(self._loop)
         reading = asyncio.create_task(submissions.read(request_iterator))
         try:
@@ -79,7 +79,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def GetState(  # noqa: N802
         self, request: scheduler_pb2.GetStateRequest, context: Context
     ) -> scheduler_pb2.GetStateResponse:
-        """Tell queues, rows, pages and the state of the worker group."""
+        """Return queues, rows, pages and the state of the worker group."""
         state = scheduler_pb2.GetStateResponse(
             worker_group=self._loop.group_state.value,
             max_rows=self._settings.max_rows,
@@ -91,7 +91,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         if core is not None:
             _describe_core(core, state)
             if core.config.is_encoder:
-                state.cache = "chunk"  # whatever the settings say: nothing is kept
+                state.cache = "chunk"  # an encoder keeps no KV, regardless of the settings
             state.cache_accounting.CopyFrom(cache_to_wire(core.memory.cache, self._loop.meter, self.verdicts))
             shown = self._disclosure(context)
             state.sessions.extend(session_to_wire(each, shown, self._loop.now) for each in core.sessions)
@@ -121,10 +121,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def DumpTree(  # noqa: N802
         self, request: scheduler_pb2.DumpTreeRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.DumpTreeResponse]:
-        """Stream the cache's nodes as they are now, parents before children."""
+        """Stream the cache's current nodes, parents before children."""
         shown = self._disclosure(context, with_ids=request.include_token_ids)
         cache = self._core().memory.cache
-        # In a list: the tree may change between two writes.
+        # Copied to a list, as the tree may change between two writes.
         nodes = list(islice(cache.dump(self._viewer(request, context, cache)), request.max_nodes or None))
         for node in nodes:
             yield scheduler_pb2.DumpTreeResponse(node=node_to_wire(node, shown))
@@ -139,7 +139,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def Forget(  # noqa: N802
         self, request: scheduler_pb2.ForgetRequest, context: Context
     ) -> scheduler_pb2.ForgetResponse:
-        """Drop everything that is private to one subject, or to one of its conversations."""
+        """Drop all private entries of one subject, or of one of its sessions."""
         self._credentials.require_admin(_metadata(context), "forget a user")
         freed = self._core().forget(subject_from_wire(request.subject), request.session or None)
         return scheduler_pb2.ForgetResponse(freed_pages=freed)
@@ -161,7 +161,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context
     ) -> scheduler_pb2.PauseResponse:
-        """Stop admitting rows."""
+        """Pause the admission of waiting requests."""
         self._credentials.require_admin_if_set(_metadata(context), "pause")
         self._core().pause(paused=True)
         return scheduler_pb2.PauseResponse()
@@ -169,7 +169,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def Resume(  # noqa: N802
         self, request: scheduler_pb2.ResumeRequest, context: Context
     ) -> scheduler_pb2.ResumeResponse:
-        """Go on admitting rows."""
+        """Resume the admission of waiting requests."""
         self._credentials.require_admin_if_set(_metadata(context), "resume")
         self._core().pause(paused=False)
         self._loop.wake()
@@ -178,7 +178,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def WatchCacheEvents(  # noqa: N802
         self, request: scheduler_pb2.WatchCacheEventsRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchCacheEventsResponse]:
-        """Stream a snapshot, then every change; after losses, how many there were and a new snapshot."""
+        """Stream a snapshot, then every change; after losses, the number of lost events and a new snapshot."""
         shown = self._disclosure(context)
         cache = self._core().memory.cache
         viewer = self._viewer(request, context, cache)
@@ -186,7 +186,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         backlog = EventBacklog()
         unsubscribe = cache.events.subscribe(backlog.add)
         try:
-            # In lists: the tree may change between two writes.
+            # Copied to lists, as the tree may change between two writes.
             for message in list(_snapshot(cache, viewer, shown)):
                 yield message
             while True:
@@ -218,11 +218,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return Disclosure(is_admin, self._credentials.fingerprint, with_ids)
 
     def _viewer(self, request: Filtered, context: Context, cache: PrefixCache) -> View | None:
-        """Return whose view is asked for, None for everybody's.
+        """Return the view that a request is filtered by, None for all views.
 
         Raises:
-            PermissionDeniedError: a principal is named without the admin token, which would tell its fingerprint.
-            InvalidRequestError: nobody has the fingerprint.
+            PermissionDeniedError: a view is named without the admin token, which would reveal its fingerprint.
+            InvalidRequestError: no view in the cache has the fingerprint.
         """
         if request.HasField("view"):
             self._credentials.require_admin(_metadata(context), "name a user; a fingerprint needs none")
@@ -240,10 +240,10 @@ def _metadata(context: Context) -> Mapping[str, str | bytes]:
 
 
 def _prompt(core: SchedulerCore, token_ids: Iterable[int]) -> TokenIds:
-    """Return the ids of a prompt.
+    """Return the token ids of a prompt, [tokens] int32.
 
     Raises:
-        InvalidRequestError: there are none, or some that the model does not have.
+        InvalidRequestError: the prompt is empty, or an id is outside the model's vocabulary.
     """
     ids = np.fromiter(token_ids, dtype=np.int64)
     if not len(ids):
@@ -256,7 +256,7 @@ def _prompt(core: SchedulerCore, token_ids: Iterable[int]) -> TokenIds:
 def _snapshot(
     cache: PrefixCache, viewer: View | None, shown: Disclosure
 ) -> Iterator[scheduler_pb2.WatchCacheEventsResponse]:
-    """Yield the tree as INSERTED events, and the end of that."""
+    """Yield the tree as INSERTED events, followed by SNAPSHOT_END."""
     sequence = cache.events.sequence
     for node in cache.dump(viewer):
         kind = scheduler_pb2.CACHE_EVENT_KIND_INSERTED
@@ -272,7 +272,7 @@ def _is_in_view(event: CacheEvent, viewer: View | None) -> bool:
 
 
 def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -> None:
-    """Fill in what only a scheduler with workers has."""
+    """Fill in the fields that exist only once the workers are connected."""
     state.waiting_requests = len(core.queue)
     state.running_rows = core.rows.running
     state.paused = core.is_paused

@@ -1,4 +1,4 @@
-"""Connects the cache to storage, where the workers have one: rules from the settings, names from the keyring."""
+"""Connects the cache to the workers' storage, if they have one: rules from the settings, names from the keyring."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _MEGABYTE = 1e6
 
 
 class StorageDesk:
-    """Owns the keyring, which is opened, and made if need be, only where there is a storage."""
+    """Owns the keyring, which is opened, and created if necessary, only if there is a storage."""
 
     def __init__(self, settings: StorageSettings) -> None:
-        """Start without a storage."""
         self._settings = settings
         self._keyring: Keyring | None = None
         self._epoch = 0
         self._log = get_logger("storage")
 
     def attach(self, host: HostTier | None, capacity: EngineCapacity) -> StorageConfig | None:
-        """Give a new cache's host tier the storage that the workers have, if there are both; return its rules.
+        """Attach the workers' storage to a new cache's host tier, if there are both; return its rules.
 
         Raises:
             ConfigurationError: the keyring cannot be used.
@@ -46,14 +45,14 @@ class StorageDesk:
         return config
 
     def advance(self, epoch: int) -> None:
-        """In each new epoch, take over what schedulers with the same keyring have revoked."""
+        """In each new epoch, apply revocations of other schedulers with the same keyring."""
         if self._keyring is not None and epoch != self._epoch:
             self._epoch = epoch
             self._keyring.refresh()
 
 
 def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfig:
-    """Return what the settings say, for workers of this capacity."""
+    """Convert the settings for workers of this capacity."""
     page_bytes = capacity.kv_bytes_per_token * capacity.page_size
     return StorageConfig(
         policy=PrefetchPolicy(settings.storage_prefetch),
@@ -66,6 +65,6 @@ def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfi
 
 
 def default_path() -> Path:
-    """Return where the keyring is if the settings do not say."""
+    """Return the keyring's default location."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "pando" / "keyring.db"

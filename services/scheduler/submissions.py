@@ -1,4 +1,4 @@
-"""One stream of requests: those with a grammar come to the loop when that is compiled, the others at once."""
+"""One stream of requests: those with a grammar reach the loop once it is compiled, the others at once."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ if TYPE_CHECKING:
     from common.types import ScheduleRequest, Subject
     from protos.gen.pando.v1 import scheduler_pb2
 
-# Requests of one stream that wait for their grammars.
+# Maximum number of requests of one stream that wait for their grammars.
 MAX_WAITING = 1024
 RETRY_AFTER_MS = 1000
 ABORTED = RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted")
 
 
 class TakesRequests(Protocol):
-    """What a stream needs of the scheduler's loop."""
+    """The part of the scheduler's loop that a stream uses."""
 
     def submit(self, request: ScheduleRequest) -> Admission:
-        """Take a request in, or say why not."""
+        """Submit a request, or return an admission with the reason for its refusal."""
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request; unknown ids are ignored."""
+        """Abort a request; unknown ids are ignored."""
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Have a grammar compiled; raises PandoError if it is refused."""
+        """Compile a grammar; raises PandoError if it is refused."""
 
 
 class Submissions:
-    """Belongs to one stream, on the event loop."""
+    """Handles one stream, on the event loop."""
 
     def __init__(self, loop: TakesRequests) -> None:
-        """Hand requests to `loop`."""
         self._loop = loop
         self._waiting: dict[RequestId, asyncio.Task[None]] = {}
         self._subjects: dict[RequestId, Subject] = {}
         self._room = SharedRoom(MAX_WAITING, "waiting for grammars", RETRY_AFTER_MS)
         self._has_all = False
-        # None: there are no more.
+        # None marks the end.
         self._answers: asyncio.Queue[list[Admission] | Exception | None] = asyncio.Queue()
 
     async def read(self, messages: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]) -> None:
-        """Take in what the peer sends, until it has sent everything."""
+        """Read and submit the peer's messages until its end of the stream."""
         try:
             async for message in messages:
                 self._take(message)
@@ -63,10 +62,10 @@ class Submissions:
             self._end_if_done()
 
     async def answers(self) -> AsyncIterator[list[Admission]]:
-        """Yield admissions, those of requests that came together and need nothing together.
+        """Yield admissions; requests of one message that are admitted at once are answered together.
 
         Raises:
-            Exception: what reading raised.
+            Exception: the exception raised by `read`.
         """
         while (answer := await self._answers.get()) is not None:
             if isinstance(answer, Exception):
@@ -74,7 +73,7 @@ class Submissions:
             yield answer
 
     def close(self) -> None:
-        """Give up what still waits."""
+        """Cancel the requests that still wait."""
         for task in self._waiting.values():
             task.cancel()
 
@@ -87,7 +86,7 @@ class Submissions:
             self._answers.put_nowait(known)
 
     def _submit(self, message: scheduler_pb2.ScheduleRequest) -> Admission | None:
-        """Return the answer, None if it comes later."""
+        """Return the admission, or None if it follows later."""
         try:
             request = _with_scope(schedule_request_from_wire(message))
             grammar = request.sampling.grammar
@@ -119,7 +118,7 @@ class Submissions:
     def _abort(self, request_id: RequestId) -> None:
         task = self._waiting.get(request_id)
         if task is not None:
-            # The task may never have run, so that it cannot be what answers.
+            # The task may not have started yet, so it cannot be relied on to answer.
             task.cancel()
             self._answer_later(Admission(request_id, 0, ABORTED))
         self._loop.abort(request_id)
@@ -130,7 +129,7 @@ class Submissions:
 
 
 def _with_scope(request: ScheduleRequest) -> ScheduleRequest:
-    """Return the request with its view as the scope of its grammar, whatever the sender put there."""
+    """Return the request with its view as the scope of its grammar, overriding the sender's."""
     grammar, view = request.sampling.grammar, request.view
     if grammar is None:
         return request

@@ -1,4 +1,4 @@
-"""What moves between the tiers, counted for the state dump and for Prometheus."""
+"""Traffic between the tiers, counted for the state dump and for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TierMeter:
-    """Owns what of one core's traffic has been exported."""
+    """Exports one core's tier traffic to Prometheus as increments."""
 
     def __init__(self, bytes_per_page: int) -> None:
         """Start with nothing exported; a page has `bytes_per_page` bytes on each rank."""
@@ -22,7 +22,7 @@ class TierMeter:
         self._skipped_tokens = 0
 
     def export(self, loads: LoadBack) -> None:
-        """Bring Prometheus up to date."""
+        """Update the Prometheus metrics."""
         for direction, moved in loads.moved.items():
             name = direction.value
             before = self._exported.get(name)
@@ -37,7 +37,7 @@ class TierMeter:
 
 
 def traffic_to_wire(loads: LoadBack) -> scheduler_pb2.HostTierState:
-    """Encode what has moved between the tiers, and what loading from the host costs."""
+    """Encode the traffic between the tiers, and the cost of loading from the host."""
     message = scheduler_pb2.HostTierState(
         open_transfers=len(loads.host.ledger),
         skipped_load_tokens=loads.skipped_tokens,

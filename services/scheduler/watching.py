@@ -1,4 +1,4 @@
-"""Events on their way to one watcher."""
+"""Cache events queued for one watcher."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from services.scheduler.cache.types import CacheEvent
 
-# Events that may wait for a slow watcher: some tens of MB with the nodes they show.
+# Maximum number of events queued for a slow watcher: some tens of MB with their nodes.
 MAX_QUEUED_EVENTS = 65_536
 
 
 class EventBacklog:
-    """Events that wait for one watcher; bounded, as a watcher may stop reading and keep its stream open.
+    """Bounded queue of events for one watcher, as a watcher may stop reading and keep its stream open.
 
-    What does not fit is counted, and makes all that waits worthless: a watcher that lacks one change has a wrong
-    picture of the tree. It is told how many it lost and begins again with a snapshot.
+    If the queue overflows, all queued events are dropped and counted: a watcher that misses one change has a wrong
+    picture of the tree. It receives the number of lost events and starts again from a snapshot.
     """
 
     def __init__(self, limit: int = MAX_QUEUED_EVENTS) -> None:
-        """Start empty."""
         self._events: deque[CacheEvent] = deque()
         self._arrived = asyncio.Event()
         self._limit = limit
         self._lost = 0
 
     def add(self, event: CacheEvent) -> None:
-        """Keep an event, or count it as lost with all that wait."""
+        """Queue an event, or drop it together with all queued ones if the queue is full."""
         if self._lost or len(self._events) >= self._limit:
             self._lost += len(self._events) + 1
             self._events.clear()
@@ -38,12 +37,12 @@ class EventBacklog:
         self._arrived.set()
 
     def take_lost(self) -> int:
-        """Return how many events were lost since the last call; from now on events are kept again."""
+        """Return the number of events lost since the last call, and start to queue events again."""
         lost, self._lost = self._lost, 0
         return lost
 
     async def next(self, timeout_s: float) -> CacheEvent | None:
-        """Wait for the oldest event; None when some were lost, or when there is none in time."""
+        """Wait for the oldest event; None if events were lost, or if none arrives in time."""
         if not self._events and not self._lost:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):

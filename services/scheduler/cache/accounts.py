@@ -1,4 +1,4 @@
-"""What each view, each tenant and the public have in the cache, who holds quotas, and who was active lately."""
+"""Accounts of views, tenants and the public, the holders of quotas, and their recent activity."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Accounts:
-    """Owns the accounts of all views that hold a node or a lock, and of their tenants; knows who was active lately.
+    """Owns the accounts of all views that hold a node or a lock, and of their tenants; tracks recent activity.
 
     A subject holds a quota as long as it has an account, a tenant until it has been idle for some epochs.
     """
 
     def __init__(self, config: CacheConfig, choices: SharingChoices | None = None) -> None:
-        """Start with the public alone, under the shares of `config`; `choices` says how far tenants share."""
+        """Start with the public alone, under the shares of `config`; `choices` supplies tenants' sharing choices."""
         self._config = config
         self._limits = Limits()
         self._numbers = count()
@@ -36,7 +36,8 @@ class Accounts:
         self.public = Account(PUBLIC_SCOPE, None, public)
         # Active tenants without a share of their own.
         self.active_tenants = 0
-        # Raised with each change of which tenants are active, and with each change of limits.
+        # `version` rises with each change of the active tenants or of limits, `limits_version` with those of limits
+        # only.
         self.version = 0
         self.limits_version = 0
         self._tenant_holders: dict[str, Holder] = {}
@@ -49,11 +50,11 @@ class Accounts:
         self._active: OrderedDict[Account | Holder, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many views there are."""
+        """Return the number of views."""
         return len(self._views)
 
     def view(self, scope: Scope) -> Account:
-        """Return the account of a view, or of the public for (), without taking note of it."""
+        """Return the account of a view, or of the public for (), without registering a new one."""
         if not scope:
             return self.public
         return self._views.get(scope) or Account(scope, self._tenants.get(scope[0]) or Account(scope[:1]))
@@ -68,7 +69,7 @@ class Accounts:
         return account
 
     def owner(self, scope: Scope) -> Account:
-        """Return the account that nodes of `scope` are to be hung under."""
+        """Return the account that owns nodes of `scope`; register it if it is new."""
         if not scope:
             return self.public
         if len(scope) < VIEW_PARTS:
@@ -86,7 +87,7 @@ class Accounts:
         self.forget_if_empty(account)
 
     def forget_if_empty(self, account: Account) -> None:
-        """Drop an account that nothing refers to, so that invented names leave nothing behind."""
+        """Drop an account without any references, so that invented names use no memory."""
         if account.locks or account.nodes or account.views or account.is_public:
             return
         if account.is_shared:
@@ -104,7 +105,7 @@ class Accounts:
         self._activation_listeners.append(listener)
 
     def pop_idle(self, epoch: int) -> list[Holder]:
-        """Return the subjects and tenants whose activity ended before `epoch`, once each."""
+        """Return the subjects and tenants whose activity ended before `epoch`, each once."""
         idle = []
         while self._active:
             each = next(iter(self._active))
@@ -128,12 +129,12 @@ class Accounts:
         self.limits_version += 1
 
     def sharing_of(self, tenant: str) -> Sharing:
-        """Return how far a tenant shares, whether it has an account or not."""
+        """Return a tenant's sharing choice, whether it has an account or not."""
         account = self._tenants.get(tenant)
         return (account.sharing if account else None) or self._choices.of(tenant)
 
     def refresh_sharing(self) -> list[Account]:
-        """Ask for all tenants' choices; return the tenants whose choice has changed."""
+        """Read all tenants' choices; return the tenants whose choice has changed."""
         changed = []
         for account in self._tenants.values():
             before, account.sharing = account.sharing, self._choices.of(account.scope[0])
@@ -162,7 +163,7 @@ class Accounts:
         return account
 
     def _holder(self, scope: Scope) -> Holder:
-        """Return who holds what a further account of the subject, or of the tenant, will have."""
+        """Return the holder for another account of the subject, or of the tenant."""
         holder = self._holders.get(scope)
         if holder is None:
             tenant = self._tenant_holders.get(scope[0])
@@ -177,7 +178,7 @@ class Accounts:
         return holder
 
     def _leave(self, holder: Holder) -> None:
-        """Take an account from its holder, which goes with the last one."""
+        """Remove an account from its holder, which is dropped with the last one."""
         holder.members -= 1
         if not holder.members:
             del self._holders[holder.scope]
@@ -226,7 +227,7 @@ class Accounts:
             del self._active[each]
 
     def _count_tenant(self, holder: Holder, sign: int) -> None:
-        """Take an active tenant into, or out of, what the tenants' quotas are computed from."""
+        """Add an active tenant to, or remove it from, the inputs of the tenants' quotas."""
         if holder.parent is None and holder.is_active:
             self.active_tenants += sign * (holder.share is None)
             self.version += 1

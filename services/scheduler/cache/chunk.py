@@ -1,4 +1,4 @@
-"""The cache that keeps nothing: rows own all their pages and no prefix is ever found."""
+"""The cache that keeps nothing: rows own all their pages and no prefix is ever matched."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class ChunkCache:
     host = None
 
     def __init__(self, page_size: int) -> None:
-        """Start without locks."""
         self.page_size = page_size
         self.epoch = 0
         self.events = CacheEvents()
@@ -47,10 +46,9 @@ class ChunkCache:
         self._locks: set[LockId] = set()
 
     def view_of(self, view: View) -> None:
-        """Return None: nothing is found."""
+        """Return None: nothing is matched."""
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return 0."""
         return 0
 
     def commit(
@@ -63,11 +61,9 @@ class ChunkCache:
         priority: int = 0,
         session: str | None = None,
     ) -> PrefixLock:
-        """Return a lock on nothing."""
         return self.commit_nothing(view)
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        """Return a lock on nothing."""
         lock = PrefixLock(LockId(self._next_lease), view, 0, _NO_PAGES)
         self._next_lease += 1
         self._locks.add(lock.lock_id)
@@ -81,57 +77,46 @@ class ChunkCache:
         return Insertion(lock, pages[:whole].copy(), _NO_PAGES, _NO_PAGES)
 
     def release(self, lock: PrefixLock) -> None:
-        """End a lock."""
         assert lock.lock_id in self._locks, f"lock {lock.lock_id} was released before"
         self._locks.remove(lock.lock_id)
 
     def evict(self, pages: int) -> int:
-        """Return 0: there is nothing to free."""
         return 0
 
     def flush(self) -> int:
-        """Return 0: there is nothing to drop."""
         self.events.emit(CacheEventKind.FLUSHED)
         return 0
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """Return 0: nothing is remembered."""
         return 0
 
     def advance(self, epoch: int) -> None:
-        """Note the epoch."""
         self.epoch = epoch
 
     def adopt(self, limits: Limits) -> None:
-        """Change nothing, as no pages are kept."""
+        """Do nothing, as no pages are kept."""
 
     def pin(self, token_ids: TokenIds) -> int:
-        """Return 0: nothing is kept."""
         return 0
 
     def unpin(self, token_ids: TokenIds) -> bool:
-        """Return False: nothing is pinned."""
         return False
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:
-        """Return nothing: nothing becomes public."""
         return ()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
-        """Do nothing: nothing was asked."""
+        """Do nothing: there are no candidates."""
 
     def forget_verdicts(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: there are no verdicts."""
 
     @property
     def usage(self) -> CacheUsage:
-        """Nothing."""
         return CacheUsage(0, 0, 0, 0, 0, 0)
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield nobody."""
         return iter(())
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield nothing."""
         return iter(())

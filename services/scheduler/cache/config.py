@@ -1,4 +1,4 @@
-"""Every constant of the cache, with its default and the reason for it."""
+"""All constants of the cache, with their defaults and reasons."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from enum import Enum
 
 from common.errors import ConfigurationError
 
-# Distinct subjects are counted exactly up to here, then estimated; thresholds below it are exact.
+# Distinct subjects are counted exactly up to this number, then estimated; thresholds below it are exact.
 EXACT_SUBJECTS = 64
-# Only so many tenants together make anything public, or take it from the public: one alone could be inventing.
+# At least this many tenants must agree to make a node public or to demote it: a single one could invent subjects.
 MIN_TENANTS = 2
 
 
 class Mode(Enum):
-    """Who finds what: the baselines and the user-aware cache are one tree under different rules.
+    """Sharing rules: the baselines and the user-aware cache are one tree under different rules.
 
-    SHARED: one view for all; fast, and tells each user what others asked. ISOLATED: each view finds its own.
-    ISOLATED_PINNED: isolated, but prompts that the operator pinned are public. USER_AWARE: pins, and what enough
-    subjects of a tenant have computed themselves becomes the tenant's.
+    SHARED: one view for all; fast, but reveals to each user what others asked. ISOLATED: each view has its own
+    prefixes. ISOLATED_PINNED: isolated, but prompts pinned by the operator are public. USER_AWARE: pins, and prefixes
+    that enough subjects of a tenant have computed themselves become the tenant's.
     """
 
     SHARED = "shared"
@@ -33,10 +33,10 @@ class Mode(Enum):
 
 
 class EvictionPolicy(Enum):
-    """What goes first within one owner's nodes, and among owners within their shares.
+    """Order of eviction among one owner's nodes, and among owners within their shares.
 
-    LRU: oldest epoch, then least recently used. LFU: fewest uses (by powers of two), then LRU. SLRU: what was used
-    once before what was used again, each by LRU. PRIORITY: lowest priority of the requests that used it, then LRU.
+    LRU: oldest epoch, then least recently used. LFU: fewest uses (by powers of two), then LRU. SLRU: nodes used once
+    before nodes used again, each by LRU. PRIORITY: lowest priority of the requests that used it, then LRU.
     """
 
     LRU = "lru"
@@ -53,68 +53,68 @@ class CacheConfig:
     eviction: EvictionPolicy = EvictionPolicy.LRU
 
     # --- promotion ---
-    # So many subjects of a tenant must have computed a chain: with k, k - 1 colluders and victims learn nothing.
+    # Subjects of a tenant that must have computed a chain: with k, k - 1 colluders and victims learn nothing.
     promotion_subjects: int = 3
-    # Their computations must lie so close together: 5 minutes of 10 s epochs are many turns of a popular prompt.
+    # Epochs within which they must have computed it: 5 minutes of 10 s epochs are many turns of a popular prompt.
     promotion_epochs: int = 30
-    # Whether what several tenants share, each by its own evidence and by its choice, becomes public.
+    # Whether prefixes that several tenants share, each by its own evidence and choice, become public.
     share_across_tenants: bool = False
-    # After a demotion the evidence was proven too weak once: ask for so many times more.
+    # Factor on the required evidence after a demotion, which proved the evidence too weak once.
     repromotion_factor: int = 2
-    # Promote only what a content check has let pass.
+    # Promote only prefixes that the content check has allowed.
     content_check: bool = False
-    # A verdict that does not come within so many epochs is asked for again: the check has lost it.
+    # A verdict that does not arrive within this number of epochs is requested again: the check has lost it.
     verdict_epochs: int = 30
-    # Chains whose verdict or demotion is remembered; at 100 bytes each this is some MB.
+    # Number of chains whose verdict or demotion is remembered; at 100 bytes each this is some MB.
     remembered_chains: int = 65_536
 
     # --- demotion ---
-    # Fewer hits in a window say nothing: a person cannot be told from a prober by them.
+    # Fewer hits in a window are not judged: they cannot distinguish a person from a prober.
     hit_min: int = 16
     # Distinct subjects per hit below which a window looks like probing: 2 subjects with 16 hits.
     diversity_min: float = 0.125
-    # A node that lay quiet and suddenly has so many times its hits is looked at after one window, not two.
+    # A quiet node whose hits grow by this factor is judged after one window instead of two.
     jump_factor: int = 10
-    # "Shared by few" means up to so many creators: twice the evidence asked for.
+    # "Shared by few" means at most this many creators: twice the required evidence.
     few_creators: int = 6
-    # Distinct continuations that one subject may try below a node within a window: a person's app asks less.
+    # Distinct continuations that one subject may try below a node within a window; an ordinary application tries fewer.
     continuation_limit: int = 256
-    # Pairs of subject and node, of one tenant, for which these are counted in a window; invented subjects must not fill
-    # memory. Also the creators kept of a PUBLIC node in all.
+    # Pairs of subject and node of one tenant for which these are counted in a window, so that invented subjects cannot
+    # fill memory. Also the maximum number of creators of a PUBLIC node.
     watched_pairs: int = 65_536
-    # So many of a tenant's subjects quarantined at one node within the window below show that many probe it: the tenant
-    # should not have seen it.
+    # Number of a tenant's subjects quarantined at one node within the window below after which the tenant loses the
+    # node: many of them probe it.
     demotion_quarantines: int = 2
     quarantine_epochs: int = 6
-    # So many tenants that have been quarantined at a PUBLIC node within that window show that it should not be PUBLIC:
-    # more than one, as a tenant's users may be the inventions of a rival.
+    # Number of tenants quarantined at a PUBLIC node within that window after which it is demoted: more than one, as a
+    # tenant's users may be invented by a rival.
     demotion_tenants: int = 2
-    # Creators kept per node and tenant: they bound what a demotion copies; early ones are the evidence.
+    # Creators kept per node and tenant: they bound the copies made by a demotion; early ones are the evidence.
     creators_limit: int = 32
 
     # --- memory ---
-    # These three hold where the limits file says nothing else.
-    # A subject above it evicts its own cold pages first: four heavy users cannot push out everybody else.
+    # The next three apply where the limits file states nothing else.
+    # A subject above it evicts its own cold pages first: four heavy users cannot displace all others.
     quota_share: float = 0.25
-    # Up to it, an active subject's pages go last of its tenant's: 1/1024 of 100,000 pages are 1,500 tokens.
+    # Up to it, an active subject's pages are evicted last of its tenant's: 1/1024 of 100,000 pages are 1,500 tokens.
     floor_share: float = 1 / 1024
-    # Up to it, an active tenant's pages go only when all tenants have no more: its subjects' floors together.
+    # Up to it, an active tenant's pages are evicted only when no tenant has more: its subjects' floors together.
     tenant_floor_share: float = 1 / 64
-    # A subject or tenant counts as active so long after its last request: the same 5 minutes as evidence.
+    # Time for which a subject or tenant counts as active after its last request: the same 5 minutes as for evidence.
     active_epochs: int = 30
-    # Pages that an eviction frees ahead of need, so that they may still be revived: about one long prompt.
+    # Pages that an eviction frees in advance, so that they may still be revived: about one long prompt.
     headroom_share: float = 1 / 64
     # Epochs that a public node outlives a private one, for each doubling of its subjects in a window.
     public_bonus_epochs: int = 6
 
     # --- merging ---
-    # Never exchange a private page for one that another batch computed: KV may differ in the last bits.
+    # Never replace a private page by one computed in another batch: its KV may differ in the last bits.
     strict_numerics: bool = False
-    # Owners of one prefix among whom pages are merged in an epoch: bounds the work at its boundary.
+    # Owners of one prefix among which pages are merged in an epoch: bounds the work at its boundary.
     merge_group_limit: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Validate the values.
 
         Raises:
             ConfigurationError: a value is out of its range.

@@ -1,4 +1,4 @@
-"""The list of those who want to hear of changes in the tree."""
+"""Listeners of changes in the tree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class CacheEvents:
-    """Numbers the changes of one cache and tells its listeners; without listeners a change costs one addition."""
+    """Numbers the changes of one cache and notifies its listeners; without listeners a change costs one addition."""
 
     def __init__(self) -> None:
-        """Start without listeners, before the first change."""
         self._sequence = 0
         self._counts = dict.fromkeys(CacheEventKind, 0)
         self._listeners: list[Callable[[CacheEvent], None]] = []
@@ -38,15 +37,15 @@ class CacheEvents:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody listens; else nodes need not be described."""
+        """Whether there are listeners; otherwise no snapshots of nodes are needed."""
         return bool(self._listeners)
 
     def count(self, kind: CacheEventKind) -> int:
-        """Return how many events of a kind there have been."""
+        """Return the number of events of a kind so far."""
         return self._counts[kind]
 
     def emit(self, kind: CacheEventKind, node: NodeSnapshot | None = None) -> None:
-        """Count a change of `node`, and tell the listeners."""
+        """Count a change of `node`, and notify the listeners."""
         self._sequence += 1
         self._counts[kind] += 1
         if not self._listeners:

@@ -1,4 +1,4 @@
-"""Which node gives up its pages next: the tenant most over its quota, in it the subject, then the coldest leaf."""
+"""Eviction order: the tenant most over its quota, within it the subject, then the coldest leaf."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.node import Account, Holder
 
-# What is lower goes first.
+# Lower values are evicted first.
 Coldness = tuple[int, ...]
-# Standing, then by how much the quota is exceeded or how cold the first candidate is; never equal for two holdings.
-Urgency = tuple[Any, ...]  # numbers, whose kinds are the same wherever the standing is
+# Standing, then the excess over the quota or the coldness of the first candidate; never equal for two holdings.
+Urgency = tuple[Any, ...]  # numbers; equal standings have the same types
 
 _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
-# A heap is rebuilt when it has so many dead entries beside the live ones.
+# A heap is rebuilt when its length exceeds twice the number of live entries by more than this.
 _SPARE_ENTRIES = 32
 
 
 class Candidate(Protocol):
-    """What can be evicted, with what tells how cold it is; on the device that is a node."""
+    """An evictable item, with the values that its coldness depends on; on the device it is a node."""
 
     queued: int
 
     @property
     def owner(self) -> Account:
-        """Whose it is."""
+        """The item's owner."""
 
     @property
     def pinned(self) -> bool:
-        """The operator's pin."""
+        """Whether the operator has pinned it."""
 
     @property
     def priority(self) -> int:
-        """Of the requests that used it."""
+        """Highest priority of the requests that used it."""
 
     @property
     def epoch(self) -> int:
-        """Of its last use."""
+        """Epoch of its last use."""
 
     @property
     def last_access(self) -> int:
-        """By the logical clock."""
+        """Logical time of its last use."""
 
     @property
     def u_pre(self) -> int:
-        """Subjects that used it in the epoch before."""
+        """Number of subjects that used it in the previous epoch."""
 
     @property
     def uses(self) -> int:
-        """Prefix locks that covered it."""
+        """Number of prefix locks that covered it."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -68,9 +68,9 @@ H = TypeVar("H")
 class _Ranking(Generic[H]):
     """Holdings that have candidates, the most urgent first.
 
-    An entry may promise more than is true, which is found out when it comes first. What may have become more urgent
-    has to be noted; it is entered again by the next look, so that many changes between two looks cost one entry. The
-    order depends on the holdings alone, and not on how often it was looked at.
+    A heap entry may overstate the urgency, which is corrected when it comes first. A holding that may have become more
+    urgent must be noted; the next access enters it again, so that many changes between two accesses cost one entry. The
+    order depends on the holdings alone, not on the number of accesses.
     """
 
     def __init__(self, urgency: Callable[[H], Urgency]) -> None:
@@ -104,7 +104,7 @@ class _Ranking(Generic[H]):
         return None
 
     def any(self, number: int) -> H | None:
-        """Return some holding, another one for most other numbers."""
+        """Return some holding, varying with `number`."""
         self._enter_noted()
         if not self._heap:
             return None
@@ -128,7 +128,7 @@ class _Ranking(Generic[H]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SubjectHolding(Generic[C]):
-    """What a subject, or what is common to a tenant's or to all, has on one tier."""
+    """Pages and candidates of a subject, or of a common holder, on one tier."""
 
     holder: Holder
     tenant: TenantHolding[C]
@@ -137,7 +137,7 @@ class SubjectHolding(Generic[C]):
     heap: list[tuple[Coldness, int, C]] = field(default_factory=list)
 
     def first(self) -> C | None:
-        """Return the candidate that goes next."""
+        """Return the candidate that is evicted next."""
         while self.heap:
             _, number, candidate = self.heap[0]
             if candidate.queued == number:
@@ -148,7 +148,7 @@ class SubjectHolding(Generic[C]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class TenantHolding(Generic[C]):
-    """What a tenant has on one tier, and its subjects that have candidates: by urgency, and by size for its quota."""
+    """Pages of a tenant on one tier, and its subjects with candidates: by urgency, and by size for its quota."""
 
     holder: Holder
     by_urgency: _Ranking[SubjectHolding[C]]
@@ -159,18 +159,18 @@ class TenantHolding(Generic[C]):
 
 
 class EvictionQueue(Generic[C]):
-    """Counts what each holder has on one tier, and orders the tier's candidates by tenant, subject and coldness.
+    """Counts each holder's pages on one tier, and orders the tier's candidates by tenant, subject and coldness.
 
-    On the device, candidates are LIVE nodes without lock and without LIVE children. What goes next is of the tenant
-    that is most over its quota, and in it of the subject that has most for its share, if that is more than its share of
-    that quota; else what is coldest, but of subjects over their quota first and of holders within their floor last.
-    Floors of subjects count among the subjects of their tenant only, so that many names protect no more of it than its
-    own floor does.
+    On the device, candidates are LIVE nodes without locks and without LIVE children. The next victim belongs to the
+    tenant most over its quota, and within it to the subject with the most pages relative to its share, if these exceed
+    its share of that quota; otherwise it is the coldest candidate, but of subjects over their quota first and of
+    holders within their floor last. Floors of subjects count among the subjects of their tenant only, so many names
+    protect no more of the tenant's pages than its own floor does.
 
-    The quota of a tenant without a share of its own is an equal part of what such tenants hold, those that are idle
-    included, for each active one. So one tenant alone may have everything, and of several that want memory each gets as
-    much. What was not used for `active_epochs`, public or anyone's, goes before what exceeds a tenant's quota: a quota
-    protects what is in use. Changes cost O(log n), a victim O(log n) amortised.
+    The quota of a tenant without a share of its own is an equal part, for each active one, of the pages that such
+    tenants hold, idle ones included. So one tenant alone may have everything, and several that want memory each get as
+    much. Candidates unused for `active_epochs`, public or not, are evicted before the excess over a tenant's quota: a
+    quota protects only nodes in use. Changes cost O(log n), a victim O(log n) amortised.
     """
 
     def __init__(self, config: CacheConfig, capacity: int, accounts: Accounts) -> None:
@@ -181,23 +181,23 @@ class EvictionQueue(Generic[C]):
         self._coldness = _coldness(config)
         self._subjects: dict[Holder, SubjectHolding[C]] = {}
         self._tenants: dict[Holder, TenantHolding[C]] = {}
-        # Those with candidates: all, those without a share of their own, and those with one.
+        # Tenants with candidates: all, those without a share of their own, and those with one.
         self._by_coldness: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_urgency)
         self._by_size: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_size)
         self._by_excess: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_excess)
         self._next = 0
         self._epoch = 0
-        # Pages of all tenants, and of active ones with a share of their own; the public has neither.
+        # Pages of all tenants, and of active ones with a share of their own; both exclude the public.
         self._pages = 0
         self._reserved_pages = 0
         self._version = accounts.version
         self._limits_version = accounts.limits_version
         accounts.on_activation(self._note_floor)
 
-    # --- who has how much ---
+    # --- pages of holders ---
 
     def charge(self, account: Account, pages: int) -> None:
-        """Count pages that an account has got, or with a negative number lost."""
+        """Count pages that an account gained, or lost if negative."""
         subject = self._holding(account.holder)
         tenant = subject.tenant
         subject.pages += pages
@@ -209,7 +209,7 @@ class EvictionQueue(Generic[C]):
         if pages > 0:
             self._note(subject)
         else:
-            # A subject that is within its floor now makes way for one of its tenant that may be colder.
+            # A subject that is within its floor now ranks after one of its tenant that may be colder.
             self._note_tenant(tenant)
             self._forget_if_empty(subject)
 
@@ -222,7 +222,7 @@ class EvictionQueue(Generic[C]):
         return 0 if holding is None else holding.pages - max(1, int(self._capacity * holder.share))
 
     def begin_epoch(self, epoch: int, idle: Iterable[Holder]) -> None:
-        """Note the time, and that subjects and tenants are `idle` and have lost their floors."""
+        """Set the epoch; the subjects and tenants in `idle` have lost their floors."""
         self._epoch = epoch
         for holder in idle:
             if holder.parent is None:
@@ -235,7 +235,7 @@ class EvictionQueue(Generic[C]):
     # --- candidates ---
 
     def push(self, candidate: C) -> None:
-        """Take in a candidate; its coldness is what it is now."""
+        """Add a candidate with its current coldness."""
         assert not candidate.queued
         self._next += 1
         candidate.queued = self._next
@@ -248,7 +248,7 @@ class EvictionQueue(Generic[C]):
             self._note(subject)
 
     def discard(self, candidate: C) -> None:
-        """Let go of a node that is no candidate any more, if it was one."""
+        """Remove a candidate, if it is one."""
         if not candidate.queued:
             return
         candidate.queued = 0
@@ -270,7 +270,7 @@ class EvictionQueue(Generic[C]):
             heapq.heapify(subject.heap)
 
     def first(self) -> C | None:
-        """Return the candidate that goes next; it stays one."""
+        """Return the candidate that is evicted next, without removing it."""
         self._refresh()
         coldest = self._by_coldness.first()
         if coldest is None:
@@ -283,16 +283,16 @@ class EvictionQueue(Generic[C]):
         return subject.first()
 
     def first_of(self, account: Account) -> C | None:
-        """Return which candidate an account's subject gives up next."""
+        """Return the candidate that an account's subject gives up next."""
         subject = self._subjects.get(account.holder)
         return None if subject is None else subject.first()
 
     def is_current(self, candidate: C) -> bool:
-        """Whether the one that `first` returned is still as cold as when it was pushed."""
+        """Whether the candidate returned by `first` is still as cold as when it was pushed."""
         return bool(self._subjects[candidate.owner.holder].heap[0][0] == self._coldness(candidate))
 
     def candidate(self, number: int) -> C | None:
-        """Return some candidate, another one for most other numbers; for samples. O(1)."""
+        """Return some candidate, varying with `number`, for samples. O(1)."""
         tenant = self._by_coldness.any(number)
         subject = None if tenant is None else tenant.by_urgency.any(number)
         if subject is None or not subject.heap:
@@ -304,19 +304,19 @@ class EvictionQueue(Generic[C]):
 
     @property
     def entries(self) -> int:
-        """How many things are kept, in whichever list."""
+        """Number of entries in all heaps and lists."""
         ranked = len(self._by_coldness) + len(self._by_size) + len(self._by_excess)
         ranked += sum(len(tenant.by_urgency) + len(tenant.by_size) for tenant in self._tenants.values())
         return ranked + sum(len(subject.heap) for subject in self._subjects.values())
 
     def holders(self) -> dict[Holder, int]:
-        """Return how many pages each subject and each tenant has."""
+        """Return the number of pages of each subject and each tenant."""
         subjects = {holding.holder: holding.pages for holding in self._subjects.values() if holding.pages}
         tenants = {holding.holder: holding.pages for holding in self._tenants.values() if holding.pages}
         return subjects | tenants
 
     def places(self) -> Iterator[tuple[tuple[Urgency, ...], C]]:
-        """Yield each candidate with where it stands, found without the heaps; the lowest goes first."""
+        """Yield each candidate with its position, computed without the heaps; the lowest is evicted first."""
         self._refresh()
         held = [subject for subject in self._subjects.values() if subject.candidates]
         coldest = min(
@@ -360,7 +360,7 @@ class EvictionQueue(Generic[C]):
             del self._tenants[tenant.holder]
 
     def _note(self, subject: SubjectHolding[C]) -> None:
-        """A subject, and so its tenant, may have become more urgent."""
+        """Note that a subject, and so its tenant, may have become more urgent."""
         if subject.candidates:
             subject.tenant.by_urgency.note(subject)
             if not subject.holder.is_common:
@@ -368,7 +368,7 @@ class EvictionQueue(Generic[C]):
         self._note_tenant(subject.tenant)
 
     def _note_floor(self, holder: Holder) -> None:
-        """A subject has become active, and with it its floor: another of its tenant may be the next, and colder."""
+        """Handle a subject's activation: with its floor, another of its tenant may be next, which may be colder."""
         tenant = self._tenants.get(holder.tenant)
         if tenant is not None:
             self._note_tenant(tenant)
@@ -381,7 +381,7 @@ class EvictionQueue(Generic[C]):
             (self._by_size if tenant.holder.share is None else self._by_excess).note(tenant)
 
     def _refresh(self) -> None:
-        """Follow what has changed of limits and of who is active."""
+        """Apply changes of the limits and of the set of active tenants."""
         accounts = self._accounts
         if self._limits_version != accounts.limits_version:
             self._limits_version = accounts.limits_version
@@ -405,7 +405,7 @@ class EvictionQueue(Generic[C]):
         return max(over)[2] if over else None
 
     def _first_of_tenant(self, tenant: TenantHolding[C]) -> SubjectHolding[C]:
-        """Return the subject that a tenant over its quota takes from."""
+        """Return the subject from which a tenant over its quota evicts."""
         largest = tenant.by_size.first()
         if largest is not None and self._is_over_within(largest):
             return largest
@@ -414,15 +414,15 @@ class EvictionQueue(Generic[C]):
         return subject
 
     def _quota(self, tenant: TenantHolding[C]) -> float:
-        """Return how many pages a tenant may have before it gives up its own for others."""
+        """Return how many pages a tenant may have before its own are evicted for others."""
         if tenant.holder.share is not None:
             return max(1, int(self._capacity * tenant.holder.share))
         return (self._pages - self._reserved_pages) / max(self._accounts.active_tenants, 1)
 
     def _excess(self, tenant: TenantHolding[C]) -> float | None:
-        """Return by how much a tenant exceeds its quota, if it does and its floor does not protect it.
+        """Return by how many pages a tenant exceeds its quota; None if it does not or its floor protects it.
 
-        Of several whose quota is an equal part of what they hold, those that hold exactly that give up something, too.
+        If several tenants have equal parts as quotas, those that hold exactly their quota can be evicted from, too.
         """
         holder = tenant.holder
         if holder.is_common or self._is_within_floor(tenant):
@@ -440,7 +440,7 @@ class EvictionQueue(Generic[C]):
         return holding.holder.is_active and holding.pages <= int(self._capacity * holding.holder.floor)
 
     def _is_stale(self, subject: SubjectHolding[C]) -> bool:
-        """Whether the next candidate of a subject has not been used for so long that no quota protects it."""
+        """Whether a subject's next candidate has been unused for so long that no quota protects it."""
         first = subject.first()
         assert first is not None, "ranked subjects have candidates"
         used = first.epoch + self._config.public_bonus_epochs * first.u_pre.bit_length()
@@ -456,7 +456,7 @@ class EvictionQueue(Generic[C]):
         return _OVER_QUOTA if is_over else _WITHIN_QUOTA
 
     def _size(self, subject: SubjectHolding[C]) -> float:
-        """Return how many pages a subject has for each part of a quota that is its share."""
+        """Return a subject's pages divided by its share."""
         assert subject.holder.share is not None, "subjects have a share"
         return subject.pages / subject.holder.share
 
@@ -473,7 +473,7 @@ class EvictionQueue(Generic[C]):
         return standing, *coldness, queued
 
     def _tenant_urgency(self, tenant: TenantHolding[C]) -> Urgency:
-        """Return a tenant's place by what it would give up next; only its own floor counts among tenants."""
+        """Return a tenant's rank by its next victim; only its own floor counts among tenants."""
         first = tenant.by_urgency.first()
         assert first is not None, "ranked tenants have candidates"
         inner = self._subject_urgency(first)
@@ -487,7 +487,7 @@ class EvictionQueue(Generic[C]):
 
 
 def queue_violations(queue: EvictionQueue[C], pages: Mapping[Holder, int], candidates: Set[C]) -> Iterator[str]:
-    """Say what is wrong with a queue that should count `pages` and hold exactly `candidates`. O(nodes)."""
+    """Yield the faults of a queue that should count `pages` and hold exactly `candidates`. O(nodes)."""
     counted = queue.holders()
     expected = {holder: number for holder, number in pages.items() if number}
     if counted != expected:
@@ -503,7 +503,7 @@ def queue_violations(queue: EvictionQueue[C], pages: Mapping[Holder, int], candi
 
 
 def _coldness(config: CacheConfig) -> Callable[[Candidate], Coldness]:
-    """Return the order of the configured policy. What is deeper goes first by itself, as only leaves are candidates."""
+    """Return the order of the configured policy. Deeper nodes go first implicitly, as only leaves are candidates."""
     bonus = config.public_bonus_epochs
 
     def lru(node: Candidate) -> Coldness:

@@ -1,4 +1,4 @@
-"""Makes the cache that the settings name."""
+"""Creates the configured cache."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CacheName = Literal["user_aware", "isolated_pinned", "isolated", "shared", "chun
 
 
 def make_allocator(name: CacheName, pages: int, page_size: int, window: WindowPool | None) -> PageAllocator:
-    """Return an allocator of free pages for the cache called `name`; with twins, if some layers have their own pool.
+    """Return an allocator of free pages for the cache `name`, with a second pool for sliding-window layers, if any.
 
     Raises:
-        ConfigurationError: not even one row could go on in that pool.
+        ConfigurationError: that pool is too small for a single row.
     """
     allocator = PageAllocator(pages)
     if window is None:
@@ -53,7 +53,8 @@ def make_cache(
 ) -> PrefixCache:
     """Return an empty cache over the pages of `allocator` and a host tier.
 
-    `name` decides the mode of `config`. `choices` says how far tenants share; absent: each within itself.
+    `name` decides the mode of `config`. `choices` supplies the tenants' sharing choices; by default each shares within
+    itself.
     """
     if name == "chunk":
         return ChunkCache(page_size)
@@ -61,7 +62,7 @@ def make_cache(
 
 
 def resolve(settings: CacheSettings, device: str = "cpu") -> CacheConfig:
-    """Return what the settings say for workers on `device`; the mode is left to `make_cache`.
+    """Convert the settings for workers on `device`; the mode is left to `make_cache`.
 
     Raises:
         ConfigurationError: the settings contradict each other.
@@ -76,9 +77,9 @@ def resolve(settings: CacheSettings, device: str = "cpu") -> CacheConfig:
 
 
 def resolve_strict_numerics(wanted: bool | Literal["auto"], device: str) -> bool:
-    """Return whether equal pages of different owners are never merged; "auto": they are on CPUs alone.
+    """Return whether merging of equal pages of different owners is disabled; "auto" permits merging on CPUs only.
 
-    On other devices KV may depend on what else was in the batch, so a user could notice that its pages were exchanged.
+    On other devices KV may depend on the batch, so a user could notice that its pages were replaced.
     """
     return device.partition(":")[0] not in ("cpu", "fake") if wanted == "auto" else wanted
 

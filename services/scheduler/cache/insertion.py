@@ -1,4 +1,4 @@
-"""How a row's computed pages get into the tree: whose they are, and what they are evidence of."""
+"""Insertion of a row's computed pages into the tree, with their owners and their value as evidence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Inserter:
-    """Hangs new pages below a lock's path, and notes who has computed what."""
+    """Adds new pages below a lock's path, and records which views have computed them."""
 
     def __init__(self, store: NodeStore, promoter: Promoter, detector: ProbeDetector, pins: Pins) -> None:
-        """Work on the nodes of `store`; report evidence to `promoter` and proof of knowledge to `detector`."""
+        """Change nodes of `store`; report evidence to `promoter` and computations of shared nodes to `detector`."""
         self._store = store
         self._promoter = promoter
         self._detector = detector
@@ -34,13 +34,13 @@ class Inserter:
         self._allows_pins = store.config.mode.allows_pins
 
     def claim(self, locked: LockedPath, deepest: Node, end: int, prompt_pages: int) -> None:
-        """Note that a row has computed what its view already had, from below the locked path to `deepest`.
+        """Record that a row has computed tokens that its view already had, from below the locked path to `deepest`.
 
         Args:
             locked: The row's locked path.
-            deepest: The end of what was found.
+            deepest: The end of the match.
             end: Its depth in pages.
-            prompt_pages: How many of the row's pages are its prompt.
+            prompt_pages: Number of the row's pages that are its prompt.
         """
         node = deepest
         while node is not locked.node:
@@ -57,14 +57,14 @@ class Inserter:
             node = node.parent
 
     def grow(self, locked: LockedPath, node: Node, key: PagedKey, pages: PageIds, prompt_pages: int) -> Node:
-        """Put new pages below `node`; return the node they end in.
+        """Insert new pages below `node`; return the node in which they end.
 
         Args:
             locked: The row's locked path.
-            node: Where the tree ends for the row.
+            node: The end of the row's path in the tree.
             key: The row's tokens.
             pages: The pages of the key's end.
-            prompt_pages: How many of the row's pages are its prompt.
+            prompt_pages: Number of the row's pages that are its prompt.
         """
         start = key.pages - len(pages)
         pinned = self._pins.covered_pages(key) if self._allows_pins else 0
@@ -82,7 +82,7 @@ class Inserter:
         return node
 
     def raise_priority(self, node: Node, priority: int) -> None:
-        """Let a path count as used by a request of `priority`."""
+        """Raise the priority of a path to at least `priority`."""
         while node.parent is not None:
             node.priority = max(node.priority, priority)
             node = node.parent
@@ -116,7 +116,7 @@ class Inserter:
         return node
 
     def _is_own_work(self, node: Node, locked: LockedPath) -> bool:
-        """Whether all that is known of a public node is that this view has just computed it."""
+        """Whether a public node has no history except that this view has just computed it."""
         is_unused = not (node.hit_cur or node.hit_pre or node.quarantined or node.tenants)
         return is_unused and node.creators == self._sole_creator(locked)
 
@@ -129,5 +129,5 @@ class Inserter:
         }
 
     def _is_evidence(self, locked: LockedPath) -> bool:
-        """Whether prompts of this row count: not those of a tenant that shares nothing."""
+        """Whether this row's prompts are evidence, which those of a tenant that shares nothing are not."""
         return locked.may_promote and locked.account.tenant.sharing is not Sharing.NONE

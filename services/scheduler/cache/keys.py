@@ -1,4 +1,4 @@
-"""Token ids as bytes, cut into pages, so that comparing them is memcmp and a page can key a dict."""
+"""Token ids as bytes, divided into pages, so that comparison is a memcmp and a page can key a dict."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TOKEN_BYTES = 4
 
 
 class PagedKey:
-    """The whole pages of a token sequence; bytes are made only of the parts that are looked at.
+    """The whole pages of a token sequence; bytes are created only for the requested parts.
 
-    A tree edge is such bytes too: 4 per token, little-endian int32, a whole number of pages.
+    A tree edge has the same form: 4 bytes per token, little-endian int32, a whole number of pages.
     """
 
     __slots__ = ("_page_bytes", "_page_size", "_view", "pages")
 
     def __init__(self, token_ids: TokenIds, page_size: int) -> None:
-        """Look at `token_ids`, [tokens] int32, without copying them."""
+        """Wrap `token_ids`, [tokens] int32, without copying them."""
         self.pages = len(token_ids) // page_size
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -40,7 +40,7 @@ class PagedKey:
         return bytes(self._view[first * self._page_bytes : end * self._page_bytes])
 
     def common_pages(self, edge: bytes, first: int, end: int) -> int:
-        """Return how many whole pages `edge` and the pages [first, end) have in common from their starts."""
+        """Return the number of equal leading pages of `edge` and the pages [first, end)."""
         ours = self.slice(first, min(end, first + len(edge) // self._page_bytes))
         if edge.startswith(ours):
             return len(ours) // self._page_bytes
@@ -50,7 +50,7 @@ class PagedKey:
 
 
 def common_run(keys: Sequence[bytes], page_bytes: int) -> int:
-    """Return how many whole pages all of `keys` have in common from their starts."""
+    """Return the number of leading pages that all of `keys` have in common."""
     first = keys[0]
     common = min(map(len, keys)) // page_bytes
     for other in keys[1:]:
@@ -62,7 +62,7 @@ def common_run(keys: Sequence[bytes], page_bytes: int) -> int:
 
 
 def chain_hashes(key: bytes, page_bytes: int) -> list[bytes]:
-    """Return one hash [32] per page, each of all tokens from the first to the page's last."""
+    """Return one hash [32] per page, of all tokens from the first to the page's last."""
     hashes: list[bytes] = []
     chain = b""
     for start in range(0, len(key), page_bytes):

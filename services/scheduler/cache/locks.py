@@ -1,4 +1,4 @@
-"""Which row holds which path, also while the tree changes its shape under it."""
+"""Maps prefix locks to locked paths while the tree is restructured."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LockedPath:
-    """The path that a prefix lock protects, up to `node`; None for a lock on nothing.
+    """The path that a prefix lock protects, up to `node`; None for an empty lock.
 
-    Through a closed path nothing more is inserted: the row's path has left its view while it ran, and
-    `node` is what is left of it. `held` are the pages of the rest, protected as long as the row may read them.
+    Through a closed path nothing more is inserted: the end of the row's path has left its view while it ran, and `node`
+    is the end of the remaining part. `held` are the pages of the lost part, protected as long as the row may read them.
     """
 
     account: Account
@@ -39,7 +39,6 @@ class LockTable:
     """Owns the locked paths of all prefix locks."""
 
     def __init__(self, page_size: int) -> None:
-        """Start without locks."""
         self._page_size = page_size
         self._next = 0
         self._paths: dict[LockId, LockedPath] = {}
@@ -47,7 +46,7 @@ class LockTable:
     def open(
         self, locked: LockedPath, view: View, pages: PageIds, shared_pages: tuple[int, int] = (0, 0)
     ) -> PrefixLock:
-        """Return a new lock on `pages`; `shared_pages` says how many are public, and then the tenant's."""
+        """Return a new lock on `pages`; `shared_pages` are the numbers of PUBLIC and of TENANT ones, which lead."""
         pages.flags.writeable = False
         public, tenant = (count * self._page_size for count in shared_pages)
         lock = PrefixLock(LockId(self._next), view, len(pages) * self._page_size, pages, public, tenant)
@@ -56,12 +55,12 @@ class LockTable:
         return lock
 
     def path_of(self, lock: PrefixLock) -> LockedPath:
-        """Return the path that a living lock protects."""
+        """Return the path of a lock that has not been released."""
         assert lock.lock_id in self._paths, f"lock {lock.lock_id} was released or replaced before"
         return self._paths[lock.lock_id]
 
     def close(self, lock: PrefixLock) -> LockedPath:
-        """End a lock; return its path."""
+        """Remove a lock; return its path."""
         locked = self.path_of(lock)
         del self._paths[lock.lock_id]
         return locked
@@ -71,14 +70,14 @@ class LockTable:
         return self._paths.values()
 
     def repoint(self, moved: Mapping[Node, Node]) -> None:
-        """Follow nodes that another node with the same end has taken the place of."""
+        """Replace nodes by the nodes with the same end that took their place."""
         for locked in self._paths.values():
             while locked.node is not None and locked.node in moved:
                 locked.node = moved[locked.node]
 
 
 def orphan(store: NodeStore, locked: LockedPath, above: Node, pages: PageIds) -> None:
-    """Shorten a locked path to `above` and keep its locks; `pages` are those of the rest, which stay protected."""
+    """Shorten a locked path to `above`; `pages` are those of the lost part, which stay protected."""
     store.use.hold(pages)
     locked.held = pages if locked.held is None else np.concatenate([locked.held, pages])
     locked.node = above

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from services.scheduler.cache.sharing.counters import DistinctCount
     from services.scheduler.cache.types import NodeId, Scope, SubjectKey
 
-# Children by first page; several owners' children with the same page stand side by side in a dict of their own. So
-# a child is found by (page, owner): one owner's child never takes the place of another's. A PUBLIC child is always the
-# only one of its page.
+# Children by first page; children of several owners with the same page are in a nested dict. A child is thus found by
+# (page, owner), and one owner's child never replaces another's. A PUBLIC child is always the only one of its page.
 Children = dict[bytes, "Node | dict[Account, Node]"]
 
 _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
-# Views of one creator that keep what is demoted.
+# Number of views of one creator that keep a demoted node.
 _SALTS_PER_CREATOR = 4
 
 
@@ -30,12 +29,12 @@ _SALTS_PER_CREATOR = 4
 class Holder:
     """A tenant, or a subject of one, as the holder of a quota; one object each, so holders compare by identity.
 
-    What a tenant's subjects share is held by a holder of its own beside them, and so is the public, as a tenant and as
-    its only subject: such a holder `is_common`, and no quota limits it.
+    Nodes shared by a tenant's subjects belong to a separate holder beside them, and so do the public's, both as tenant
+    and as its only subject: such a holder `is_common`, and no quota limits it.
 
     `number` orders holders by their first request. `share` and `floor` are shares of a tier's pages; a tenant without
-    `share` gets an equal part of what the others leave (see `EvictionQueue`). `members` counts the accounts of a
-    subject, and the subjects of a tenant.
+    `share` gets an equal part of the pages that the others leave (see `EvictionQueue`). `members` counts the accounts
+    of a subject, and the subjects of a tenant.
     """
 
     scope: Scope
@@ -58,11 +57,11 @@ class Holder:
 class Account:
     """An owner of nodes: a view, a tenant or the public. There is one object per scope; owners compare by identity.
 
-    `tenant` is the account of a view's tenant; a tenant's and the public's is itself. `sharing` is a tenant's choice as
-    of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its LIVE nodes,
-    counted as if nobody else held them: what others hold must not show in a quota. `tops` are its nodes below nodes
-    of other owners; the public has none. `holder` is whose quota its pages count against: all views of a subject have
-    the same.
+    `tenant` is the account of a view's tenant; for a tenant and the public it is the account itself. `sharing` is a
+    tenant's choice as of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its
+    LIVE nodes, counted regardless of other owners of the same pages: quotas must not depend on other owners. `tops` are
+    its nodes below nodes of other owners; the public has none. `holder` is the holder whose quota its pages count
+    against: all views of a subject have the same.
     """
 
     scope: Scope
@@ -83,25 +82,25 @@ class Account:
     _fingerprint: int | None = None
 
     def __post_init__(self, of_tenant: Account | None, of_holder: Holder | None) -> None:
-        """Derive what follows from the scope."""
+        """Derive the dependent fields from the scope."""
         self.tenant = self if of_tenant is None else of_tenant
         self.subject = self.scope[:2]
-        # An account that is only looked with holds nothing.
+        # An account created for a lookup only holds nothing.
         self.holder = Holder(self.subject, -1) if of_holder is None else of_holder
 
     @property
     def is_public(self) -> bool:
-        """Whether every view sees its nodes."""
+        """Whether every view contains its nodes."""
         return not self.scope
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is a tenant or the public, whose nodes more than one view sees."""
+        """Whether it is a tenant or the public, whose nodes are in more than one view."""
         return len(self.scope) < VIEW_PARTS
 
     @property
     def fingerprint(self) -> int:
-        """64 bits that stand for the subject in counters, or for the tenant; equal in every process and run."""
+        """64-bit hash of the subject, or of the tenant, for counters; equal in every process and run."""
         if self._fingerprint is None:
             text = "".join(f"{len(part)}:{part}" for part in self.subject).encode("utf-8", "surrogatepass")
             self._fingerprint = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
@@ -109,17 +108,17 @@ class Account:
 
     @property
     def party(self) -> Scope:
-        """Whose use of PUBLIC nodes is judged together with this view's: its tenant's, or its subject's alone.
+        """The scope whose use of PUBLIC nodes is judged together with this view's: its tenant's, or only its subject's.
 
-        Where a tenant shares nothing, its subjects must not have an effect on each other.
+        In a tenant that shares nothing, subjects must not affect each other.
         """
         return self.subject if self.tenant.sharing is Sharing.NONE else self.scope[:1]
 
 
 class Creator(NamedTuple):
-    """A subject that has computed a shared node itself: the epoch in which it last did, and in which of its views.
+    """A subject that has computed a shared node itself: the epoch in which it last did, and the salts of its views.
 
-    `evidence` is the epoch in which it last did by a request whose text may be shared, if it did.
+    `evidence` is the epoch of its last computation by a request whose text may be shared, None if there was none.
     """
 
     epoch: int
@@ -134,7 +133,7 @@ class Creator(NamedTuple):
 
 
 class Quarantine(NamedTuple):
-    """Since when a shared node is hidden, from a subject of `tenant` or, with `is_whole`, from all of the tenant."""
+    """Quarantine of a shared node since epoch `since`: for a subject of `tenant`, or with `is_whole` for the tenant."""
 
     since: int
     tenant: str
@@ -143,25 +142,25 @@ class Quarantine(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """An edge of whole pages and what hangs below it; `README.md` explains the counters.
+    """An edge of whole pages, with the nodes below it; `README.md` explains the counters.
 
-    `key` is the edge's tokens as `PagedKey` makes them, `pages` [edge pages] int32 on the device (none if its state is
-    ON_HOST), `host_pages` the same on the host; arrays are replaced and never written to. `owner` is who may find it:
-    a view, a tenant or the public.
+    `key` is the edge's tokens as bytes (see `PagedKey`), `pages` [edge pages] int32 on the device (empty if its state
+    is ON_HOST), `host_pages` likewise on the host; arrays are replaced and never written to. `owner` is the view, the
+    tenant or the public that it is visible to.
 
-    A PRIVATE node has `prompt_epoch`, the epoch in which its owner computed it from a prompt, if it did: generated
-    tokens are no evidence. The others are called shared. Their `creators` are the subjects that computed them
-    themselves, and `quarantined` maps the fingerprints of subjects and tenants that do not see them. `promoted` says
-    how many subjects made a node shared, and in which epoch; a pin does without. A PUBLIC node has `parties`, the
-    counters of each tenant (or subject, see `Account.party`), of which `hit_cur` to `u_pre` are the totals, and
-    `tenants`, those that had it as TENANT before, with its generation there.
+    For a PRIVATE node, `prompt_epoch` is the epoch in which its owner computed it from a prompt, if it did: generated
+    tokens are no evidence. The other nodes are called shared. Their `creators` are the subjects that computed them
+    themselves, and `quarantined` maps the fingerprints of the subjects and tenants that they are hidden from.
+    `promoted` is the number of subjects whose evidence made a node shared, and the epoch; None for a pin. A PUBLIC node
+    has `parties`, the counters of each tenant (or subject, see `Account.party`), of which `hit_cur` to `u_pre` are the
+    totals, and `tenants`, the tenants that shared it before, with its generation there.
 
     `host_ref` counts the transfers that end in the node or below it, as `lock_ref` counts the locks: neither copy of
-    it goes as long as there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve eviction and
-    accounting: children that are LIVE, children with a copy on the host, locks that covered the node, its entry in the
-    eviction queue (0: none), and whether its pages may be named by other nodes, too.
+    the node is dropped while there is one. `live_children`, `host_children`, `uses`, `queued` and `joint` serve
+    eviction and accounting: LIVE children, children with a copy on the host, locks that covered the node, its entry in
+    the eviction queue (0: none), and whether other nodes may refer to its pages, too.
 
-    Only the root has no parent while it lives; a node without key is dead.
+    Among nodes in the tree, only the root has no parent; a node without key is dead.
     """
 
     node_id: NodeId
@@ -185,7 +184,7 @@ class Node:
     host_pages: PageIds | None = None
     host_ref: int = 0
     priority: int = 0
-    # PRIVATE: those of the owner's sessions that have used it; None: also requests without session, or very many.
+    # PRIVATE nodes: the owner's sessions that used it; None: also requests without a session, or too many sessions.
     sessions: frozenset[str] | None = None
     pinned: bool = False
     no_promote: bool = False
@@ -200,19 +199,19 @@ class Node:
 
     @property
     def owner_id(self) -> Scope:
-        """The scope of its owner: of a view, of a tenant, or the empty one of the public."""
+        """The scope of its owner: a view's, a tenant's, or the empty one of the public."""
         return self.owner.scope
 
     @property
     def visibility(self) -> Visibility:
-        """Whose views it is in."""
+        """The views that contain it."""
         if self.owner.is_public:
             return Visibility.PUBLIC
         return Visibility.TENANT if self.owner.is_shared else Visibility.PRIVATE
 
     @property
     def is_public(self) -> bool:
-        """Whether it is in every view, quarantine aside."""
+        """Whether it is in every view, except for quarantines."""
         return not self.owner.scope
 
     @property
@@ -222,17 +221,17 @@ class Node:
 
     @property
     def is_soft_free(self) -> bool:
-        """Whether it counts as free."""
+        """Whether its pages count as free."""
         return self.state is _SOFT_FREE
 
     @property
     def size(self) -> int:
-        """Pages of the edge, on whichever tier."""
+        """Pages of the edge, on either tier."""
         return len(self.pages) or (0 if self.host_pages is None else len(self.host_pages))
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has left the tree."""
+        """Whether it has been removed from the tree."""
         return not self.key and self.parent is not None
 
     @property
@@ -241,9 +240,9 @@ class Node:
         return min(self.u_cnt_l.count, self.hit_cur) if self.u_cnt_l is not None else 0
 
     def is_hidden_from(self, viewer: Account) -> bool:
-        """Whether a shared node is not in the view of `viewer`, as its subject or its tenant seems to have probed it.
+        """Whether a shared node is quarantined for `viewer`, whose subject or tenant appears to have probed it.
 
-        A tenant's quarantine leaves it in the views of those that computed it themselves.
+        A tenant's quarantine does not apply to subjects that computed the node themselves.
         """
         if self.quarantined is None:
             return False
@@ -252,7 +251,7 @@ class Node:
         return viewer.tenant.fingerprint in self.quarantined and viewer.subject not in (self.creators or ())
 
     def add_creator(self, account: Account, epoch: int, config: CacheConfig, *, evidence: int | None) -> None:
-        """Count the subject of `account` among the creators, if its party has not too many."""
+        """Add the subject of `account` to the creators, unless its party has too many."""
         if self.creators is None:
             self.creators = {}
         subject, salt, party = account.subject, account.scope[2], account.party
@@ -266,7 +265,7 @@ class Node:
         )
 
     def roll_over(self, epoch: int) -> None:
-        """Begin `epoch` in the counters: the window before it becomes `pre`, older ones are dropped."""
+        """Start `epoch` in the counters: the last epoch's counts become the previous ones, older ones are dropped."""
         gap = epoch - self.epoch
         if not gap:
             return
@@ -281,7 +280,7 @@ class Node:
             } or None
 
     def copy_history_to(self, other: Node) -> None:
-        """Give `other`, a part of the same edge, everything but place, key and pages; nothing mutable is shared."""
+        """Copy all but position, key and pages to `other`, a part of the same edge; mutable state is not shared."""
         other.epoch, other.last_access, other.uses = self.epoch, self.last_access, self.uses
         other.hit_cur, other.hit_pre, other.u_pre = self.hit_cur, self.hit_pre, self.u_pre
         other.u_cnt_l = None if self.u_cnt_l is None else self.u_cnt_l.copy()

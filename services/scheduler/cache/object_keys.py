@@ -1,9 +1,10 @@
-"""Names and keys of stored pages, derived from a random seed that the keyring holds.
+"""Names and keys of stored pages, derived from a random seed in the keyring.
 
-The seed belongs to one generation of one scope: HKDF-SHA256 (RFC 5869) makes of it, with the deployment's secret as
+The seed belongs to one generation of one scope: HKDF-SHA256 (RFC 5869) derives from it, with the deployment's secret as
 salt and the scope as info, a key for names and a key for encryption. A page's name is HMAC-SHA256(naming key, chained
-page hash); the hash stands for the page's tokens and all before them. So nobody without the seed can compute a name or
-read a page, not even with the names, pages and keys of other scopes, and once the seed is gone nobody can at all.
+page hash); the hash covers the page's tokens and all preceding ones. So without the seed it is impossible to compute a
+name or to read a page, even with the names, pages and keys of other scopes, and destroying the seed makes it impossible
+for all parties.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class ObjectKeys:
-    """What a run of pages of one scope is called in storage, [32] each, and what they are encrypted with, [32]."""
+    """Names of a run of pages of one scope in storage, [32] each, and their encryption key, [32]."""
 
     names: tuple[bytes, ...]
     cipher_key: bytes = field(default=b"", repr=False)
@@ -49,20 +50,20 @@ def scope_keys(secret: bytes, seed: bytes, scope: Scope) -> ScopeKeys:
     """Derive a scope's keys.
 
     Args:
-        secret: Of the deployments that share a storage.
-        seed: Random, of the generation; scopes that are forgotten together may share one.
-        scope: Whose pages they are: a view's, a tenant's or the public's.
+        secret: The secret of the deployments that share a storage.
+        seed: The random seed of the generation; scopes that are forgotten together may share one.
+        scope: The owner of the pages: a view, a tenant or the public.
     """
     derived = HKDF(SHA256(), 2 * KEY_BYTES, secret, b"pando stored pages" + _encode(scope)).derive(seed)
     return ScopeKeys(derived[:KEY_BYTES], derived[KEY_BYTES:])
 
 
 def scope_tag(secret: bytes, scope: Scope) -> bytes:
-    """Return what stands for a scope in a file that holds no names, [16]."""
+    """Return a pseudonym of a scope for a file without names, [16]."""
     return hmac.digest(secret, b"scope" + _encode(scope), "sha256")[:16]
 
 
 def _encode(scope: Scope) -> bytes:
-    # Lengths first, so that no two scopes are written alike.
+    # Length prefixes make the encoding injective.
     parts = [part.encode("utf-8", "surrogatepass") for part in scope]
     return _LENGTH.pack(len(parts)) + b"".join(_LENGTH.pack(len(part)) + part for part in parts)

@@ -1,4 +1,4 @@
-"""Counts a tier's cached pages by what may become of them, each physical page once however many nodes name it."""
+"""Counts a tier's cached pages by state, each physical page once, even if several nodes refer to it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _LIVE, _SOFT_FREE = NodeState.LIVE, NodeState.SOFT_FREE
 class PageUse:
     """Owns the totals, and with them the changes of `lock_ref` and `host_ref` from and to 0, and of `state`.
 
-    A page is protected if a locked node, one that a transfer needs, or a locked path names it, else evictable if a LIVE
-    node does, else soft-free. The pages of most nodes are named by no other node: for these the totals change by the
-    edge's length. Only the pages of nodes marked `joint` are counted one by one, and a page that one joint node names
-    is never in a node that is not joint. A hold keeps pages protected for a row whose path has left its view while
-    others' nodes still name them.
+    A page is protected if a locked node, a node that a transfer needs, or a locked path refers to it, else evictable if
+    a LIVE node does, else soft-free. The pages of most nodes belong to no other node: for these the totals change by
+    the edge's length. Only the pages of nodes marked `joint` are counted individually, and a page of a joint node is
+    never in a node that is not joint. A hold keeps pages protected for a row whose path has left its view while other
+    owners' nodes still refer to them.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Start with no page cached."""
+        """Start with no cached pages."""
         self.evictable = 0
         self.protected = 0
         self.soft_free = 0
-        # Sum of all edges: what the cache holds references on.
+        # Sum of all edges: the page references that the cache holds.
         self.references = 0
         self._capacity = capacity
-        # How many joint nodes name a page, how many of them are locked (or holds), how many LIVE; [capacity] each.
-        # Made when the first pages are joint: isolated and shared caches never need them.
+        # Per page, the number of joint nodes that refer to it, of locked ones (or holds), and of LIVE ones; [capacity]
+        # each. Created with the first joint pages: isolated and shared caches never need them.
         self._joint: NDArray[np.int32] | None = None
 
     def enter(self, node: Node) -> None:
-        """Take in a node's pages."""
+        """Add a node's pages."""
         count = len(node.pages)
         self.references += count
         if node.joint:
@@ -49,7 +49,7 @@ class PageUse:
             self._add(node, count)
 
     def leave(self, node: Node) -> None:
-        """Let a node's pages go."""
+        """Remove a node's pages."""
         count = len(node.pages)
         self.references -= count
         if node.joint:
@@ -58,7 +58,7 @@ class PageUse:
             self._add(node, -count)
 
     def lock(self, node: Node) -> None:
-        """Take the first lock."""
+        """Add the first lock."""
         assert node.lock_ref == 0
         if node.joint:
             self._count(node, -1)
@@ -73,7 +73,7 @@ class PageUse:
             node.lock_ref = 1
 
     def unlock(self, node: Node) -> None:
-        """Give back the last lock."""
+        """Remove the last lock."""
         assert node.lock_ref == 1
         if node.joint:
             self._count(node, -1)
@@ -88,7 +88,7 @@ class PageUse:
             node.lock_ref = 0
 
     def set_host_ref(self, node: Node, count: int) -> None:
-        """Change how many transfers need a node."""
+        """Set the number of transfers that need a node."""
         assert count >= 0
         if (count > 0) == (node.host_ref > 0):
             node.host_ref = count
@@ -105,14 +105,14 @@ class PageUse:
         self.enter(node)
 
     def make_joint(self, node: Node) -> None:
-        """From now on, other nodes or holds may name this node's pages."""
+        """Allow other nodes or holds to refer to this node's pages from now on."""
         if not node.joint:
             self.leave(node)
             node.joint = True
             self.enter(node)
 
     def hold(self, pages: PageIds) -> None:
-        """Protect pages for a row; nodes that name them are joint."""
+        """Protect pages for a row; nodes that refer to them are joint."""
         self._lock_pages(pages, 1)
 
     def give_up(self, pages: PageIds) -> None:
@@ -145,7 +145,7 @@ class PageUse:
         self._weigh(pages, 1)
 
     def _weigh(self, pages: PageIds, sign: int) -> None:
-        """Add joint pages, as they are counted now, to the totals."""
+        """Add joint pages to the totals by their current state, with the given sign."""
         named, locked, live = self._arrays()
         is_named = named[pages] > 0
         is_locked = is_named & (locked[pages] > 0)

@@ -16,38 +16,37 @@ NO_OWNER = -1
 
 
 class PageObserver(Protocol):
-    """Hears of each change to who holds which pages, after it was made."""
+    """Receives each change of page references, after it was made."""
 
     def allocated(self, count: int, pages: PageIds | None) -> None:
-        """`count` pages were asked for, and these handed out."""
+        """`count` pages were requested, and `pages` allocated; None if there were too few."""
 
     def released(self, pages: PageIds, freed: int) -> None:
-        """A holder gave its references on `pages` back, `freed` of which are free by that."""
+        """A holder released its references on `pages`, which freed `freed` of them."""
 
     def exchanged(self, old: PageIds, new: PageIds, freed: int) -> None:
-        """A holder's references passed on from `old` to `new`."""
+        """A holder's references were transferred from `old` to `new`."""
 
     def restored(self, counts: NDArray[np.int32]) -> None:
         """An audit has set all counts, [capacity] int32."""
 
 
 class PageAllocator:
-    """Owns the pages [0, capacity): how many references each has, and which are free.
+    """Owns the pages [0, capacity): their reference counts, and the free ones.
 
     A page is free exactly when its count is 0. Every call takes and returns [pages] int32; the pages of one call are
-    distinct. Equal calls in equal order hand out equal pages, the ones freed last first.
+    distinct. Equal calls in equal order return equal pages, most recently freed first.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Start with `capacity` free pages."""
         assert capacity >= 0
         self.capacity = capacity
         self.observer: PageObserver | None = None
-        # Set once, before the first allocation, for models of which some layers attend to a window only.
+        # Set once, before the first allocation, for models with sliding-window layers.
         self.twins: WindowPages | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
-        # A stack: [0, free_pages) are the free pages, the last is handed out first.
+        # A stack: [0, free_pages) are the free pages, the last is allocated first.
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._free_pages = capacity
         self._references = 0
@@ -57,7 +56,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages without a reference."""
+        """Number of pages without a reference."""
         return self._free_pages
 
     @property
@@ -77,11 +76,11 @@ class PageAllocator:
         return int(self._owners[page])
 
     def try_allocate(self, count: int, owner: int | NDArray[np.int64] = NO_OWNER) -> PageIds | None:
-        """Take `count` free pages, one reference each, or nothing when there are fewer.
+        """Allocate `count` pages with one reference each; None if fewer are free.
 
         Args:
-            count: How many pages.
-            owner: A tag that an audit shows with a leaked page; one for all, or [count] int64.
+            count: Number of pages.
+            owner: A tag that an audit reports with a leaked page; one for all, or [count] int64.
         """
         assert count >= 0, "cannot allocate a negative number of pages"
         if count > self._free_pages:
@@ -106,19 +105,19 @@ class PageAllocator:
         self._references += len(pages)
 
     def release(self, pages: PageIds) -> int:
-        """Take one reference from each of `pages`; return how many became free by that."""
+        """Remove one reference from each of `pages`; return how many became free."""
         freed = self._release(pages)
         if self.observer is not None:
             self.observer.released(pages, freed)
         return freed
 
     def exchange(self, old: PageIds, new: PageIds) -> int:
-        """Pass a holder's references on from `old` to `new`; return how many pages became free.
+        """Transfer a holder's references from `old` to `new`; return how many pages became free.
 
-        To be called after the holder's page table names `new`.
+        Call this after the holder's page table refers to `new`.
         """
         assert len(old) == len(new)
-        # In this order, a page that is in both never passes through 0.
+        # In this order, the count of a page that is in both never becomes 0.
         self.retain(new)
         if self.twins is not None:
             self.twins.adopt(old, new)
@@ -128,7 +127,7 @@ class PageAllocator:
         return freed
 
     def restore(self, counts: NDArray[np.int32]) -> None:
-        """Take over audited reference counts, [capacity] int32, and make exactly the pages without one free."""
+        """Set audited reference counts, [capacity] int32; exactly the pages without a reference become free."""
         assert counts.shape == (self.capacity,)
         assert (counts >= 0).all()
         self._counts[:] = counts
@@ -166,7 +165,7 @@ class PageAllocator:
         return len(freed)
 
     def _are_distinct(self, pages: PageIds) -> bool:
-        """Whether no page is named twice: only then does each read back the position it wrote."""
+        """Whether no page occurs twice: only then does each read back the position that it wrote."""
         ordinals = self._ordinals[: len(pages)]
         self._position[pages] = ordinals
         return len(pages) <= self.capacity and bool((self._position[pages] == ordinals).all())

@@ -1,4 +1,4 @@
-"""Looking up a prompt's pages in storage, in whose names they may be there, without knowing how many there are."""
+"""Lookup of a prompt's pages in storage, under the names of several scopes, without knowing how many there are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.types import Scope
 
-# A run that came whole is followed by one so many times as long: few round trips where much is there, and where
-# nothing is, one page of the host tier was kept free for it.
+# Factor between a complete run and the next one: few round trips where much is stored, and where nothing is, one page
+# of the host tier was reserved in vain.
 GROWTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pages [first, first + pages) of a prompt, as stored in the name of `scope`."""
+    """Pages [first, first + pages) of a prompt, as stored under the name of `scope`."""
 
     scope: Scope
     first: int
@@ -25,15 +25,15 @@ class Run:
 
 
 class Prefetch:
-    """How far one prompt has been loaded, and what to ask for next.
+    """Progress of loading one prompt, and the next runs to request.
 
-    Pages of one prompt may be stored partly as public and partly as its user's own. Where it is not known which, one
-    page is asked for under each name; what came is followed up under the same name. It is over when a page is under
-    none of the names.
+    Pages of one prompt may be stored partly as public and partly as the user's own. Where this is unknown, one page is
+    requested under each name; a hit is continued under the same name. The lookup ends at a page that is under none of
+    the names.
     """
 
     def __init__(self, scopes: Sequence[Scope], position: int, end: int) -> None:
-        """Look for pages [position, end), of which one or more are missing, in the names of `scopes`."""
+        """Look for pages [position, end), of which at least one is missing, under the names of `scopes`."""
         assert position < end
         self.first = position
         self.position = position
@@ -45,32 +45,32 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is asked for, and nothing under way."""
+        """Whether nothing more is requested or in flight."""
         return not self._next and not self._open
 
     def peek_run(self) -> Run | None:
-        """Return what is to be asked for next, if anything is."""
+        """Return the next run to request, if there is one."""
         return self._next[0] if self._next else None
 
     def take_run(self, pages: int) -> Run:
-        """Return what is asked for now: the run of `peek_run`, or as many of its pages as there is room for."""
+        """Take the run of `peek_run`, shortened to `pages`."""
         run = self._next.pop(0)
         assert 0 < pages <= run.pages
         self._open += 1
         return Run(run.scope, run.first, pages)
 
     def stop(self) -> None:
-        """Ask for nothing more."""
+        """Request nothing more."""
         self._next = []
         self._end = self.position
 
     def abandon(self) -> None:
-        """Be done: nothing that is under way will arrive."""
+        """Finish at once: nothing in flight will arrive."""
         self.stop()
         self._open = 0
 
     def arrive(self, run: Run, done: int) -> int:
-        """Take note that the first `done` pages of a run came; return how many of them, its last, are new."""
+        """Record that the first `done` pages of a run arrived; return how many of these, at its end, are new."""
         self._open -= 1
         new = max(run.first + done - self.position, 0)
         if new:
@@ -89,22 +89,22 @@ class Prefetch:
 
 
 class RateLimit:
-    """So many units per second, and as many at once as one second allows. Times are seconds of one clock."""
+    """A limit of units per second, with a burst of one second's worth. Times are seconds of one clock."""
 
     def __init__(self, per_second: float) -> None:
-        """Allow `per_second` units; 0: any number."""
+        """Allow `per_second` units; 0: unlimited."""
         self._per_second = per_second
         self._level = per_second
         self._updated_at: float | None = None
 
     def available(self, now: float) -> float:
-        """Return how much may be taken now; pure."""
+        """Return how many units may be taken now; changes nothing."""
         if not self._per_second:
             return float("inf")
         since = 0.0 if self._updated_at is None else now - self._updated_at
         return min(self._level + since * self._per_second, self._per_second)
 
     def take(self, amount: float, now: float) -> None:
-        """Use some of what is available; a debt is paid off by waiting."""
+        """Take units; a debt is paid off over time."""
         if self._per_second:
             self._level, self._updated_at = self.available(now) - amount, now

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 class RadixCache:
-    """Implements `PrefixCache`; `config.mode` decides which views find what.
+    """Implements `PrefixCache`; `config.mode` decides which prefixes views share.
 
-    The work on one request is here, the work at an epoch boundary in `sharing/`.
+    This module has the work per request, `sharing/` the work at epoch boundaries.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class RadixCache:
         host: HostConfig | None = None,
         choices: SharingChoices | None = None,
     ) -> None:
-        """Start empty, over the pages of `allocator` and, where `host` has some, of a host tier.
+        """Start empty, over the pages of `allocator` and those of a host tier, if `host` has any.
 
-        `choices` says how far tenants share; absent: each within itself.
+        `choices` supplies the tenants' sharing choices; by default each shares within itself.
         """
         self.page_size = page_size
         self.config = config or CacheConfig()
@@ -84,42 +84,36 @@ class RadixCache:
 
     @property
     def events(self) -> CacheEvents:
-        """Where changes of the tree are told."""
         return self.store.events
 
     @property
     def epoch(self) -> int:
-        """The epoch that the last `advance` began."""
         return self.store.epoch
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could make free now, soft-free ones aside."""
         return self.store.use.evictable
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in nodes that a lock holds."""
         return self.store.use.protected
 
     @property
     def soft_free_pages(self) -> int:
-        """Device pages that count as free and can still be found."""
         return self.store.use.soft_free
 
     @property
     def held_references(self) -> int:
-        """Page references the cache holds, one per page and node."""
         return self.store.use.references
 
     # --- a row's life ---
 
     def view_of(self, view: View) -> Scope:
-        """Return the scope of what the view alone finds: its own, or the one that all have."""
+        """Return the scope of the view's private nodes, or the public scope in shared mode."""
         return self._scope(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens a view covers; pure."""
+        """Return how many leading tokens are cached in a view; changes nothing."""
         viewer = self._viewer(view)
         return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 
@@ -133,7 +127,7 @@ class RadixCache:
         priority: int = 0,
         session: str | None = None,
     ) -> PrefixLock:
-        """Match, lock, revive and touch the longest prefix, and count the hit on what is shared of it."""
+        """Match, lock, revive and touch the longest cached prefix, and count the hit on its shared part."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
         key = PagedKey(token_ids, self.page_size)
         match = self._match(account, key, len(token_ids))
@@ -151,12 +145,12 @@ class RadixCache:
         return self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        """Return a lock on nothing, through which nothing is inserted."""
+        """Return an empty lock, through which nothing is inserted."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
         return self.locks.open(LockedPath(account, None), view, NO_PAGES)
 
     def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
-        """Add the whole pages of `token_ids` below the lock; see `PrefixCache.insert`."""
+        """Insert the whole pages of `token_ids` below the lock; see `PrefixCache.insert`."""
         locked = self.locks.path_of(lock)
         key = PagedKey(token_ids, self.page_size)
         assert len(pages) >= key.pages, "a row's page table covers its tokens"
@@ -191,7 +185,6 @@ class RadixCache:
         return Insertion(renewed, known, own[replaced], found[replaced], first + int(replaced[0]))
 
     def release(self, lock: PrefixLock) -> None:
-        """Unlock the lock's path."""
         locked = self.locks.close(lock)
         if locked.node is not None:
             self.store.unlock_path(locked.node, self.store.tree.root)
@@ -203,21 +196,21 @@ class RadixCache:
     # --- memory ---
 
     def evict(self, pages: int) -> int:
-        """Free at least so many pages, or all there are, and mark some more as free ahead of need."""
+        """Free at least `pages` pages, or all there are, and soft-free some more in advance."""
         freed = self._free(pages)
         while self.soft_free_pages < self._headroom and (node := self.store.queue.first()) is not None:
             self.store.soften(node, self._headroom - self.soft_free_pages)
         return freed
 
     def flush(self) -> int:
-        """Drop everything that no lock holds; return how many pages became free."""
+        """Drop everything that is not locked; return how many pages became free."""
         freed = self._free(self.store.allocator.capacity + 1)
         self.store.tier.flush()
         self.events.emit(CacheEventKind.FLUSHED)
         return freed
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """Drop all that is private to a subject or to one of its sessions, also while its rows run.
+        """Drop all private nodes of a subject or of one of its sessions, also while its rows run.
 
         Returns:
             How many pages became free.
@@ -236,7 +229,7 @@ class RadixCache:
     def _forget(self, account: Account, session: str | None) -> int:
         for locked in self.locks.all():
             is_meant = session is None or (locked.sessions is not None and session in locked.sessions)
-            # A row of a session that was forgotten before may still be on what this one had in common with it.
+            # A row of a previously forgotten session may still use nodes that it had in common with this one.
             if locked.account is account and locked.node is not None and (is_meant or locked.is_closed):
                 self._close(locked, locked.node, session)
         if session is not None:
@@ -262,13 +255,13 @@ class RadixCache:
         return freed
 
     def _enforce_quota(self, account: Account) -> None:
-        """Let a subject that has more than its quota give up its own cold pages first, those of all its views."""
+        """Soft-free a subject's own cold pages, in all its views, while it exceeds its quota."""
         queue = self.store.queue
         while (excess := queue.excess(account)) > 0 and (node := queue.first_of(account)) is not None:
             self.store.soften(node, excess)
 
     def _close(self, locked: LockedPath, node: Node, session: str | None) -> None:
-        """Cut off the part of a locked path that is forgotten with its subject, or with one session of it."""
+        """Cut off the part of a locked path that is forgotten with its subject, or with one of its sessions."""
         locked.is_closed = True
         above = node
         while not above.is_shared and (session is None or is_left_by(above, session)):
@@ -283,7 +276,7 @@ class RadixCache:
     # --- epochs and the operator ---
 
     def advance(self, epoch: int) -> None:
-        """Begin `epoch`: close the windows of the last one, share what has evidence, merge what is equal."""
+        """Start `epoch`: close the windows of the last one, promote chains with enough evidence, merge pages."""
         assert epoch >= self.store.epoch, "epochs only advance"
         if epoch == self.store.epoch:
             return
@@ -307,11 +300,10 @@ class RadixCache:
         self.store.tier.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
-        """Apply other quotas and floors from now on."""
         self.store.accounts.adopt(limits)
 
     def _follow_choices(self) -> None:
-        """Let tenants share as they choose now: what a tenant shares no longer goes back to its creators."""
+        """Apply the tenants' current choices; nodes of a tenant that stops sharing go back to their creators."""
         for tenant in self.store.accounts.refresh_sharing():
             if tenant.sharing is Sharing.GLOBAL:
                 self._promoter.note(tenant.tops)
@@ -322,11 +314,10 @@ class RadixCache:
             self._demoter.withdraw()
 
     def pin(self, token_ids: TokenIds) -> int:
-        """Make a prompt's whole pages public from the next epoch on; return how many tokens that are."""
         return self._pins.add(token_ids)
 
     def unpin(self, token_ids: TokenIds) -> bool:
-        """Undo `pin`: what is cached stays public while it is cached; return whether there was such a pin."""
+        """Undo `pin`; return whether there was such a pin. Cached nodes stay public until they are evicted."""
         if not self._pins.remove(token_ids):
             return False
         for node in self.store.tree.walk_owned(self.store.accounts.public):
@@ -337,20 +328,17 @@ class RadixCache:
         return True
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:
-        """Return what awaits a content check, once."""
         return self._promoter.reviews.take()
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> None:
-        """Take the verdict on a candidate; it counts from the next epoch on."""
+        """Record the verdict on a candidate; it applies from the next epoch on."""
         self._promoter.note(self._promoter.reviews.resolve(candidate_id, allowed_tokens))
 
     def forget_verdicts(self) -> None:
-        """Forget the content check's verdicts; what is public stays so."""
         self._promoter.reviews.forget_verdicts()
 
     @property
     def usage(self) -> CacheUsage:
-        """Totals of the tree."""
         accounts, public = self.store.accounts, self.store.accounts.public.live_pages
         tenants = sum(account.live_pages for account in accounts.tenants())
         use = self.store.use
@@ -364,13 +352,11 @@ class RadixCache:
         )
 
     def owners(self) -> Iterator[OwnerSnapshot]:
-        """Yield the public, the tenants and each view with a node or a lock."""
         accounts = self.store.accounts
         for account in (accounts.public, *accounts.tenants(), *accounts.all()):
             yield owner_snapshot(account, self.store.tier.pages_of(account))
 
     def dump(self, view: View | None = None) -> Iterator[NodeSnapshot]:
-        """Yield the nodes in one view, or all nodes: parents before children."""
         tree = self.store.tree
         viewer = None if view is None else self.store.accounts.view(self._scope(view))
         for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):
@@ -392,7 +378,7 @@ class RadixCache:
         return match if twins is None else self._usable(match, twins)
 
     def _usable(self, match: Match, twins: WindowPages) -> Match:
-        """Return how much of a match a row can go on from: the layers with a window must have theirs, too."""
+        """Return the part of a match that a row can continue from: its sliding-window layers need their pages, too."""
         tree = self.store.tree
         pages = tree.path_pages(match.node, tree.root)
         if match.partial is not None:
@@ -400,7 +386,7 @@ class RadixCache:
         return tree.shortened(match, twins.usable_pages(pages))
 
     def _end_of(self, match: Match) -> Node:
-        """Return the node that ends where the match ends, cut out of a longer one if need be; the caller locks it."""
+        """Return the node that ends where the match ends, splitting a longer one if necessary; the caller locks it."""
         if match.partial is None:
             return match.node
         return self.store.split(match.partial, match.partial_pages)

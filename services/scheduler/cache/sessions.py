@@ -1,4 +1,4 @@
-"""Which of a view's nodes came from which of its sessions, so that a session alone can be forgotten."""
+"""Tracks which sessions of a view used its nodes, so that a session alone can be forgotten."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
 
-# More sessions of one view than this have a node in common only if it belongs to none of them, such as a prompt of the
-# user's own app; it goes with the view.
+# A node used by more sessions of one view than this is attributed to none of them, as it is probably a prompt of the
+# user's own application; it is forgotten with the view.
 SESSIONS_PER_NODE = 16
 
 
 def tag_path(locked: LockedPath) -> None:
-    """Note that a lock's session, or a request without one, has used its path: a private node is all its users'."""
+    """Record that a lock's session, or a request without one, has used the view's own nodes on its path."""
     account, node = locked.account, locked.node
     if locked.sessions is not None:
         account.has_sessions = True
@@ -29,19 +29,19 @@ def tag_path(locked: LockedPath) -> None:
 
 
 def is_left_by(node: Node, session: str) -> bool:
-    """Whether nobody else's use of a node is left without this session."""
+    """Whether no request outside of this session has used a node."""
     return node.sessions is not None and not node.sessions - {session}
 
 
 def forget_session(store: NodeStore, account: Account, session: str) -> int:
-    """Drop what only this session has used; return how many pages became free. No lock of it may hold a node."""
+    """Drop nodes used by this session only; return how many pages became free. No lock of it may hold a node."""
     freed = 0
     for top in list(account.tops):
         for node in reversed([top, *(node for node, _ in store.tree.walk(top))]):
             if node.sessions is None or session not in node.sessions:
                 continue
             node.sessions -= {session}
-            # Whoever uses a node has used all above it, so what is left without a user has no children.
+            # A request that uses a node has used all its ancestors, so a node without users has no children.
             if not (node.sessions or node.children or node.lock_ref):
                 freed += store.remove(node)
     return freed

@@ -1,4 +1,4 @@
-"""Nodes as the outside sees them."""
+"""Snapshots of nodes and owners for the cache's interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
-    """Describe a node whose end is `depth_pages` pages below the root. Copies nothing: nodes replace their arrays."""
+    """Return a snapshot of a node that ends `depth_pages` pages below the root.
+
+    It copies no arrays, as nodes replace theirs.
+    """
     assert node.parent is not None, "the root has no view"
     hidden = (node.quarantined or {}).values()
     return NodeSnapshot(
@@ -51,7 +54,7 @@ def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
 
 
 def owner_snapshot(account: Account, host_pages: int) -> OwnerSnapshot:
-    """Describe what a view, a tenant or the public has; the caller knows how much is on the host."""
+    """Return a snapshot of a view, a tenant or the public; the caller supplies its number of host pages."""
     return OwnerSnapshot(
         view=None if account.is_shared else view_of(account.scope),
         tenant=account.scope[0] if account.is_shared and not account.is_public else None,

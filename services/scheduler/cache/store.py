@@ -1,4 +1,4 @@
-"""The primitive changes of the tree, each of which leaves pages, accounts, queue and events in agreement."""
+"""Primitive changes of the tree, each of which keeps pages, accounts, queue and events consistent."""
 
 from __future__ import annotations
 
@@ -28,40 +28,39 @@ _LIVE, _SOFT_FREE, _ON_HOST = NodeState.LIVE, NodeState.SOFT_FREE, NodeState.ON_
 class NodeStore:
     """Owns tree, accounts, eviction queue and soft-free list, over the pages of `allocator`.
 
-    The cache's collaborators change nodes through it alone. `epoch` and the logical clock live here, so that there is
-    one of each.
+    The cache's components change nodes only through it. It also owns `epoch` and the logical clock.
     """
 
     def __init__(
         self, allocator: PageAllocator, page_size: int, config: CacheConfig, choices: SharingChoices | None = None
     ) -> None:
-        """Start empty; `choices` says how far tenants share."""
+        """Start empty; `choices` supplies the tenants' sharing choices."""
         self.config = config
         self.allocator = allocator
         self.accounts = Accounts(config, choices)
         self.tree = PageTree(page_size, self.accounts.public)
         self.use = PageUse(allocator.capacity)
         self.queue: EvictionQueue[Node] = EvictionQueue(config, allocator.capacity, self.accounts)
-        # Replaced by a host tier when it is made.
+        # Replaced by a host tier when one is created.
         self.tier: TierObserver = NoTier()
         self.events = CacheEvents()
         self.epoch = 0
-        # Soft-free nodes, the ones freed first in front; a node always stands behind its descendants. Upper halves of
+        # Soft-free nodes, in the order of reclaiming; a node always comes after its descendants. Upper halves of
         # soft-free nodes that have just been split are not in it.
         self.soft: OrderedDict[Node, None] = OrderedDict()
         # Shared nodes with hits in the current epoch, whose window has to be closed at its end.
         self.touched: list[Node] = []
-        # Private and TENANT nodes about which more may be known since the last epoch boundary: only there can evidence
-        # have become enough.
+        # Private and TENANT nodes changed since the last epoch boundary: only there can the evidence have become
+        # sufficient.
         self.fresh: dict[Node, None] = {}
-        # Nodes whose only child may be of one piece with them.
+        # Nodes that might be joined with their only child.
         self.loose: dict[Node, None] = {}
         self._clock = 0
 
     # --- growing ---
 
     def attach(self, parent: Node, owner: Account, key: bytes, pages: PageIds, *, is_joint: bool = False) -> Node:
-        """Hang a new unlocked leaf below `parent`, with a reference on each of its pages; then lock or `offer` it."""
+        """Attach a new unlocked leaf below `parent`, with a reference on each of its pages; then lock or `offer` it."""
         self.allocator.retain(pages)
         self.queue.discard(parent)
         node = self.tree.attach(parent, owner, key, pages)
@@ -72,7 +71,7 @@ class NodeStore:
         return node
 
     def attach_on_host(self, parent: Node, owner: Account, key: bytes, host_pages: PageIds) -> Node:
-        """Hang a new leaf below `parent` that is on the host alone, with a reference on each of its pages."""
+        """Attach a new leaf below `parent` that is on the host only, with a reference on each of its pages."""
         node = self.tree.attach(parent, owner, key, host_pages[:0])
         node.state = _ON_HOST
         parent.live_children -= 1
@@ -85,7 +84,7 @@ class NodeStore:
         return node
 
     def extend(self, leaf: Node, key: bytes, pages: PageIds) -> None:
-        """Lengthen a locked leaf that is not joint."""
+        """Extend the edge of a locked leaf that is not joint."""
         assert leaf.lock_ref
         assert not leaf.joint
         self.allocator.retain(pages)
@@ -95,7 +94,7 @@ class NodeStore:
         self._charge(leaf.owner, len(pages))
 
     def split(self, node: Node, pages: int) -> Node:
-        """Cut an edge; return the new upper half. A SOFT_FREE one is to be locked or made LIVE at once."""
+        """Cut an edge; return the new upper half. A SOFT_FREE node must be locked or made LIVE immediately."""
         upper = self.tree.split(node, pages)
         upper.owner.nodes += 1
         if upper.hit_cur:
@@ -111,7 +110,7 @@ class NodeStore:
     # --- locks and recency ---
 
     def lock_path(self, node: Node, above: Node) -> None:
-        """Lock the path from below `above` to `node`, revive it, and touch all of the path from the root."""
+        """Lock the path from below `above` to `node`, revive it, and touch the whole path from the root."""
         at = node
         while at is not above:
             at.uses += 1
@@ -128,7 +127,7 @@ class NodeStore:
         self.touch(node)
 
     def unlock_path(self, node: Node, above: Node) -> None:
-        """Take one lock from the path from below `above` to `node`, and touch it: until now it was in use."""
+        """Remove one lock from the path from below `above` to `node`, and touch it, as it was in use until now."""
         self.touch(node)
         at = node
         while at is not above:
@@ -143,14 +142,14 @@ class NodeStore:
             at = at.parent
 
     def offer(self, node: Node) -> None:
-        """Make a node a candidate for eviction if it can be one and is none."""
+        """Make a node a candidate for eviction, if it can be one and is not yet."""
         if node.lock_ref or node.live_children or node.queued or node.host_ref:
             return
         if node.state is _LIVE and node.parent is not None:
             self.queue.push(node)
 
     def touch(self, node: Node) -> None:
-        """Note a use of the path from the root to `node`."""
+        """Record a use of the path from the root to `node`."""
         self._clock += 1
         while node.parent is not None:
             node.last_access = self._clock
@@ -161,7 +160,7 @@ class NodeStore:
     # --- logical free ---
 
     def soften(self, node: Node, pages: int) -> None:
-        """Mark a candidate, or if it is longer than `pages` its tail, as free; it stays to be found."""
+        """Soft-free a candidate, or only its last `pages` pages if it is longer; they can still be matched."""
         self.queue.discard(node)
         upper = self.split(node, len(node.pages) - pages) if pages < len(node.pages) else node.parent
         assert upper is not None
@@ -174,7 +173,7 @@ class NodeStore:
         self.offer(upper)
 
     def revive(self, node: Node) -> None:
-        """Make a soft-free node LIVE again; the caller sees to its ancestors."""
+        """Make a soft-free node LIVE again; the caller revives its ancestors."""
         self.soft.pop(node, None)
         self.use.set_state(node, _LIVE)
         self._charge(node.owner, len(node.pages))
@@ -184,7 +183,7 @@ class NodeStore:
         self.emit(CacheEventKind.REVIVED, node)
 
     def reclaim_oldest(self, pages: int) -> int:
-        """Take up to `pages` pages from the node that was soft-freed first; return how many became free."""
+        """Reclaim up to `pages` pages from the node that was soft-freed first; return how many became free."""
         node = next(iter(self.soft))
         if node.host_pages is not None:
             return self._leave_device(node)
@@ -197,19 +196,19 @@ class NodeStore:
         return self.allocator.release(dropped)
 
     def _leave_device(self, node: Node) -> int:
-        """Let a soft-free node be on the host alone; return how many pages became free."""
+        """Drop the device pages of a soft-free node that has a host copy; return how many became free."""
         del self.soft[node]
         self.use.leave(node)
         dropped, node.pages = node.pages, node.pages[:0]
         node.state, node.joint = _ON_HOST, False
         self.use.enter(node)
-        # Page by page, an eviction makes many nodes of one.
+        # Eviction page by page splits a node into many.
         self.loose[node] = None
         self.emit(CacheEventKind.RECLAIMED, node)
         return self.allocator.release(dropped)
 
     def load(self, node: Node, pages: PageIds) -> None:
-        """Make a node that is on the host alone LIVE on `pages`, below a LIVE parent; the caller offers it."""
+        """Make a node that is on the host only LIVE on `pages`, below a LIVE parent; the caller offers it."""
         assert node.state is _ON_HOST
         assert len(pages) == node.size
         assert node.parent is not None
@@ -227,7 +226,7 @@ class NodeStore:
     # --- shrinking and reshaping ---
 
     def remove(self, leaf: Node, kind: CacheEventKind = CacheEventKind.EVICTED) -> int:
-        """Take an unlocked leaf out of the tree; return how many pages became free."""
+        """Remove an unlocked leaf from the tree; return how many pages became free."""
         assert leaf.lock_ref == 0
         self.queue.discard(leaf)
         if leaf.state is _LIVE:
@@ -244,18 +243,18 @@ class NodeStore:
         assert parent is not None
         self.offer(parent)
         self.loose[parent] = None
-        # A flood within an epoch must not fill memory with the names of what is gone.
+        # A flood within an epoch must not fill memory with references to removed nodes.
         self.fresh.pop(leaf, None)
         self.loose.pop(leaf, None)
         return self.allocator.release(pages)
 
     def remove_below(self, top: Node) -> int:
-        """Take an unlocked node with all that hangs below it out of the tree; return how many pages became free."""
+        """Remove an unlocked node with all its descendants; return how many pages became free."""
         nodes = [top, *(node for node, _ in self.tree.walk(top))]
         return sum(self.remove(node) for node in reversed(nodes))
 
     def rehang(self, node: Node, parent: Node) -> None:
-        """Move a subtree to another parent that holds the same tokens."""
+        """Move a subtree below another parent that holds the same tokens."""
         old = node.parent
         assert old is not None
         self.queue.discard(parent)
@@ -266,7 +265,7 @@ class NodeStore:
         self.emit(CacheEventKind.MERGED, node)
 
     def hand_over(self, node: Node, owner: Account) -> None:
-        """Make a node another owner's, unless it is soft-free; the caller offers it again."""
+        """Change the owner of a node that is not soft-free; the caller offers it again."""
         assert node.state is not _SOFT_FREE
         self.queue.discard(node)
         former = node.owner
@@ -278,7 +277,7 @@ class NodeStore:
         self.accounts.forget_if_empty(former)
 
     def set_pages(self, node: Node, pages: PageIds) -> int:
-        """Let an unlocked joint node name other pages with the same content; return how many became free."""
+        """Let an unlocked joint node refer to other pages with the same content; return how many became free."""
         assert node.joint
         assert node.lock_ref == 0
         self.use.leave(node)
@@ -288,7 +287,7 @@ class NodeStore:
         return self.allocator.exchange(old, pages)
 
     def absorb_child(self, node: Node, child: Node) -> None:
-        """Make one node of two with equal locks and state; `child` stays, and ends where it ended."""
+        """Join a node and its only child, of equal locks and state; `child` remains, with the same end."""
         self.queue.discard(node)
         for half in (node, child):
             self.use.leave(half)
@@ -301,12 +300,12 @@ class NodeStore:
         self.emit(CacheEventKind.MERGED, child)
 
     def _charge(self, account: Account, pages: int) -> None:
-        """Count LIVE pages that an owner has got, or lost."""
+        """Count LIVE pages that an owner gained, or lost if negative."""
         account.live_pages += pages
         self.queue.charge(account, pages)
 
     def emit(self, kind: CacheEventKind, node: Node) -> None:
-        """Tell the listeners of a change of `node`."""
+        """Notify the listeners of a change of `node`."""
         if self.events.is_heard:
             self.events.emit(kind, node_snapshot(self.tree, node, self.tree.depth_pages(node)))
         else:

@@ -1,4 +1,4 @@
-"""The paged radix tree as a structure: nodes, matching, cutting and growing; it knows no rows, locks or allocators."""
+"""The paged radix tree as a data structure: nodes, matching, splitting and extending; no rows, locks or allocators."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 
 class Reach(Flag):
-    """How far a match goes. COMPUTED: the viewer has computed the pages itself, so no quarantine hides them.
+    """Options of a match. COMPUTED: the viewer has computed the pages itself, so quarantines do not apply.
 
-    HOST: also along nodes that are only on the host.
+    HOST: also match nodes that are only on the host.
     """
 
     COMPUTED = auto()
@@ -35,7 +35,7 @@ NORMAL = Reach(0)
 
 
 class Match(NamedTuple):
-    """How far a key was found: to the end of `node`, then `partial_pages` into its child `partial`, if that is set."""
+    """Result of a match: up to the end of `node`, then `partial_pages` into its child `partial`, if that is set."""
 
     node: Node
     node_pages: int
@@ -44,7 +44,7 @@ class Match(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Pages found, counted from the start of the key."""
+        """Matched pages, counted from the start of the key."""
         return self.node_pages + self.partial_pages
 
 
@@ -52,7 +52,7 @@ class PageTree:
     """Owns the nodes below one root, which itself holds no pages."""
 
     def __init__(self, page_size: int, public: Account) -> None:
-        """Start with nothing but the root, which is `public`'s."""
+        """Start with only the root, which belongs to `public`."""
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.node_count = 0
@@ -61,7 +61,7 @@ class PageTree:
         self.root = self._make(None, public, b"", np.empty(0, np.int32))
 
     def match(self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, reach: Reach = NORMAL) -> Match:
-        """Find the longest path in the view of `viewer` below `node` that holds the pages [first, end) of `key`.
+        """Find the longest path in the view of `viewer` below `node` that matches the pages [first, end) of `key`.
 
         Changes nothing.
         """
@@ -98,14 +98,13 @@ class PageTree:
         return Match(node, depth) if depth == pages else Match(node, depth, below, pages - depth)
 
     def group(self, parent: Node, page: bytes) -> list[Node]:
-        """Return the children that begin with `page`, of whichever owner."""
+        """Return the children of all owners that begin with `page`."""
         entry = parent.children.get(page)
         if entry is None:
             return []
         return list(entry.values()) if isinstance(entry, dict) else [entry]
 
     def children(self, node: Node) -> list[Node]:
-        """Return all children."""
         found: list[Node] = []
         for entry in node.children.values():
             if isinstance(entry, dict):
@@ -115,13 +114,13 @@ class PageTree:
         return found
 
     def first_page(self, node: Node) -> bytes:
-        """Return the tokens by which a node's parent knows it."""
+        """Return the tokens under which the parent stores the node."""
         return node.key[: self.page_bytes]
 
     def split(self, node: Node, pages: int) -> Node:
         """Cut an edge after `pages` pages; return the new upper half.
 
-        The lower half remains the same object with the same end, so that whoever holds it holds as many tokens as
+        The lower half remains the same object with the same end, so that references to it cover as many tokens as
         before. Both halves have the history of the whole.
         """
         assert 0 < pages < node.size
@@ -140,20 +139,20 @@ class PageTree:
         return upper
 
     def attach(self, parent: Node, owner: Account, key: bytes, pages: PageIds) -> Node:
-        """Hang a new leaf on the device below `parent`."""
+        """Attach a new leaf with device pages below `parent`."""
         node = self._make(parent, owner, key, pages)
         self._link(node, parent)
         self.node_count += 1
         return node
 
     def extend(self, leaf: Node, key: bytes, pages: PageIds) -> None:
-        """Lengthen a leaf's edge at its end."""
+        """Extend a leaf's edge at its end."""
         assert not leaf.children
         leaf.key += key
         leaf.pages = _frozen(np.concatenate([leaf.pages, pages]))
 
     def trim(self, leaf: Node, pages: int) -> PageIds:
-        """Cut the last `pages` pages off a leaf, but not all; return them."""
+        """Remove the last `pages` pages of a leaf, but not all; return them."""
         assert not leaf.children
         assert 0 < pages < len(leaf.pages)
         kept = len(leaf.pages) - pages
@@ -163,7 +162,7 @@ class PageTree:
         return dropped
 
     def detach(self, leaf: Node) -> PageIds:
-        """Take a leaf out of the tree; return its pages, which leaves it dead."""
+        """Remove a leaf, which is dead afterwards; return its pages."""
         assert not leaf.children
         self._unlink(leaf)
         self.node_count -= 1
@@ -172,18 +171,18 @@ class PageTree:
         return dropped
 
     def set_host_pages(self, node: Node, pages: PageIds | None) -> None:
-        """Let a node have a copy on the host, or none; its parent keeps count of its children that have one."""
+        """Set or clear a node's copy on the host, and update its parent's `host_children`."""
         assert node.parent is not None
         node.parent.host_children += (pages is not None) - (node.host_pages is not None)
         node.host_pages = None if pages is None else _frozen(pages)
 
     def rehang(self, node: Node, parent: Node) -> None:
-        """Move a node with all that hangs below it."""
+        """Move a node with its descendants below another parent."""
         self._unlink(node)
         self._link(node, parent)
 
     def hand_over(self, node: Node, owner: Account) -> None:
-        """Make a node another owner's."""
+        """Change a node's owner."""
         parent = node.parent
         assert parent is not None
         self._unlink(node)
@@ -195,7 +194,7 @@ class PageTree:
             _note_top(child)
 
     def absorb_child(self, node: Node, child: Node) -> None:
-        """Make a node's only child take the node's place with both edges in one; the node is dead then."""
+        """Replace a node by its only child, with both edges joined; the node is dead afterwards."""
         assert len(node.children) == 1
         self._unlink(child)
         self._replace(node, child)
@@ -216,7 +215,7 @@ class PageTree:
         return np.concatenate(parts[::-1])
 
     def path_key(self, node: Node) -> bytes:
-        """Return the tokens from the root to the end of `node`, as `PagedKey` makes them."""
+        """Return the tokens from the root to the end of `node`, in the form of `PagedKey`."""
         parts: list[bytes] = []
         at: Node | None = node
         while at is not None:
@@ -234,7 +233,7 @@ class PageTree:
         return depth
 
     def shared_pages(self, node: Node) -> tuple[int, int]:
-        """Return how many pages of the path to `node` are PUBLIC, and how many TENANT: they come in this order."""
+        """Return the numbers of PUBLIC and of TENANT pages on the path to `node`; they come in this order."""
         while not node.is_shared:
             assert node.parent is not None, "the root is public"
             node = node.parent
@@ -246,7 +245,7 @@ class PageTree:
         return self.depth_pages(node), tenant
 
     def is_below(self, node: Node, top: Node) -> bool:
-        """Whether `node` is `top` or hangs somewhere below it."""
+        """Whether `node` is `top` or a descendant of it."""
         at: Node | None = node
         while at is not None:
             if at is top:
@@ -274,7 +273,7 @@ class PageTree:
             stack.extend((child, depth) for child in reversed(self.children(node)) if self._is_visible(child, viewer))
 
     def walk_owned(self, *owners: Account, top: Node | None = None) -> Iterator[Node]:
-        """Yield the nodes of `owners` that hang together below `top` (the root by default), parents first."""
+        """Yield the nodes of `owners` that are connected below `top` (the root by default), parents first."""
         stack = [child for child in self.children(top or self.root) if child.owner in owners]
         while stack:
             node = stack.pop()
@@ -308,7 +307,7 @@ class PageTree:
         _note_top(node)
 
     def _unlink(self, node: Node) -> None:
-        """Take a node out of its parent's children; it still remembers the parent."""
+        """Remove a node from its parent's children; its `parent` stays set."""
         parent = node.parent
         assert parent is not None
         page = node.key[: self.page_bytes]
@@ -324,7 +323,7 @@ class PageTree:
         _forget_top(node)
 
     def _replace(self, old: Node, new: Node) -> None:
-        """Put `new`, of the same owner, state and first page, where `old` was."""
+        """Put `new`, of the same owner, state and first page, in the place of `old`."""
         parent = old.parent
         assert parent is not None
         page = old.key[: self.page_bytes]
@@ -349,7 +348,7 @@ def _forget_top(node: Node) -> None:
 
 
 def _frozen(pages: PageIds) -> PageIds:
-    """Return a read-only copy: views would keep what they were cut from alive."""
+    """Return a read-only copy: a view would keep the original array alive."""
     copy = pages.copy()
     copy.flags.writeable = False
     return copy

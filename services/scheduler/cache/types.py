@@ -1,4 +1,4 @@
-"""The values that cross the cache's boundary: scopes, ids, prefix locks, snapshots of nodes and owners, events."""
+"""Value types of the cache's interface: scopes, ids, prefix locks, snapshots of nodes and owners, events."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 LockId = NewType("LockId", int)
 NodeId = NewType("NodeId", int)
 CandidateId = NewType("CandidateId", int)
-# Where a node is visible: () everywhere, (tenant,) in a tenant's views, (tenant, subject, salt) in one view.
+# Visibility of a node: () everywhere, (tenant,) in a tenant's views, (tenant, subject, salt) in one view.
 Scope = tuple[str, ...]
 # (tenant, name) of a subject.
 SubjectKey = tuple[str, ...]
 PUBLIC_SCOPE: Scope = ()
-# Parts of the scope of a view.
+# Number of parts of a view's scope.
 VIEW_PARTS = 3
 
 
 def scope_of(view: View) -> Scope:
-    """Return the scope of a view's own nodes."""
+    """Return the scope of a view's private nodes."""
     return view.subject.tenant, view.subject.name, view.salt
 
 
 def view_of(scope: Scope) -> View:
-    """Return the view whose own nodes have this scope."""
+    """Return the view whose private nodes have this scope."""
     tenant, subject, salt = scope
     return View(Subject(tenant, subject), salt)
 
@@ -39,7 +39,7 @@ def view_of(scope: Scope) -> View:
 class PrefixLock:
     """A row's lock on its path in the cache: no node of the path is evicted until the lock is released.
 
-    Opaque: the cache knows by `lock_id` where it points and may move it (`pages` is what it covered when made).
+    Opaque: the cache maps `lock_id` to a path and may move it (`pages` is the path's content when the lock was made).
     `pages` is [matched_tokens / page_size] int32, read-only.
     """
 
@@ -47,21 +47,21 @@ class PrefixLock:
     view: View
     matched_tokens: int
     pages: PageIds
-    # Of these, what every view has, and then what the tenant's views have.
+    # Leading tokens of these that are PUBLIC, and the following ones that are the tenant's.
     public_tokens: int = 0
     tenant_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """What an insert did.
+    """Result of an insertion.
 
-    `lock` replaces the one passed in. `pages` is the row's page table prefix as the cache knows it: canonical pages
-    where the cache had them already. `duplicates` are the caller's pages that `pages` does not use, each reported
-    once, in the insert that finds it; the row's table differs from `pages` from index `first_duplicate` on. The cache
-    has changed no reference of the row's. A row that goes on has to be repointed, and then
-    `PageAllocator.exchange(duplicates, canonical)` passes its references on; one that ends with this insert may keep
-    its own pages. `canonical` are the pages that stand in for `duplicates`, in the same order.
+    `lock` replaces the lock passed in. `pages` is the row's page table prefix with canonical pages where the cache
+    already had the same tokens. `duplicates` are the caller's pages that `pages` does not use, each reported once, by
+    the insertion that finds it; the row's table differs from `pages` from index `first_duplicate` on. The cache has
+    changed no reference of the row. A row that continues must be repointed, and then
+    `PageAllocator.exchange(duplicates, canonical)` transfers its references; a row that ends with this insertion may
+    keep its own pages. `canonical` are the replacements of `duplicates`, in the same order.
     """
 
     lock: PrefixLock
@@ -72,9 +72,9 @@ class Insertion:
 
 
 class NodeState(Enum):
-    """Whether a node counts as held. SOFT_FREE: its pages count as free, but until they are reused it can be found.
+    """Whether a node's pages are allocated. SOFT_FREE: they count as free, but can be matched until they are reclaimed.
 
-    ON_HOST: it has no pages on the device any more, only the copy on the host, and so has all that hangs below it.
+    ON_HOST: the node and all its descendants have no device pages any more, only copies on the host.
     """
 
     LIVE = "live"
@@ -83,7 +83,7 @@ class NodeState(Enum):
 
 
 class Visibility(Enum):
-    """Whose views a node is in: one view, those of a tenant, or all."""
+    """The views that contain a node: one view, those of a tenant, or all."""
 
     PRIVATE = "private"
     TENANT = "tenant"
@@ -92,12 +92,13 @@ class Visibility(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """A node as it is at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
+    """A node at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
     `parent_id` is None for children of the root. `owner` is set for PRIVATE nodes, `tenant` for TENANT ones. `pages` is
     [edge_tokens / page_size] int32 and `token_ids` [edge_tokens] int32, both read-only. Hits and users of the current
-    and the last epoch are those of subjects that are not among the `creators`. `quarantined` subjects and
-    `quarantined_tenants` do not see the node. `promoted_tenants` shared a PUBLIC node before it was PUBLIC.
+    and the previous epoch are those of subjects that are not among the `creators`. The node is hidden from
+    `quarantined` subjects and `quarantined_tenants`. `promoted_tenants` is the number of tenants that shared a PUBLIC
+    node before.
     """
 
     node_id: NodeId
@@ -133,7 +134,7 @@ class NodeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class OwnerSnapshot:
-    """What a view has in the cache, a tenant, or without either the public; pages as if nobody else held them."""
+    """Usage of a view, of a tenant, or of the public if both are None; pages are counted regardless of other owners."""
 
     view: View | None
     tenant: str | None
@@ -147,9 +148,9 @@ class OwnerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """The cache's totals. A device page counts for each node that names it.
+    """Totals of the cache. A device page counts once per node that refers to it.
 
-    `public_pages` and `tenant_pages` are those of LIVE nodes, `private_pages` all others, so the soft-free, too.
+    `public_pages` and `tenant_pages` are those of LIVE nodes; `private_pages` are all others, soft-free ones included.
     """
 
     nodes: int
@@ -157,22 +158,22 @@ class CacheUsage:
     public_pages: int
     tenant_pages: int
     private_pages: int
-    # How many more pages were needed if no two nodes named the same one.
+    # Additional pages that would be needed without merging.
     merged_pages: int
 
 
 class CacheEventKind(Enum):
-    """What happened to a node; the event shows it as it is afterwards, with `edge_tokens` 0 when nothing is left.
+    """Kind of a change; the event shows the node after it, with `edge_tokens` 0 if the node was removed.
 
-    INSERTED: it is new, or its edge grew at the end. SPLIT: its edge was cut in two; one event for the new upper
-    half, then one for the lower half, which keeps the id. SOFT_FREED: it counts as free and can still be found.
-    REVIVED: it counts no longer as free. RECLAIMED: it was soft-free and lost pages at its end, or it lost its copy on
-    one tier. BACKED_UP: it has got a copy on the host. LOADED: it was ON_HOST and is LIVE again. EVICTED: it was
-    dropped without having been soft-free, as somebody is forgotten or others hold the same. FLUSHED: has no node; the
-    events of all that went stand before it. PROMOTED: it is TENANT or PUBLIC now. DEMOTED: it was one of these and is
-    gone; copies for its creators, or for the tenants that shared it before, were INSERTED before. QUARANTINED: some
-    subjects, or all of a tenant, do not see it any more. MERGED: it names other
-    pages with the same content, took in its parent, or hangs below another parent with the same tokens.
+    INSERTED: it is new, or its edge was extended. SPLIT: its edge was cut in two; one event for the new upper half,
+    then one for the lower half, which keeps the id. SOFT_FREED: its pages count as free and can still be matched.
+    REVIVED: its pages no longer count as free. RECLAIMED: it was soft-free and lost pages at its end, or it lost its
+    copy on one tier. BACKED_UP: it has a copy on the host now. LOADED: it was ON_HOST and is LIVE again. EVICTED: it
+    was dropped without having been soft-free, because a subject or session is forgotten or another node holds the same
+    tokens. FLUSHED: has no node; the events of all dropped nodes precede it. PROMOTED: it is TENANT or PUBLIC now.
+    DEMOTED: it was one of these and is removed; copies for its creators, or for the tenants that shared it before, were
+    INSERTED before. QUARANTINED: it is hidden from some subjects, or from a whole tenant. MERGED: it refers to other
+    pages with the same content, absorbed its parent, or moved below another parent with the same tokens.
     """
 
     INSERTED = "inserted"
@@ -192,7 +193,7 @@ class CacheEventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One change of the tree. `sequence` rises by one per event, also while nobody listens."""
+    """One change of the tree. `sequence` increases by one per event, also while there are no listeners."""
 
     sequence: int
     kind: CacheEventKind
@@ -203,7 +204,7 @@ class CacheEvent:
 class PromotionCandidate:
     """A chain with enough evidence, from its first token on, [tokens] int32.
 
-    `tenant` is the one whose subjects are to share it, or empty for the public.
+    `tenant` is the tenant that would share it, or empty for the public.
     """
 
     candidate_id: CandidateId
@@ -213,10 +214,10 @@ class PromotionCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """One tier at one moment, in pages; free + soft_free + evictable + protected = capacity.
+    """Page accounting of one tier at one moment; free + soft_free + evictable + protected = capacity.
 
-    `protected` pages are named by running rows or locked nodes. `unaccounted_references` is how many references the
-    allocator counts beyond those of the rows and the cache: above 0 pages leak, below 0 a page may be freed in use.
+    `protected` pages belong to running rows or locked nodes. `unaccounted_references` is the difference between the
+    allocator's references and those of rows and cache: above 0 pages leak, below 0 a page may be freed in use.
     """
 
     capacity: int
@@ -228,5 +229,5 @@ class Accounting:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every reference has a holder and no pages are locked that are not in use."""
+        """Whether every reference has a holder and no page is protected without being in use."""
         return self.unaccounted_references == 0 and self.protected >= 0

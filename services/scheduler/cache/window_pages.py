@@ -1,9 +1,9 @@
-"""Pages of the layers that attend to a window only: each is the twin of a page of the other layers.
+"""Page pool of sliding-window layers: each of its pages is the window page of a page of the other layers.
 
-A twin holds the same tokens as its page, for the layers with a window. So a row's second page table follows from its
-first, a node needs no second list of pages, and whoever frees a page frees its twin. Twins come and go while their
-pages stay: a row needs those in its window; the others are kept for prefixes to be found, until room is needed.
-README.md tells the design.
+A window page holds the same tokens as its page, for the sliding-window layers. So a row's second page table follows
+from its first, a node needs no second list of pages, and freeing a page frees its window page. Window pages come and go
+while their pages stay: a row needs those in its window; the others are kept for later matches until room is needed.
+README.md describes the design. In code, a window page is called the twin of its page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_PAGES.flags.writeable = False
 
 
 class WindowPages:
-    """Owns the twins: which page has which, which rows need them, and which go first.
+    """Owns the window pages: their mapping, the number of rows that need them, and their order of eviction.
 
     `free_pages + evictable_pages + protected_pages = capacity`, all O(1).
     """
@@ -32,14 +32,14 @@ class WindowPages:
     def __init__(
         self, capacity: int, device_pages: int, *, page_size: int, window_tokens: int, keeps: bool = True
     ) -> None:
-        """Start with `capacity` free twins for `device_pages` pages.
+        """Start with `capacity` free window pages for `device_pages` pages.
 
         Args:
-            capacity: Pages of the pool.
+            capacity: Pages of this pool.
             device_pages: Pages of the other layers' pool.
             page_size: Tokens per page, in both.
-            window_tokens: How many tokens a query sees, itself included.
-            keeps: Whether what no row needs is kept for others to find.
+            window_tokens: Number of tokens that a query attends to, itself included.
+            keeps: Whether pages that no row needs are kept for later matches.
         """
         assert window_tokens >= 1
         self.capacity = capacity
@@ -47,52 +47,52 @@ class WindowPages:
         self._page_size = page_size
         self._keeps = keeps
         self._twins: NDArray[np.int32] = np.full(device_pages, _NONE, np.int32)
-        # In how many rows' windows each page lies.
+        # Number of rows' windows that each page lies in.
         self._needed: NDArray[np.int32] = np.zeros(device_pages, np.int32)
         self._free = list(range(capacity - 1, -1, -1))
-        # Pages whose twin no row needs, in the order in which they go.
+        # Pages whose window page no row needs, in order of eviction.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free_pages(self) -> int:
-        """Pages that are nobody's twin."""
+        """Pages of the pool that are not assigned."""
         return len(self._free)
 
     @property
     def evictable_pages(self) -> int:
-        """Twins that no row needs."""
+        """Window pages that no row needs."""
         return len(self._idle)
 
     @property
     def protected_pages(self) -> int:
-        """Twins in the window of some row."""
+        """Window pages in the window of some row."""
         return self.capacity - len(self._free) - len(self._idle)
 
     @property
     def available_pages(self) -> int:
-        """Twins that could be had now."""
+        """Window pages that could be allocated now."""
         return len(self._free) + len(self._idle)
 
     def first_seen(self, tokens: int) -> int:
-        """Return the first page that the token behind `tokens` others sees."""
+        """Return the index of the first page that the token after `tokens` others attends to."""
         return max(tokens - self.window_tokens + 1, 0) // self._page_size
 
     def first_page(self, tokens: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first page of a row's table that it needs, with `tokens` computed; elementwise.
+        """Return the index of the first page that a row with `tokens` computed tokens needs; elementwise.
 
-        That is one page more than its next token sees: what it has computed ends within a page, and whoever finds it
-        later begins before that page.
+        That is one page more than its next token attends to: the computed tokens end within a page, and a later match
+        of them begins before that page.
         """
         before = np.maximum(np.asarray(tokens, np.int64) - self.window_tokens + 1 - self._page_size, 0)
         first: NDArray[np.int64] = before // self._page_size
         return first
 
     def row_pages(self, tokens: int) -> int:
-        """Return how many twins a row needs at most while it computes `tokens` at once."""
+        """Return the maximum number of window pages that a row needs while it computes `tokens` tokens at once."""
         return (self.window_tokens + self._page_size + tokens) // self._page_size + 2
 
     def usable_pages(self, pages: PageIds) -> int:
-        """Return how many leading pages of a path a row can go on from: what its next token sees must be there."""
+        """Return how many leading pages of a path a row can continue from: their last window must be complete."""
         count = len(pages)
         lengths = np.arange(1, count + 1) * self._page_size
         firsts = np.maximum(lengths - self.window_tokens + 1, 0) // self._page_size
@@ -101,7 +101,7 @@ class WindowPages:
         return int(usable[-1]) + 1 if len(usable) else 0
 
     def twins_of(self, pages: PageIds) -> PageIds:
-        """Return the twins of pages that all have one, [pages] int32."""
+        """Return the window pages of pages that all have one, [pages] int32."""
         twins = self._twins[pages]
         assert (twins >= 0).all(), f"pages {pages[twins < 0]} have no twin"
         return twins
@@ -109,7 +109,7 @@ class WindowPages:
     # --- rows ---
 
     def pair(self, pages: PageIds) -> None:
-        """Give new pages twins, which a row needs; there must be room."""
+        """Assign window pages to new pages, which a row needs; there must be room."""
         assert len(pages) <= self.available_pages, "asked before"
         while len(self._free) < len(pages):
             self._drop(next(iter(self._idle)))
@@ -120,14 +120,14 @@ class WindowPages:
         self._needed[pages] = 1
 
     def need(self, pages: PageIds) -> None:
-        """Take note that one more row needs the twins of pages, which are there."""
+        """Count one more row that needs the window pages of pages, which must exist."""
         assert (self._twins[pages] >= 0).all(), "what a row needs is there"
         for page in pages[self._needed[pages] == 0].tolist():
             del self._idle[page]
         self._needed[pages] += 1
 
     def release(self, pages: PageIds) -> None:
-        """Take note that a row needs the twins of pages no more; the first of them go first."""
+        """Count one row less that needs the window pages of pages; the first of them are evicted first."""
         assert (self._needed[pages] > 0).all(), "nobody gives back what it does not need"
         self._needed[pages] -= 1
         for page in pages[self._needed[pages] == 0].tolist():
@@ -138,13 +138,13 @@ class WindowPages:
     # --- the pages' allocator ---
 
     def forget(self, pages: PageIds) -> None:
-        """Free the twins of pages that are free."""
+        """Free the window pages of pages that are free."""
         assert not self._needed[pages].any(), "a row's pages are not free"
         for page in pages[self._twins[pages] >= 0].tolist():
             self._drop(page)
 
     def adopt(self, old: PageIds, new: PageIds) -> None:
-        """Let pages take over the twins of others with the same content, where they lack one and no row needs it."""
+        """Move window pages that no row needs from `old` to those of the equal pages `new` that have none."""
         moves = (self._twins[new] < 0) & (self._twins[old] >= 0) & (self._needed[old] == 0)
         for page, heir in zip(old[moves].tolist(), new[moves].tolist(), strict=True):
             self._twins[heir], self._twins[page] = self._twins[page], _NONE
@@ -152,13 +152,16 @@ class WindowPages:
             self._idle[heir] = None
 
     def repair(self) -> None:
-        """Take note that no row needs anything."""
+        """Reset the counts: no row needs any window page."""
         for page in np.flatnonzero(self._needed).tolist():
             self._idle[page] = None
         self._needed[:] = 0
 
     def faults(self, needed: NDArray[np.int64]) -> list[str]:
-        """Return what is wrong, if pages lie in `needed` [device pages] rows' windows; O(capacity), for audits."""
+        """Return the faults, given that each page lies in `needed` [device pages] rows' windows.
+
+        O(capacity), for audits.
+        """
         twins = self._twins[self._twins >= 0]
         found = []
         if len(np.unique(np.concatenate([twins, np.array(self._free, np.int32)]))) != self.capacity:

@@ -1,4 +1,4 @@
-"""Asks the process in which detectors run, and ends it when it does not answer in time."""
+"""Queries the process that runs the detectors, and ends it if it does not answer in time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ START_TIMEOUT_S = 120.0
 MAX_ANSWER_BYTES = 1 << 16
 COMMAND = (sys.executable, "-m", "services.scheduler.content.child")
 
-# One line of JSON, as `child.py` writes and reads it.
+# One line of JSON, as read and written by `child.py`.
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back.
+    """Answer of the child process.
 
-    `allowed_tokens` is None if there is no verdict, for the reason in `failure`. `rules` stands for the rules in
-    effect; `complaint` says why newer ones are not.
+    `allowed_tokens` is None if there is no verdict, for the reason in `failure`. `rules` identifies the rules in
+    effect; `complaint` is the reason why newer ones are not in effect.
     """
 
     allowed_tokens: int | None = None
@@ -42,10 +42,10 @@ class Answer:
 
 
 class ContentChecker:
-    """Owns the process. One question at a time; a process that fails is started anew at the next question."""
+    """Owns the child process. One query at a time; after a failure the next query starts a new process."""
 
     def __init__(self, configuration: Message, deadline_s: float, command: Sequence[str] = COMMAND) -> None:
-        """Run `command`, whose first line of input is `configuration`, and give it `deadline_s` per prompt."""
+        """Run `command`, whose first line of input is `configuration`; each prompt may take `deadline_s`."""
         self._configuration = configuration
         self._deadline_s = deadline_s
         self._command = command
@@ -53,15 +53,14 @@ class ContentChecker:
         self._log = get_logger("content")
 
     async def examine(self, token_ids: TokenIds) -> Answer:
-        """Return the verdict on a prompt, or why there is none."""
+        """Return the verdict on a prompt, or the reason why there is none."""
         return await self._ask({"ids": token_ids.tolist()})
 
     async def look(self) -> Answer:
-        """Let the detectors look at their rules."""
+        """Let the detectors check their rules for changes."""
         return await self._ask({})
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -97,9 +96,9 @@ class ContentChecker:
         """Send one line and read one.
 
         Raises:
-            TimeoutError: it takes too long.
-            OSError: the process is gone.
-            ValueError: it answered something else than this package would.
+            TimeoutError: the answer takes too long.
+            OSError: the process has ended.
+            ValueError: the answer is malformed.
         """
         process = self._process
         assert process is not None

@@ -1,4 +1,4 @@
-"""Tests that tell a real number or secret from what only has its shape."""
+"""Checks that distinguish real numbers and secrets from text of the same shape."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 STANDARD_NUMBERS = "stdnum."
 _ASSIGNMENT = re.compile(r"[\s:=>]+")
 IBAN_LENGTHS = range(15, 35)
-# The longest one with a few separators after each character.
+# The longest number with a few separators after each character.
 MAX_IBAN_TEXT = 140
 
 
 class CheckError(Exception):
-    """There is no such check."""
+    """The named check does not exist."""
 
 
 def find_check(name: str) -> Callable[[str], bool]:
-    """Return the check of that name: one of `CHECKS`, or `stdnum.MODULE` for any number that python-stdnum knows.
+    """Return a check by name: one of `CHECKS`, or `stdnum.MODULE` for any number that python-stdnum validates.
 
     Raises:
-        CheckError: there is none.
+        CheckError: there is no such check.
     """
     if name in CHECKS:
         return CHECKS[name]
@@ -43,7 +43,7 @@ def find_check(name: str) -> Callable[[str], bool]:
 
 
 def is_card(text: str) -> bool:
-    """Whether the digits of a text can be a payment card's: length, issuer and Luhn's sum (ISO/IEC 7812)."""
+    """Whether a text's digits can be a payment card number: length, issuer and Luhn checksum (ISO/IEC 7812)."""
     digits = [int(letter) for letter in text if letter.isdecimal()]
     if not 13 <= len(digits) <= 19 or len(set(digits)) == 1:
         return False
@@ -55,16 +55,16 @@ def is_card(text: str) -> bool:
 
 
 def contains_card(text: str) -> bool:
-    """Whether a sequence of groups of digits is a card number, or contains one grouped as on a card.
+    """Whether a sequence of digit groups is a card number, or contains one grouped as on a card.
 
     The sequence may begin and end with a letter.
 
-    Numbers beside it may look like more of its groups. A table of numbers has many subsequences, and one in ten has the
-    right sum by chance, so in the middle of a longer sequence only usual groupings count; elsewhere any grouping does,
-    if the same character separates all groups. Lines may break anywhere.
+    Adjacent numbers may look like further groups. A table of numbers has many subsequences, and one in ten has the
+    right checksum by chance, so in the middle of a longer sequence only usual groupings count; elsewhere any grouping
+    does, if the same character separates all groups. Lines may break anywhere.
     """
     parts = [(match.group(1), match.group(2)) for match in _GROUP.finditer(text)]
-    # Digits at a letter are a part of a word.
+    # Digits adjacent to a letter are part of a word.
     parts = parts[parts[0][0].isalpha() : len(parts) - text[-1:].isalpha()]
     groups = [digits for _, digits in parts]
     separators = {kind for separator, _ in parts[1:] if (kind := "".join(separator.split()))}
@@ -81,13 +81,13 @@ def contains_card(text: str) -> bool:
 
 
 def _is_fraction(parts: list[tuple[str, str]], index: int) -> bool:
-    """Return whether a group of digits has the length of a card number, but stands right of a decimal point."""
+    """Return whether a group has enough digits for a card number but is the fraction after a decimal point."""
     return index > 0 and parts[index][0] == "." and len(parts[index][1]) >= 10
 
 
 _GROUP = re.compile(r"([^0-9]*)([0-9]+)")
 _DIGITS = re.compile(r"[0-9]+")
-# Lengths of the groups on cards of most issuers, of American Express and Diners Club, and in lists.
+# Group lengths on cards of most issuers, of American Express and Diners Club, and without grouping.
 _CARD_GROUPS = frozenset({(4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 4, 4, 1), (4, 6, 5), (4, 6, 4), (8, 8)}) | frozenset(
     (length,) for length in range(13, 20)
 )
@@ -115,7 +115,7 @@ _ISSUERS = (
 def starts_with_iban(text: str) -> bool:
     """Whether text begins with an account number whose remainder modulo 97 is 1 (ISO 13616).
 
-    A pattern cannot tell where the number ends and the next word begins, as both are letters and digits.
+    A pattern cannot determine where the number ends and the next word begins, as both are letters and digits.
     """
     letters = [letter for letter in text[:MAX_IBAN_TEXT] if letter.isalnum()]
     return any(iban.is_valid("".join(letters[:length])) for length in IBAN_LENGTHS if length <= len(letters))
@@ -130,7 +130,7 @@ _IBAN = re.compile(r"(?i)\b[a-z]{2}[ .-]?[0-9]{2}")
 
 
 def is_random(text: str) -> bool:
-    """Whether text looks drawn by a machine: many different letters, of three kinds, that change kind all the time."""
+    """Whether text looks machine-generated: high entropy, three kinds of characters, and frequent changes of kind."""
     kinds = [_kind(letter) for letter in text]
     counts = Counter(kinds)
     if any(counts[kind] < 2 for kind in (_UPPER, _LOWER, _DIGIT)):
@@ -148,7 +148,7 @@ def is_assigned_secret(text: str) -> bool:
 
 
 def is_password(text: str) -> bool:
-    """Whether the value in `password: value` can be one, if only a word, and is no placeholder, type or expression."""
+    """Whether the value in `password: value` can be a password, also a plain word, but no placeholder or expression."""
     value = _assigned(text).rstrip(".!?)*")
     is_plain = value.isalpha() or value.isidentifier()
     if len(set(value)) < 4 or _is_placeholder(value) or (is_plain and _NO_PASSWORD.search(value)):
@@ -157,7 +157,7 @@ def is_password(text: str) -> bool:
 
 
 def is_hex_secret(text: str) -> bool:
-    """Whether the hexadecimal digits at a text's end are many, and no word or pattern of few digits."""
+    """Whether a text ends in at least 32 hexadecimal digits that are no word and no pattern of few digits."""
     digits = _HEX.search(text)
     return digits is not None and entropy(digits.group()) >= 2.5 and any(map(str.isdecimal, digits.group()))
 
@@ -172,29 +172,29 @@ def _is_placeholder(value: str) -> bool:
 
 _HEX = re.compile(r"[0-9a-fA-F]{32,}$")
 _PLACEHOLDERS = ("{", "}", "<", ">", "$", "\u2026", "***", "...", "(", "[", "%s")
-# Words in place of a password: names of it, of types, of what it must be, and of nothing.
+# Words in place of a password: its names, types, requirements, and null values.
 _NO_PASSWORD = re.compile(
     r"(?i)pass|pwd|secret|token|key|cred|config|setting|option|param|arg|value|field|input|prompt|string|text|char|bytes"
     r"|object|bool|null|none|nil|undefined|true|false|empty|default|required|optional|hidden|redacted|masked|unset"
     r"|missing|must|should|please|enter|minimum|length|between|contain|protect|manager|require|invalid|incorrect|wrong|expired|changed|reset|forgotten|encrypted|hashed|example|placeholder|your|user"
     r"|admin$|name$|type$|self|this|(?-i:^[A-Z_]+$)"
 )
-# Attributes, calls and paths: programs, which hold no password.
+# Attributes, calls, paths and URLs: code, not passwords.
 _EXPRESSION = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|::|->)|^[./~]|^https?:|\)$|\|")
 
 
 def is_phone(text: str) -> bool:
-    """Whether text has as many digits as a telephone number may (ITU-T E.164), and not all of them the same."""
+    """Whether text has as many digits as a telephone number may have (ITU-T E.164), more than two of them distinct."""
     return _has_digits(text, 8, 15)
 
 
 def is_named_phone(text: str) -> bool:
-    """Whether text has as many digits as a telephone number may, also one without an area code."""
+    """Whether text has as many digits as a telephone number may have, possibly without an area code."""
     return _has_digits(text, 7, 15)
 
 
 def is_local_phone(text: str) -> bool:
-    """Whether text has as many digits as a number with its area code, and is no date and no mere sequence."""
+    """Whether text has as many digits as a number with area code, and is neither a date nor an arithmetic sequence."""
     digits = "".join(letter for letter in text if letter.isdecimal())
     steps = {(int(rhs) - int(lhs)) % 10 for lhs, rhs in itertools.pairwise(digits)}
     pairs = {int(rhs) - int(lhs) for lhs, rhs in itertools.pairwise(_DIGITS.findall(text))}
@@ -212,7 +212,7 @@ _DATE = re.compile(r"\b[0-3]?[0-9]([./-])[01]?[0-9]\1(?:19|20)?[0-9]{2}\b")
 
 
 def entropy(text: str) -> float:
-    """Return Shannon's entropy of the text's letters, in bits per letter."""
+    """Return the Shannon entropy of the text in bits per character."""
     return -sum(number / len(text) * log2(number / len(text)) for number in Counter(text).values())
 
 

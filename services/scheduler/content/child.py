@@ -1,7 +1,7 @@
-"""The process in which detectors run: one JSON object per line in, one out. It ends when its input does.
+"""The process that runs the detectors: one JSON object per line in, one out. It ends when its input ends.
 
-Run as `python -m services.scheduler.content.child PARENT_PID`. The first line configures it; each further one either
-asks about a prompt (`ids`) or only lets it look at its rules. Neither text nor token ids come out of it.
+Run as `python -m services.scheduler.content.child PARENT_PID`. The first line is its configuration; each further one
+either submits a prompt (`ids`) or only lets it check its rules for changes. Neither text nor token ids are output.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from services.scheduler.content.text import Transcriber
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What goes over the two pipes; both ends are this package's.
+# A message on either pipe; both ends belong to this package.
 Message = dict[str, Any]
-# Serving goes before examining.
+# Serving takes precedence over examining.
 NICENESS = 10
 
 
 def main() -> None:
     """Serve standard input until it ends."""
-    # Its input ends with its parent, but a detector that hangs would not notice.
+    # Its input ends with its parent, but a hanging detector would not notice.
     die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
-    # A detector that prints must not be able to say "allowed".
+    # A detector that prints must not be able to forge an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, answers, make_examiner)
@@ -57,13 +57,13 @@ def serve(questions: TextIO, answers: TextIO, make: Callable[[Message], Examiner
 
 
 def make_examiner(message: Message) -> Examiner:
-    """Load what the first line names."""
+    """Load the model and detectors named by the first line."""
     model = load_served_model(ModelSettings.model_validate(message["model"]))
     return Examiner(Transcriber(model), make_detectors(message["detectors"], DetectorOptions(message["rules"])))
 
 
 def examine(examiner: Examiner, message: Message) -> Message:
-    """Return which rules are in effect, what is wrong with newer ones, and the verdict if one was asked for."""
+    """Return the rules in effect, the error of newer ones, and the verdict if a prompt was submitted."""
     answer: Message = {}
     try:
         answer["rules"] = examiner.refresh()
@@ -75,7 +75,7 @@ def examine(examiner: Examiner, message: Message) -> Message:
         verdict = examiner.examine(np.array(message["ids"], dtype=np.int32))
     except RulesError as error:
         return {**answer, "failure": str(error)}
-    except Exception as error:  # noqa: BLE001  (detectors are anybody's; whatever they raise means no)
+    except Exception as error:  # noqa: BLE001  (detectors are third-party code; any exception means no verdict)
         # Its message may quote the text.
         return {**answer, "failure": f"a detector raised {type(error).__name__}"}
     return {**answer, "allowed": verdict.allowed_tokens, "rule": verdict.rule}

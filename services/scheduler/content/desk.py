@@ -1,4 +1,4 @@
-"""Takes what the cache wants to publish to the content check, and the verdicts back."""
+"""Passes promotion candidates from the cache to the content check, and the verdicts back."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from services.scheduler.content.checker import Answer, ContentChecker
 
 POLL_S = 0.25
-# How long a change of the rules may go unnoticed.
+# Maximum delay before a change of the rules is noticed.
 LOOK_S = 1.0
-# Of candidates beyond it, the newest of the tenant with most is dropped; the cache asks again after some epochs.
+# When more candidates wait, the newest of the tenant with the most is dropped; the cache resubmits it some epochs
+# later.
 MAX_WAITING = 1024
 
 
 class ContentDesk:
-    """One prompt after the other, tenants in turn, on the event loop, while the work is done in another process.
+    """Checks one prompt at a time, tenants in turn; runs on the event loop while a child process does the work.
 
-    A failure is no verdict: the candidate stays private, and the cache asks again after `cache_verdict_epochs`.
+    A failure is no verdict: the candidate stays private, and the cache resubmits it after `cache_verdict_epochs`.
     """
 
     def __init__(self, checker: ContentChecker, cache: Callable[[], PrefixCache | None]) -> None:
-        """Serve whatever `cache` returns: caches come and go with the workers' capacity."""
+        """Serve the cache that `cache` returns: it is replaced when the workers' capacity changes."""
         self.verdicts: dict[str, int] = {}
         self._checker = checker
         self._cache = cache
@@ -42,10 +43,10 @@ class ContentDesk:
         self._log = get_logger("content")
 
     async def run(self) -> NoReturn:
-        """Work until cancelled.
+        """Check candidates until cancelled.
 
         Raises:
-            ConfigurationError: the detectors refuse to start with the rules they have.
+            ConfigurationError: the detectors cannot start with their rules.
         """
         try:
             first = await self._checker.look()
@@ -96,7 +97,7 @@ class ContentDesk:
         metrics.VERDICTS_TOTAL.labels(outcome).inc()
 
     def _note_rules(self, answer: Answer) -> None:
-        """Take note of new rules, under which earlier verdicts no longer count, and of rules that were refused."""
+        """Handle changed rules, which invalidate earlier verdicts, and rules that were refused."""
         if answer.complaint != self._complaint:
             self._complaint = answer.complaint
             if answer.complaint is not None:
@@ -113,10 +114,10 @@ class ContentDesk:
 
 
 class _Waiting:
-    """Candidates of each tenant by arrival; tenants take turns, and have as many places as the others leave."""
+    """Candidates of each tenant by arrival; tenants take turns and share the places dynamically."""
 
     def __init__(self) -> None:
-        # By tenant, the one that is next first.
+        # By tenant, the next one first.
         self._by_tenant: OrderedDict[str, deque[tuple[PrefixCache, PromotionCandidate]]] = OrderedDict()
         self._count = 0
 
@@ -124,7 +125,7 @@ class _Waiting:
         return self._count
 
     def add(self, cache: PrefixCache, candidate: PromotionCandidate) -> bool:
-        """Let a candidate wait; return whether there was room for one more."""
+        """Add a candidate; return whether there was room for one more."""
         self._by_tenant.setdefault(candidate.tenant, deque()).append((cache, candidate))
         self._count += 1
         if self._count <= MAX_WAITING:
@@ -135,7 +136,7 @@ class _Waiting:
         return False
 
     def take(self) -> tuple[PrefixCache, PromotionCandidate]:
-        """Remove and return the oldest candidate of the tenant that is next."""
+        """Remove and return the oldest candidate of the next tenant."""
         tenant, queue = next(iter(self._by_tenant.items()))
         taken = queue.popleft()
         self._by_tenant.move_to_end(tenant)

@@ -1,4 +1,4 @@
-"""Asks all detectors about a prompt: how much of it may become public."""
+"""Runs all detectors on a prompt and determines how much of it may become public."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SHIPPED = {"patterns": "services.scheduler.content.patterns:PatternDetector"}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many leading tokens may be public, and the rule that stopped it there, if one did."""
+    """Number of leading tokens that may be public, and the rule that ended them, if one did."""
 
     allowed_tokens: int
     rule: str | None = None
 
 
 class Examiner:
-    """Gives verdicts. It raises where it cannot judge, and whoever asked allows nothing then."""
+    """Gives verdicts. It raises if it cannot judge, and callers must then allow nothing."""
 
     def __init__(self, transcriber: Transcriber, detectors: Mapping[str, Detector]) -> None:
-        """Ask `detectors`, by name.
+        """Use `detectors`, by name.
 
         Raises:
-            RulesError: there are none: nobody would ever say no.
+            RulesError: there are none, so nothing would ever be refused.
         """
         if not detectors:
             raise RulesError("no content detector is named")
@@ -43,10 +43,10 @@ class Examiner:
         self._detectors = detectors
 
     def refresh(self) -> str:
-        """Let all detectors take over changed rules; return what stands for the rules in effect.
+        """Let all detectors reload changed rules; return an identifier of the rules in effect.
 
         Raises:
-            RulesError: a detector refuses its rules.
+            RulesError: a detector's rules are unusable.
         """
         return ",".join(f"{name}={detector.refresh()}" for name, detector in self._detectors.items())
 
@@ -54,7 +54,7 @@ class Examiner:
         """Return the verdict on a prompt, [tokens] int32.
 
         Raises:
-            RulesError: the prompt has no text, which more likely is a mistake of ours than a harmless prompt.
+            RulesError: the prompt has no text, which indicates a bug rather than a harmless prompt.
         """
         readable = self._transcriber.readable_tokens(token_ids)
         if not readable:
@@ -77,10 +77,10 @@ class Examiner:
 
 
 def make_detectors(names: Sequence[str], options: DetectorOptions) -> dict[str, Detector]:
-    """Return the detectors that the settings name: shipped ones, entry points, or `package.module:factory`.
+    """Return the configured detectors: shipped ones, entry points, or `package.module:factory`.
 
     Raises:
-        RulesError: one cannot be found or made.
+        RulesError: a detector cannot be found or created.
     """
     installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
     detectors: dict[str, Detector] = {}

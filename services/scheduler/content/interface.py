@@ -1,4 +1,4 @@
-"""What a content detector is. Operators name their own in `scheduler.content_detectors`."""
+"""Interface of content detectors. Operators name their own in `scheduler.content_detectors`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that must not become public, from character `start` of the text on."""
+    """Text that must not become public, from character `start` on."""
 
     start: int
     rule: str
 
 
 class Detector(Protocol):
-    """Looks for what must not become public. It runs in a process of its own, which a deadline ends.
+    """Searches for text that must not become public. It runs in a separate process, subject to a deadline.
 
-    It can only say no: nothing becomes public because a detector is pleased. Whatever it raises means no, too. A
-    detector is named as `package.module:factory`, or by an entry point of the group `pando.content_detectors`; the
-    factory takes a `DetectorOptions`.
+    A detector can only refuse: its approval alone never makes anything public, and any exception that it raises counts
+    as a refusal. A detector is named as `package.module:factory`, or by an entry point of the group
+    `pando.content_detectors`; the factory takes a `DetectorOptions`.
     """
 
     def find(self, text: str) -> Iterable[Finding]:
-        """Return what is found, in any order. `text` begins where the prompt does, but may end in the middle of it."""
+        """Return the findings, in any order. `text` starts with the prompt, but may end in the middle of it."""
 
     def refresh(self) -> str:
-        """Take over rules that have changed; return what stands for those in effect, equal as long as they are.
+        """Reload rules that have changed; return an identifier of those in effect, equal as long as they are.
 
         Raises:
             RulesError: the new rules are unusable; the old ones stay in effect, if there are any.
@@ -38,10 +38,10 @@ class Detector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DetectorOptions:
-    """What a detector is made with: the path of `scheduler.content_rules`, or None for its own rules."""
+    """Options of a detector: the path of `scheduler.content_rules`, or None for its own rules."""
 
     rules: str | None = None
 
 
 class RulesError(Exception):
-    """A detector's rules cannot be used; the message says why."""
+    """A detector's rules cannot be used, for the reason in the message."""

@@ -1,8 +1,8 @@
-"""Text in one spelling, so that a rule need not list every way to write a space, a digit or a hyphen.
+"""Text normalisation, so that a rule need not list every way to write a space, a digit or a hyphen.
 
-Each character is mapped by itself: compatibility forms (NFKC), the digits of all scripts, spaces, dashes, dots and
+Each character is mapped individually: compatibility forms (NFKC), the digits of all scripts, spaces, dashes, dots and
 quotation marks become ASCII; format characters (zero-width spaces, joiners, soft hyphens, direction marks), other
-control characters and combining marks are removed. Letters that only look alike (Cyrillic `а`) stay different.
+control characters and combining marks are removed. Letters that merely look alike (Cyrillic `а`) stay distinct.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import accumulate
 
 _UNUSUAL = re.compile(r"[^\t\n\x20-\x7e]")
 _LINE_ENDS = frozenset("\r\v\f\x85\u2028\u2029")
-# Letters that show nothing; U+FFFD stands for a byte that is part of no character.
+# Invisible letters; U+FFFD replaces a byte that is part of no character.
 _INVISIBLE = frozenset("\u115f\u1160\u3164\uffa0\ufffd")
 _SIMILAR = {
     "\u2800": " ",  # a braille pattern without dots
@@ -33,8 +33,8 @@ _SIMILAR = {
 class NormalText:
     """A normalised text as a sequence of runs.
 
-    Run i begins at `starts[i]` and comes from the original's place `origins[i]`: a copy of the original (`steps[i]` is
-    1), or what one character became (0).
+    Run i begins at `starts[i]` and comes from index `origins[i]` of the original: either a copy of the original
+    (`steps[i]` is 1), or the expansion of one character (0).
     """
 
     text: str
@@ -43,13 +43,13 @@ class NormalText:
     steps: tuple[int, ...]
 
     def origin(self, place: int) -> int:
-        """Return which character of the original the one at `place` comes from."""
+        """Return the index in the original of the character that the one at `place` comes from."""
         run = bisect_right(self.starts, place) - 1
         return self.origins[run] + (place - self.starts[run]) * self.steps[run]
 
 
 def normalise(original: str) -> NormalText:
-    """Return `original` in one spelling, in time linear in its length."""
+    """Return the normalised form of `original`, in time linear in its length."""
     pieces: list[tuple[str, int, int]] = []
     copied = 0
     for match in _UNUSUAL.finditer(original):

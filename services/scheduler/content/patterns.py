@@ -1,4 +1,4 @@
-"""The detector that ships: regular expressions from a file, with tests for what has a check sum."""
+"""The shipped detector: regular expressions from a file, with checks for numbers that have a checksum."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SHIPPED_RULES = Path(__file__).with_name("rules.toml")
 
 
 class PatternDetector:
-    """Applies the rules of a file, which may change while it is used, to the normalised text.
+    """Applies the rules of a file, which may change during use, to the normalised text.
 
-    RE2 matches in time linear in the text whatever the pattern, so that no rule and no prompt can make it hang; the
-    price is that patterns have neither look-around nor back-references.
+    RE2 matches in time linear in the text for every pattern, so no rule and no prompt can make it hang; in return
+    patterns have neither look-around nor back-references.
     """
 
     def __init__(self, options: DetectorOptions) -> None:
-        """Use the rules that `options` name, else those that ship; `refresh` reads them."""
+        """Use the rules named by `options`, or the shipped ones; `refresh` reads them."""
         self._path = Path(options.rules) if options.rules else SHIPPED_RULES
         self._rules: tuple[Rule, ...] = ()
         self._in_effect = ""
-        # What was read last, also if it could not be used: size, times and inode tell whether it has changed.
+        # File status at the last successful read: size, times and inode show whether the file has changed.
         self._seen: tuple[int, ...] = ()
 
     def find(self, text: str) -> Iterable[Finding]:
@@ -56,7 +56,7 @@ class PatternDetector:
             data = self._path.read_bytes()
             rules = parse_rules(data)
         except (OSError, RulesError) as error:
-            # Read again at the next call: what is being written may be whole then.
+            # Read again at the next call: a file that is being written may be complete then.
             raise RulesError(f"{self._path}: {error}") from error
         self._seen, self._rules = seen, rules
         self._in_effect = blake2b(data, digest_size=8).hexdigest()

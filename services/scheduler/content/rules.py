@@ -1,4 +1,4 @@
-"""The rules of the pattern detector: read from a TOML file, checked as a whole."""
+"""The rules of the pattern detector: read from a TOML file and validated as a whole."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_FILE_BYTES = 1 << 20
-# A program of this size takes a machine milliseconds per prompt; larger ones are refused when they are compiled.
+# A program of this size takes milliseconds per prompt; larger ones are refused at compilation.
 MAX_PATTERN_BYTES = 8 << 20
 
 
 class RuleSource(Section):
     """One `[[rules]]` table. Patterns are RE2's: no look-around, no back-references, time linear in the text.
 
-    They see the normalised text (`normal.py`): ASCII spaces, digits, hyphens and quotation marks, nothing invisible.
+    They match the normalised text (`normal.py`): ASCII spaces, digits, hyphens and quotation marks, nothing invisible.
     """
 
     name: str = Field(min_length=1, max_length=64)
     """Shown in logs and metrics."""
     pattern: str = Field(min_length=1)
-    """What is looked for."""
+    """The pattern to search for."""
     tail: str | None = None
-    """What of it may stand at the end of the text: the text may end in the middle of a secret."""
+    """The beginnings of a match that count at the end of the text, as the text may end in the middle of a secret."""
     check: str | None = None
-    """A test that a match must pass, by name (`checks.py`): sums of digits that only real numbers have."""
+    """A check that a match must pass, by name (`checks.py`), such as a checksum."""
     unless: str | None = None
-    """Matches in which this is found are none."""
+    """Matches that contain this pattern are ignored."""
     alone: bool = False
-    """Matches beside another letter or digit are none, but ideographs and kana need no space."""
+    """Matches adjacent to another letter or digit are ignored, but ideographs and kana need no space."""
 
 
 class RuleFile(Section):
@@ -55,7 +55,7 @@ class Rule:
         """Compile the patterns of `source`.
 
         Raises:
-            RulesError: one of them is wrong.
+            RulesError: a pattern or the name of a check is invalid.
         """
         self.name = source.name
         self._pattern = _compile(source.name, source.pattern)
@@ -70,7 +70,7 @@ class Rule:
                 raise RulesError(f"rule {source.name}: {error}") from error
 
     def first(self, text: str) -> int | None:
-        """Return where the first finding starts, in characters."""
+        """Return the start of the first finding, in characters; None if there is none."""
         for match in self._pattern.finditer(text):
             if self._holds(match.group(), text, match.start(), match.end()):
                 return int(match.start())
@@ -87,10 +87,10 @@ class Rule:
 
 
 def parse_rules(data: bytes) -> tuple[Rule, ...]:
-    """Return the rules in a TOML file's bytes.
+    """Parse the rules in a TOML file's bytes.
 
     Raises:
-        RulesError: it is no such file, or one of its rules is wrong; all rules or none are taken over.
+        RulesError: the file or one of its rules is invalid; no rule is used then.
     """
     if len(data) > MAX_FILE_BYTES:
         raise RulesError(f"the file has more than {MAX_FILE_BYTES:,} bytes")
@@ -108,7 +108,7 @@ def parse_rules(data: bytes) -> tuple[Rule, ...]:
 
 
 def _is_word(neighbour: str) -> bool:
-    """Return whether a character, or none at the text's ends, continues a word of a script with spaces."""
+    """Return whether a character (or `""` at the text's ends) continues a word of a script with spaces."""
     return neighbour.isalnum() and unicodedata.category(neighbour) != "Lo"
 
 

@@ -1,4 +1,4 @@
-"""Token ids as the text that they are, and back from a place in the text to the token it is in."""
+"""Conversion of token ids to text, and of positions in the text back to token indices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Transcript(Protocol):
 
     @property
     def text(self) -> str:
-        """What a detector reads; U+FFFD stands for each byte that is part of no character."""
+        """The text for detectors; U+FFFD replaces each byte that is part of no character."""
 
     def token_of(self, start: int) -> int:
         """Return the index of the token in which a character begins."""
 
 
 class Transcriber:
-    """Makes transcripts for one model."""
+    """Creates transcripts for one model."""
 
     def __init__(self, model: TextModel) -> None:
         """Build the table of each id's bytes."""
@@ -40,14 +40,14 @@ class Transcriber:
         self._is_bytewise = is_bytewise(model.tokenizer)
 
     def readable_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading ids stand for text: what cannot be read cannot be judged."""
+        """Return how many leading ids represent text, as unreadable ids cannot be judged."""
         for index, token in enumerate(token_ids.tolist()):
             if not 0 <= token < len(self._data) or not self._data[token]:
                 return index
         return len(token_ids)
 
     def transcribe(self, token_ids: TokenIds) -> Transcript:
-        """Return the text of ids that are all readable, special tokens spelled out."""
+        """Return the text of ids that are all readable, with special tokens spelled out."""
         ids = token_ids.tolist()
         if self._is_bytewise:
             return ByteTranscript([self._data[token] for token in ids])
@@ -60,12 +60,12 @@ class ByteTranscript:
     def __init__(self, pieces: Sequence[bytes]) -> None:
         """Join `pieces`, one per token."""
         self._ends = np.cumsum([len(piece) for piece in pieces])
-        # Each byte that is part of no character becomes one character of its own, so that places can be found again.
+        # Each byte that is part of no character becomes one character, so that positions can be mapped back.
         self._exact = b"".join(pieces).decode("utf-8", "surrogateescape")
 
     @property
     def text(self) -> str:
-        """What a detector reads."""
+        """The text for detectors."""
         return _LONE_BYTES.sub("\ufffd", self._exact)
 
     def token_of(self, start: int) -> int:
@@ -75,17 +75,17 @@ class ByteTranscript:
 
 
 class DecodedTranscript:
-    """A text whose tokens look at each other, as in word pieces."""
+    """A text whose tokens depend on their neighbours, as with word pieces."""
 
     def __init__(self, tokens: int, decode: Callable[[int], str]) -> None:
-        """Look at a prompt of which `decode` gives the text of so many leading tokens."""
+        """Decode a prompt; `decode` returns the text of the given number of leading tokens."""
         self._tokens = tokens
         self._decode = decode
         self._text = decode(tokens)
 
     @property
     def text(self) -> str:
-        """What a detector reads."""
+        """The text for detectors."""
         return self._text
 
     def token_of(self, start: int) -> int:

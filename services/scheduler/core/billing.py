@@ -1,4 +1,4 @@
-"""What each principal is charged for, each thing once."""
+"""Charges subjects for computed prompt tokens and output, each exactly once."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class Billing:
-    """Charges prompts when they start, for what is not cached in their principal's own view, and output as it comes.
+    """Charges prompts at their start, for tokens not cached in their own view, and output as it is generated.
 
-    A retraction charges nothing again, and a choice that ends before its prompt is computed is given back the rest.
-    Without counters nothing is done.
+    A retraction charges nothing again, and a choice that ends before its prompt is computed is refunded the rest.
+    Without counters every call is a no-op.
     """
 
     def __init__(self, rows: RowTable, counters: VirtualCounters | None) -> None:
-        """Charge to `counters` what happens in `rows`."""
+        """Charge `counters` for the sequences in `rows`."""
         self._rows = rows
         self.counters = counters
 
     def start(self, sequence: Sequence, cached_tokens: int) -> None:
-        """A sequence gets its first row."""
+        """Charge the uncached prompt of a sequence that gets its first row."""
         if self.counters is not None:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
             self.counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
 
     def settle(self) -> None:
-        """Charge what all rows have generated since the last time."""
+        """Charge the output that all rows have generated since the last call."""
         if self.counters is None:
             return
         lengths = self._rows.length.tolist()
@@ -46,28 +46,31 @@ class Billing:
             self.counters.charge(subject, output_tokens=tokens)
 
     def charge_idle_rows(self, sequence: Sequence, tokens: int) -> None:
-        """Charge a waiting sequence `tokens` that other subjects' rows could have generated in pages kept for it.
+        """Charge a waiting sequence for `tokens` that other subjects could have generated in the pages kept for it.
 
-        So a prompt that needs most of the memory holds up other tenants, and subjects of its own, for its share of the
-        time only.
+        So a prompt that needs most of the memory delays other tenants, and other subjects of its own tenant, only for
+        its share of the time.
         """
         if self.counters is not None and tokens:
             self.counters.charge(sequence.request.view.subject, output_tokens=tokens)
 
     def leave(self, sequence: Sequence, *, for_good: bool) -> None:
-        """A sequence is about to lose its row."""
+        """Charge the remaining output of a sequence that is about to lose its row.
+
+        Refund its uncomputed prompt if `for_good`.
+        """
         if self.counters is None or sequence.row is None:
             return
         generated = self._take_output(sequence, int(self._rows.length[sequence.row]))
         if generated:
             self.counters.charge(sequence.request.view.subject, output_tokens=generated)
-        # What was known when it started first, was charged then, and is not computed yet.
+        # Charged at the first start, but not planned yet.
         missing = sequence.charged_tokens - int(self._rows.planned[sequence.row])
         if for_good and missing > 0 and not sequence.is_prefilled and not sequence.retractions:
             self.counters.charge(sequence.request.view.subject, prompt_tokens=-missing)
 
     def _take_output(self, sequence: Sequence, length: int) -> int:
-        """Return how many tokens of output have not been charged yet; they count as charged then."""
+        """Return the number of output tokens not charged yet, and mark them as charged."""
         generated = max(length - sequence.charged_tokens, 0)
         sequence.charged_tokens += generated
         return generated

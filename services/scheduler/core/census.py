@@ -1,4 +1,4 @@
-"""How many sequences of each tenant and subject there are in one place."""
+"""Counts of sequences by tenant and subject."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 class Census:
-    """Counts; a name without any sequence is not kept."""
+    """Counters that keep no entry at zero."""
 
     def __init__(self) -> None:
         self.tenants: Counter[str] = Counter()
-        # The subjects of each tenant.
+        # Counts per subject, by tenant.
         self.subjects: dict[str, Counter[Subject]] = {}
 
     def of(self, subject: Subject) -> int:
-        """Return how many sequences of `subject` there are."""
+        """Return the number of sequences of `subject`."""
         subjects = self.subjects.get(subject.tenant)
         return 0 if subjects is None else subjects[subject]
 

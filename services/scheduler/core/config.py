@@ -1,4 +1,4 @@
-"""What the scheduler core needs to know; `resolve` derives it from the settings and the workers' capacity."""
+"""Configuration of the scheduler core; `resolve` derives it from the settings and the workers' capacity."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class CoreConfig:
     running_timeout_s: float
     lease_s: float
     max_lease_steps: int
-    # Prompt tokens beside rows that decode, while few wait; None: as many as fit.
+    # Maximum prompt tokens beside decoding rows while few requests wait; None: as many as fit.
     mixed_step_tokens: int | None = None
-    # What loading from the host and computing again cost at start-up; 0: not measured.
+    # Costs of loading from the host and of recomputing, calibrated at start-up; 0: not measured.
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
-    # Tokens that a grammar may force on a row in advance of what is planned for it; 0: each pass brings it one.
+    # Maximum jump-forward tokens of a row beyond its planned ones; 0: jump-forward is off, each pass yields one token.
     jump_tokens: int = 0
-    # Rows only embed, without pages, and are computed in one piece.
+    # An encoder: sequences only embed, need no pages, and are computed in one piece.
     is_encoder: bool = False
-    # Whether retracted sequences, too, go by the policy's order, and how often a row makes way for a higher priority.
+    # Whether the policy orders retracted sequences, too, and how often a row may be preempted for a higher priority.
     strict_priority: bool = False
     max_preemptions: int = 0
     sessions: SessionRules = field(default_factory=SessionRules)
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that the device can hold alone."""
+        """The longest sequence that the device can hold alone, in tokens."""
         return self.max_context if self.is_encoder else self.device_pages * self.page_size
 
 
 def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
-    """Combine settings with what the workers can hold.
+    """Combine settings with the workers' capacity.
 
     Raises:
         ConfigurationError: the settings contradict each other.

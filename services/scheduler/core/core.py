@@ -1,4 +1,4 @@
-"""The scheduler core: pure decisions over queue, rows, pages and cache. It knows neither gRPC nor torch nor a clock."""
+"""Scheduler core: deterministic decisions over the queue, rows, pages and cache, without gRPC, torch or a clock."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 class SchedulerCore:
-    """Owns every open request from its submission to its finish.
+    """Owns every open request from submission to finish.
 
-    Calls come from one thread. Times are seconds of one monotonic clock, passed in.
+    All calls must come from one thread. Times are seconds of one monotonic clock and are passed in.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class SchedulerCore:
         counters: VirtualCounters | None = None,
         times: OperationTimes | None = None,
     ) -> None:
-        """Start empty, over an allocator and a cache that nobody else changes.
+        """Start empty, over an allocator and a cache that nothing else modifies.
 
-        `counters` are what `policy` reads, `times` measure what the cache's operations cost.
+        `counters` are the counters that `policy` reads; `times` measures the duration of cache operations.
         """
         self.config = config
         self._limits = Limits()
@@ -85,27 +85,27 @@ class SchedulerCore:
 
     @property
     def planned_steps(self) -> int:
-        """Plans made so far."""
+        """Number of plans made so far."""
         return self._planner.next_step - 1
 
     @property
     def preemptions(self) -> int:
-        """Rows that made way for waiting requests: of higher priority, or of who has less than a fair share."""
+        """Number of rows preempted for waiting requests of higher priority, or of subjects below their fair share."""
         return self._planner.preemption.count
 
     @property
     def jumped_tokens(self) -> int:
-        """Tokens that grammars forced on rows, which took no pass of their own."""
+        """Number of tokens appended by jump-forward, without a forward pass of their own."""
         return self._results.jumped_tokens
 
     @property
     def limits(self) -> StepLimits:
-        """How large steps may be now."""
+        """The current limits on step size."""
         return self._planner.limits
 
     @property
     def is_paused(self) -> bool:
-        """Whether waiting sequences stay where they are."""
+        """Whether admission of waiting sequences is paused."""
         return self._planner.paused
 
     @property
@@ -114,7 +114,7 @@ class SchedulerCore:
         return self._by_handle.values()
 
     def adopt(self, limits: Limits) -> None:
-        """Apply other limits from now on: to what is cached or pinned, to what waits, and to what is charged."""
+        """Replace the limits that apply to cached and pinned pages, the waiting queue and charging."""
         self._limits = limits
         self.memory.cache.adopt(limits)
         self.sessions.adopt(limits)
@@ -122,11 +122,11 @@ class SchedulerCore:
             self._counters.adopt(limits)
 
     def pause(self, *, paused: bool) -> None:
-        """Stop or go on admitting rows; those that run go on."""
+        """Pause or resume the admission of waiting sequences; running sequences continue."""
         self._planner.paused = paused
 
     def submit(self, request: ScheduleRequest, now: float) -> Admission:
-        """Take a request into the queue, or say why not."""
+        """Add a request to the queue, or return an admission with the reason for its refusal."""
         request = with_usable_cache(request)
         try:
             request = self.sessions.enter(request)
@@ -147,7 +147,7 @@ class SchedulerCore:
         self._by_request[request.request_id] = sequences
         for sequence in sequences[:1]:
             if request.pooling is None and len(sequence.token_ids) >= sequence.max_total_tokens:
-                # Resumed where nothing was left to generate.
+                # Resumed with no tokens left to generate.
                 self._finish(sequence, Finish(FinishReason.LENGTH))
             else:
                 self.memory.prefetch(sequence)
@@ -174,7 +174,7 @@ class SchedulerCore:
         if request.pooling is not None:
             limit = len(request.token_ids)
         elif request.stop.max_tokens is not None:
-            # A row samples a token when its prompt is computed, whether anybody wants it or not.
+            # A sequence always samples one token when its prefill completes, even if max_tokens is 0.
             limit = min(limit, len(request.token_ids) + max(request.stop.max_tokens, 1))
         handle = self._next_handle
         self._next_handle += 1
@@ -185,26 +185,29 @@ class SchedulerCore:
         return sequence
 
     def _context_of(self, request: ScheduleRequest) -> int:
-        """Return how many tokens prompt and output may have together."""
+        """Return the maximum length of prompt and output together, in tokens."""
         limit = min(self.config.max_context, self.config.capacity_tokens)
         return limit if request.max_context_tokens is None else min(limit, request.max_context_tokens)
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request by its exact id, if it is open; return whether it was."""
+        """Abort a request by its exact id; return whether it was open."""
         sequences = list(self._by_request.get(request_id, ()))
         for sequence in sequences:
             self._finish(sequence, Finish(FinishReason.ABORT))
         return bool(sequences)
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """End a subject's sessions, or one, and drop what is private to them; return how many pages became free."""
+        """Close one or all of a subject's sessions and drop their private cache entries.
+
+        Return the number of freed pages.
+        """
         self.sessions.forget(subject, session)
         return self.memory.cache.forget(subject, session)
 
     def end_silently(self, handle: int, generated: int | None = None) -> None:
-        """End a choice that the detokenizer has ended already: stop text matched, or nobody listens any more.
+        """End a choice without output because the detokenizer has already ended it: stop text matched, or client gone.
 
-        Where only the first `generated` tokens count, a session forgets the others.
+        If only the first `generated` output tokens count, a session drops the rest.
         """
         sequence = self._by_handle.get(handle)
         if sequence is not None:
@@ -218,7 +221,7 @@ class SchedulerCore:
             self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
 
     def expire(self, now: float) -> None:
-        """End what has waited or run for too long, and sessions that nobody uses."""
+        """End sequences that have waited or run for too long, and idle sessions."""
         self.sessions.expire(now)
         for sequence in list(self._by_handle.values()):
             message = self._overdue(sequence, now)
@@ -250,23 +253,23 @@ class SchedulerCore:
         return plan
 
     def apply(self, result: StepResult) -> None:
-        """Take in what one forward pass brought."""
+        """Apply the result of one forward pass."""
         self._results.apply(result, self._finish)
         if result.last:
             self.in_flight -= 1
             self.finished_steps += 1
 
     def finish_transfer(self, ack: TransferAck, now: float) -> None:
-        """Take in that all ranks are done with a transfer."""
+        """Record that all ranks have finished a transfer."""
         assert self.memory.loads is not None, "only a host tier has transfers"
         self.memory.loads.finish(ack, now)
 
     def take_output(self) -> Output | None:
-        """Return what the detokenizer has to be told, or None."""
+        """Return the pending output for the detokenizer, or None if there is none."""
         return self._output.take()
 
     def requeue_all(self) -> None:
-        """Start over with every row: the workers and all their KV are gone. Known ids are kept."""
+        """Requeue every running sequence with its known tokens, after the workers and all KV were lost."""
         for sequence in sorted(self.rows.occupants(), key=lambda sequence: sequence.handle):
             assert sequence.row is not None, "occupants have a row"
             self._billing.leave(sequence, for_good=False)
@@ -284,12 +287,12 @@ class SchedulerCore:
         self.in_flight = 0
 
     def shrink_steps(self) -> bool:
-        """Plan smaller steps from now on, as memory did not suffice; to be called before `requeue_all`.
+        """Plan smaller steps from now on because device memory did not suffice; call this before `requeue_all`.
 
-        Where they cannot be smaller, what ran is ended with an error, as it would only fail again.
+        If steps cannot shrink further, all running sequences end with an error, as they would only fail again.
 
         Returns:
-            Whether there was something left to shrink.
+            Whether the steps could shrink.
         """
         if self._planner.limits.try_shrink():
             return True
@@ -302,7 +305,7 @@ class SchedulerCore:
         self._output.finish(sequence, finish)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of wherever it is; its computed pages stay in the cache."""
+        """Remove a sequence from the queue or from its row; its computed pages stay in the cache."""
         token_ids, row, computed = sequence.token_ids, sequence.row, 0
         if row is None:
             self.queue.remove(sequence)

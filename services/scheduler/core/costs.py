@@ -1,25 +1,25 @@
-"""What it costs to load pages from the host, and what to compute them again: measured, never guessed."""
+"""Costs of loading pages from the host and of recomputing them, from measurements only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Share of what was known that remains when the next measurement comes in: the last ten or so decide.
+# Decay of earlier measurements at each new one: about the last ten decide.
 MEMORY = 0.9
 # Weight of the calibration at start-up, in seconds of measured work.
 CALIBRATION_S = 0.2
-# Smaller chunks say more about the cost of a pass than about prefill.
+# Smaller chunks reflect the fixed cost of a pass rather than prefill.
 MIN_PREFILL_TOKENS = 32
-# Until the first load is seen: it begins with the next plan and is seen done with a later result.
+# Used until the first load is measured: a load begins with the next plan and its end is seen with a later result.
 FIRST_LATENCY_S = 0.005
 LATENCY_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class CostEstimate:
-    """The model's parameters at one moment, for people; rates are 0 while nothing is known.
+    """Snapshot of the cost model's parameters, for display; rates are 0 until measured.
 
-    `break_even_tokens` is the shortest run of tokens whose load pays, None if none ever does.
+    `break_even_tokens` is the shortest run of tokens that is faster to load than to compute; None if there is none.
     """
 
     prefill_tokens_per_s: float
@@ -30,40 +30,40 @@ class CostEstimate:
 
 
 class LoadCosts:
-    """Compares two straight lines: tokens / prefill rate against latency + bytes / bandwidth.
+    """Compares two linear costs: tokens / prefill rate against latency + bytes / bandwidth.
 
-    Attention makes long prompts dearer than that; as long ones also weigh most in the running rate, it follows what
-    is served. Times come in as arguments, and only measured ones: equal measurements give equal decisions.
+    Attention makes long prompts more expensive than that; as they also weigh most in the running rate, it follows the
+    served mix. Measured times are passed in as arguments, so equal measurements give equal decisions.
     """
 
     def __init__(self, bytes_per_token: int, prefill_tokens_per_s: float = 0.0, load_bytes_per_s: float = 0.0) -> None:
-        """Start with a calibration, where there is one; `bytes_per_token` are those of one rank."""
+        """Start from a calibration, if there is one; `bytes_per_token` is per rank."""
         self._bytes_per_token = bytes_per_token
         self._prefill = _Rate(prefill_tokens_per_s)
         self._load = _Rate(load_bytes_per_s)
         self._latency_s = FIRST_LATENCY_S
 
     def pays(self, tokens: int, queued_tokens: int = 0) -> bool:
-        """Whether loading `tokens` tokens, behind others that are being loaded, is faster than computing them.
+        """Return whether loading `tokens` tokens, after `queued_tokens` in progress, is faster than computing them.
 
-        While nothing has been measured it is tried.
+        True while nothing has been measured.
         """
         if not self._prefill.value or not self._load.value:
             return True
         return self._load_s(tokens + queued_tokens) < tokens / self._prefill.value
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
-        """Take in a pass that prefilled `tokens` tokens."""
+        """Record a pass that prefilled `tokens` tokens."""
         if tokens >= MIN_PREFILL_TOKENS:
             self._prefill.add(tokens, seconds)
 
     def saw_load(self, tokens: int, seconds: float, waited_s: float) -> None:
-        """Take in a load: the time of the copy itself, and from its plan to its acknowledgement."""
+        """Record a load: the time of the copy itself, and the time from its plan to its acknowledgement."""
         self._load.add(tokens * self._bytes_per_token, seconds)
         self._latency_s += LATENCY_WEIGHT * (max(waited_s - seconds, 0.0) - self._latency_s)
 
     def estimate(self) -> CostEstimate:
-        """Return what is known now."""
+        """Return the current parameters."""
         return CostEstimate(
             self._prefill.value, self._load.value, self._bytes_per_token, self._latency_s, self._break_even()
         )
@@ -79,7 +79,7 @@ class LoadCosts:
 
 
 class _Rate:
-    """Amount per second over a fading window."""
+    """Amount per second over an exponentially decaying window."""
 
     def __init__(self, calibrated: float) -> None:
         self._seconds = CALIBRATION_S if calibrated > 0 else 0.0

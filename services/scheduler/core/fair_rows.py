@@ -1,4 +1,4 @@
-"""Which running rows make way so that tenants, and the subjects of each, have their weighted shares of the machine."""
+"""Preemption by weighted fair shares of the machine, between tenants and between the subjects of each tenant."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
-# A row generates at least so many tokens each time before it makes way: this bounds what is computed twice.
+# A sequence generates at least this many tokens between preemptions, which bounds the recomputation.
 QUANTUM_TOKENS = 32
-# Plans between two looks at the shares, as a look costs time for each row and each waiting sequence.
+# Plans between two checks of the shares, as a check takes time linear in the running and waiting sequences.
 PLANS_BETWEEN_LOOKS = 4
-# Rounding errors of shares.
+# Tolerance for rounding errors of shares.
 _TOLERANCE = 1e-9
 
 
@@ -31,31 +31,32 @@ class RowPreemption(Protocol):
     """Decides which rows give their pages back, for a waiting sequence or because memory ran out."""
 
     count: int
-    """Rows that made way for waiting sequences."""
+    """Number of rows preempted for waiting sequences."""
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Return the row that gives its pages back when running rows need them."""
+        """Return the row to retract when running rows need pages."""
 
     def note_refusal(self, sequence: Sequence) -> None:
-        """Learn that there was no memory to start a sequence."""
+        """Record that memory did not suffice to admit a sequence."""
 
     def make_room(
         self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
     ) -> Sequence | None:
-        """Retract rows that must make way, where `most_rows` may run; return the sequence to start in their place."""
+        """Retract rows for a waiting sequence if at most `most_rows` may run; return the sequence to admit."""
 
 
 class FairRows:
     """Preemption under fair shares.
 
-    What is shared is what lacks: rows, or pages where rows are free. A waiting tenant with less than its share gets a
-    row of the tenant that holds most for its weight, as long as that keeps its own share; subjects of one tenant
-    likewise share what their tenant holds. Who starts is the policy's choice, so that a tenant that has been served
-    more than others gets no rows of theirs. Rows have a minimum quantum. So rows cannot churn: after making way, a
-    tenant still has its share and takes nothing back, and each time costs `QUANTUM_TOKENS` generated tokens.
+    The shared resource is the scarce one: rows, or pages if rows are free. A waiting tenant below its share gets a row
+    of the tenant that holds the most relative to its weight, provided that the latter keeps its own share; subjects of
+    one tenant likewise divide what their tenant holds. The policy chooses the sequence to start, so a tenant that has
+    been served more than others does not get their rows. Rows have a minimum quantum. Rows therefore cannot be
+    preempted in cycles: after a preemption a tenant still has its share and takes nothing back, and each preemption
+    comes after at least `QUANTUM_TOKENS` generated tokens.
 
-    With one subject no row makes way, and memory is taken from the lowest priority, then the youngest, as under other
-    policies. A priority means nothing between subjects.
+    With a single subject no row is preempted, and pages are taken from the lowest priority, then the youngest sequence,
+    as under other policies. Priorities have no meaning between subjects.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class FairRows:
         billing: Billing,
         counters: VirtualCounters,
     ) -> None:
-        """Look at state that the core owns; `counters` know the weights."""
+        """Read state that the core owns; `counters` hold the weights."""
         self.count = 0
         self._rows = rows
         self._queue = queue
@@ -79,7 +80,7 @@ class FairRows:
         self._most_rows = rows.max_rows
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
-        """Return the youngest row of the subject with most pages for its weight, in the tenant with most."""
+        """Return the youngest row of the subject with most pages for its weight, within the tenant ranked likewise."""
         rows = list(candidates)
         return min(rows, key=self._order_of(rows, self._pages_of))
 
@@ -89,7 +90,7 @@ class FairRows:
     def make_room(
         self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
     ) -> Sequence | None:
-        """Retract rows for the waiting sequence that the policy chooses, if it has a right to them and they suffice."""
+        """Retract rows for the policy's first waiting sequence, if it is entitled to them and they suffice."""
         self._plans += 1
         self._most_rows = most_rows
         lacks_rows = self._rows.running >= most_rows
@@ -97,7 +98,7 @@ class FairRows:
         if not (lacks_rows or lacks_memory):
             return None
         if self._plans < self._next_look or not self._is_contended():
-            # A refusal stays noted until there is a look.
+            # A refusal stays recorded until the next check.
             self._lacks_memory = lacks_memory
             return None
         self._next_look = self._plans + PLANS_BETWEEN_LOOKS
@@ -134,7 +135,10 @@ class FairRows:
         return any(held - 1 >= shares[tenant] - _TOLERANCE for tenant, held in running.tenants.items())
 
     def _victims(self, first: Sequence, *, lacks_rows: bool) -> list[Sequence]:
-        """Return the rows that suffice for `first`, each of which leaves its tenant and subject their share."""
+        """Return rows that suffice for `first` and leave their tenants and subjects their shares.
+
+        Empty if there are none.
+        """
         amount = _one if lacks_rows else self._pages_of
         rows = self._rows.occupants()
         victims: list[Sequence] = []
@@ -186,7 +190,7 @@ class FairRows:
     def _order_of(
         self, rows: list[Sequence], amount: Callable[[Sequence], int]
     ) -> Callable[[Sequence], tuple[float, str, float, str, int, int]]:
-        """Return the order in which `rows` make way, as a sort key."""
+        """Return the order in which `rows` are preempted, as a sort key."""
         tenants, subjects = _held(rows, amount)
         by_tenant = {tenant: held / self._counters.weight_of_tenant(tenant) for tenant, held in tenants.items()}
         by_subject = {subject: held / self._counters.weight_of_subject(subject) for subject, held in subjects.items()}
@@ -205,7 +209,7 @@ class FairRows:
         if is_of_rows:
             demands = {name: held.get(name, 0) + waiting[name] for name in names}
             return max_min_shares(self._most_rows, weights, demands)
-        # How much memory tenants could use is not known.
+        # The tenants' demand for memory is not known.
         return max_min_shares(sum(held.values()) + self._memory.available_pages, weights)
 
     def _subject_shares(
@@ -219,7 +223,7 @@ class FairRows:
         return max_min_shares(total, weights, {name: held.get(name, 0) + waiting[name] for name in names})
 
     def _generated(self, sequence: Sequence) -> int:
-        """Return how many tokens a row has generated since it was opened."""
+        """Return the number of tokens generated since the row was opened."""
         assert sequence.row is not None, "it runs"
         return int(self._rows.length[sequence.row]) - len(sequence.token_ids)
 
@@ -228,7 +232,7 @@ class FairRows:
         return int(self._rows.page_count[sequence.row])
 
     def _missing_pages(self, sequence: Sequence, running: int) -> int:
-        """Return how many pages a waiting sequence lacks beside `running` rows, which keep a spare one each."""
+        """Return how many pages a waiting sequence lacks beside `running` rows, which keep one spare page each."""
         needed = self._memory.pages_of(len(sequence.token_ids))
         if not needed:
             return 0
@@ -239,9 +243,9 @@ class FairRows:
 def max_min_shares(
     total: float, weights: Mapping[K, float], demands: Mapping[K, float] | None = None
 ) -> dict[K, float]:
-    """Divide `total` by weights, where nobody gets more than it demands and others get what is left of its share.
+    """Divide `total` by weight; shares above their demand are capped, and the remainder goes to the others (max-min).
 
-    Without demands, each gets its part by weight.
+    Without demands each name gets its part by weight.
     """
     if demands is None:
         whole = sum(weights.values())
@@ -260,7 +264,7 @@ def _one(_sequence: Sequence) -> int:
 
 
 def _held(rows: Iterable[Sequence], amount: Callable[[Sequence], int]) -> tuple[Counter[str], Counter[Subject]]:
-    """Return what each tenant and each subject has of `rows`."""
+    """Return the amounts that each tenant and each subject has of `rows`."""
     tenants: Counter[str] = Counter()
     subjects: Counter[Subject] = Counter()
     for row in rows:

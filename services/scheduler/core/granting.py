@@ -1,4 +1,4 @@
-"""The pages that a plan gives to rows."""
+"""Page grants of a plan."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class Granting:
-    """Puts pages into rows' page tables, and gathers for the workers which."""
+    """Appends pages to rows' page tables, and collects the grants for the workers."""
 
     def __init__(self, rows: RowTable, memory: KvMemory) -> None:
-        """Begin with nothing granted; `memory` knows which pages of a window pool belong to others."""
+        """Start without grants; `memory` maps pages to their pages in a sliding-window pool."""
         self._rows = rows
         self._memory = memory
         self._given: list[PageGrants] = []
 
     def add(self, rows: NDArray[np.int64], counts: NDArray[np.int64], pages: PageIds) -> None:
-        """Give each of `rows` the next of `pages`: counts[i] > 0 of them to rows[i], which is named once."""
+        """Give each of `rows` the next counts[i] > 0 of `pages`; a row may occur only once."""
         self._rows.grant_pages(rows, counts, pages)
         owners = rows if len(rows) == len(pages) else np.repeat(rows, counts)
         self._given.append(PageGrants(owners.astype(np.int32), pages, self._memory.window_pages_of(pages)))
 
     def grants(self) -> PageGrants:
-        """Return all that was given, in order."""
+        """Return all grants, in order."""
         if len(self._given) <= 1:
             return self._given[0] if self._given else PageGrants()
         return PageGrants(

@@ -1,4 +1,4 @@
-"""Whether a waiting sequence has its prefix loaded from the host before it starts."""
+"""Decides whether a waiting sequence loads its prefix from host memory before it starts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.sequence import Sequence
 
-# Loads that one sequence waits for, before it starts with what is there: others may have evicted what it loaded.
+# Maximum number of loads a sequence waits for before it starts with the pages there are, as loaded pages may be evicted
+# again.
 MAX_LOADS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Transfers that are done, their pages, and the time that the slowest rank spent on copying them."""
+    """Finished transfers, their pages, and the copy time of the slowest rank in seconds."""
 
     transfers: int = 0
     pages: int = 0
@@ -35,20 +36,20 @@ class Moved:
 
 
 class LoadBack:
-    """Owns the host tier's traffic: which transfers the next plan carries, and for how long they have been open.
+    """Owns the host tier's traffic: the transfers for the next plan, and the start times of open ones.
 
-    A sequence waits for its load outside of the batch, so that those that decode go on; what it loaded can be evicted
-    like anything else once it is there.
+    A sequence waits for its load outside the batch, so decoding continues. Loaded pages can be evicted like any others
+    once they have arrived.
     """
 
     def __init__(self, host: HostTier, costs: LoadCosts, page_size: int) -> None:
-        """Work on a tier that nobody else starts transfers on."""
+        """Use a tier on which nothing else starts transfers."""
         self.host = host
         self.costs = costs
-        # Tokens that were computed although the host had them, as that was faster.
+        # Tokens recomputed although the host had them, as that was estimated to be faster.
         self.skipped_tokens = 0
         self.loading_tokens = 0
-        # Since the start, by direction.
+        # Totals since the start, by direction.
         self.moved: dict[TransferDirection, Moved] = {}
         self._page_size = page_size
         self._started: list[Transfer] = []
@@ -56,22 +57,22 @@ class LoadBack:
 
     @property
     def is_loading(self) -> bool:
-        """Whether somebody may be waiting for a load."""
+        """Whether a sequence may be waiting for a load."""
         storage = self.host.storage
         return self.loading_tokens > 0 or (storage is not None and storage.is_reading)
 
     def is_busy(self, now: float) -> bool:
-        """Whether a plan is needed, if only to hear of transfers that are open."""
+        """Whether a plan is needed, if only to learn of open transfers."""
         storage = self.host.storage
         return len(self.host.ledger) > 0 or (storage is not None and storage.has_work(now))
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Begin to look for the prefix of a sequence that has just come in storage."""
+        """Start to look for the prefix of a new sequence in storage."""
         if sequence.request.cache_mode is not CacheMode.NONE:
             sequence.fetch = self.host.prefetch(sequence.request.view, sequence.cacheable_ids)
 
     def end_prefetch(self, sequence: Sequence) -> None:
-        """Look for no more of a sequence that has started, or ended."""
+        """Stop looking in storage for a sequence that has started or ended."""
         if sequence.fetch is not None:
             prefetch = sequence.fetch.prefetch
             sequence.storage_tokens = (prefetch.position - prefetch.first) * self._page_size
@@ -81,13 +82,13 @@ class LoadBack:
     def holds_back(
         self, sequence: Sequence, now: float, fits: Callable[[int], bool], allocate: Callable[[int], PageIds | None]
     ) -> bool:
-        """Return whether a waiting sequence has to wait for pages that are being loaded; start that where it pays.
+        """Return whether a waiting sequence must wait for pages being loaded; start a load if that pays.
 
         Args:
-            sequence: The one that would start otherwise.
+            sequence: The sequence that would start otherwise.
             now: Seconds of the scheduler's clock.
-            fits: Whether a sequence can start that needs so many more device pages.
-            allocate: Takes device pages, or None.
+            fits: Whether a sequence that needs this many more device pages can start.
+            allocate: Allocates device pages, or returns None.
         """
         if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
             return True
@@ -118,14 +119,14 @@ class LoadBack:
         return True
 
     def take_transfers(self, now: float) -> tuple[Transfer, ...]:
-        """Return what the next plan is to carry: loads that have been started, then what else is due."""
+        """Return the transfers of the next plan: started loads, then backups and storage transfers that are due."""
         for transfer in (*self.host.plan_backups(), *self.host.plan_storage(now)):
             self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started
 
     def finish(self, ack: TransferAck, now: float) -> None:
-        """Take in that all ranks are done with a transfer."""
+        """Record that all ranks have finished a transfer."""
         transfer = self.host.finish(ack)
         started_at = self._started_at.pop(ack.transfer_id, None)
         if transfer is None or started_at is None:

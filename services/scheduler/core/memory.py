@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class KvMemory:
-    """Hands pages to rows, evicting from the cache as needed, and moves rows' pages into the cache."""
+    """Allocates pages to rows, evicting from the cache as needed, and inserts the pages of rows into the cache."""
 
     def __init__(
         self,
@@ -42,14 +42,17 @@ class KvMemory:
         *,
         has_pages: bool = True,
     ) -> None:
-        """Work on an allocator and a cache over the same pages; `costs` say what loads from its host tier pay.
+        """Use an allocator and a cache over the same pages.
 
-        `times`, if given, measure what the cache's operations cost. Without pages, as with an encoder, rows need none.
+        `costs` decides which loads from the host tier are worthwhile.
+
+        `times`, if given, measures the duration of cache operations. With `has_pages` False, as for an encoder, rows
+        need no pages.
         """
         self.allocator = allocator
         self.cache = cache
         self._has_pages = has_pages
-        # None: all layers share one pool.
+        # None if all layers share one pool.
         self.windows = RowWindows(allocator.twins) if allocator.twins is not None else None
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
@@ -60,23 +63,23 @@ class KvMemory:
         self.loads = LoadBack(cache.host, costs, cache.page_size) if cache.host is not None else None
         self.retractions = 0
         self.leaked_pages = 0
-        # What sessions hold between their turns, as a row would hold it.
+        # Prefixes locked by sessions between their turns, with the references that a row would hold.
         self._pins: dict[LockId, PrefixLock] = {}
 
     @property
     def available_pages(self) -> int:
-        """Pages that an allocation could get now."""
+        """Pages that an allocation could get now, evictable and soft-free ones included."""
         return self.allocator.free_pages + self.cache.soft_free_pages + self.cache.evictable_pages
 
     @property
     def room(self) -> int:
-        """Pages that rows could be given now: with a window pool, each of them takes one of that, too."""
+        """Pages that rows could get now; with a sliding-window pool each of them needs a window page, too."""
         if self.windows is None:
             return self.available_pages
         return min(self.available_pages, self.windows.pool.available_pages)
 
     def count_retraction(self) -> None:
-        """Note that a row had to give its pages back."""
+        """Count a row that had to give its pages back."""
         self.retractions += 1
 
     def pages_of(self, tokens: int) -> int:
@@ -84,13 +87,13 @@ class KvMemory:
         return -(-tokens // self.cache.page_size) if self._has_pages else 0
 
     def match(self, sequence: Sequence) -> int:
-        """Return how many tokens of a waiting sequence its principal has cached; changes nothing."""
+        """Return how many tokens of a waiting sequence are cached in its view; changes nothing."""
         if sequence.request.cache_mode is CacheMode.NONE:
             return 0
         return self._peek(sequence.request.view, sequence.cacheable_ids)
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
-        """Return whether a waiting sequence has to wait for pages from the host; start to load them where it pays."""
+        """Return whether a waiting sequence must wait for pages from the host; start to load them if that pays."""
         if self.loads is None:
             return False
         return self.loads.holds_back(
@@ -98,17 +101,17 @@ class KvMemory:
         )
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Begin to look for a new sequence's prefix in storage, if there is one."""
+        """Start to look for a new sequence's prefix in storage, if there is a storage tier."""
         if self.loads is not None:
             self.loads.prefetch(sequence)
 
     def end_prefetch(self, sequence: Sequence) -> None:
-        """Look for no more of a sequence in storage."""
+        """Stop looking for a sequence's prefix in storage."""
         if self.loads is not None:
             self.loads.end_prefetch(sequence)
 
     def try_admit(self, sequence: Sequence, spare_pages: int) -> PrefixLock | None:
-        """Lock the sequence's prefix if its other known tokens and `spare_pages` more fit; else change nothing."""
+        """Lock the cached prefix if pages for the other tokens and `spare_pages` fit; else change nothing."""
         pages = self.pages_of(len(sequence.token_ids))
         spare_pages = spare_pages if self._has_pages else 0
         if not self._fits(pages - self.match(sequence) // self.cache.page_size, spare_pages):
@@ -116,7 +119,7 @@ class KvMemory:
         lock = self._commit(sequence)
         if self.windows is not None:
             self.windows.enter(lock)
-        # Only now is it known how much of the prefix was counted as evictable before.
+        # Only after the lock is it known how much of the prefix counted as evictable before.
         if not self._fits(pages - len(lock.pages), spare_pages):
             self._give_up(lock)
             return None
@@ -129,7 +132,7 @@ class KvMemory:
         return is_in_window and pages + spare_pages <= self.available_pages
 
     def _give_up(self, lock: PrefixLock) -> None:
-        """Undo a commit that no row has come of."""
+        """Undo a commit for which no row was opened."""
         self._release(lock)
         if self.windows is not None:
             self.windows.leave(lock)
@@ -140,7 +143,7 @@ class KvMemory:
         if request.cache_mode is CacheMode.NONE:
             return self.cache.commit_nothing(request.view)
         leader = sequence.leader
-        # The choices of a request are one use of its prefix.
+        # All choices of a request count as one use of its prefix.
         repeated = sequence.was_committed or (leader is not None and leader.was_committed)
         sequence.was_committed = True
         return self._commit_prefix(
@@ -153,7 +156,7 @@ class KvMemory:
         )
 
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:
-        """Take `count` pages, evicting what the cache can spare; None if even that is not enough."""
+        """Allocate `count` pages, evicting as many as needed; None if even eviction does not free enough."""
         if self.windows is not None and count > self.windows.pool.available_pages:
             return None
         if count > self.allocator.free_pages:
@@ -164,11 +167,11 @@ class KvMemory:
         return pages
 
     def window_pages_of(self, pages: PageIds) -> PageIds:
-        """Return the window pool's pages for new pages of a row; none without such a pool."""
+        """Return the window pages of a row's new pages; empty without a sliding-window pool."""
         return NO_PAGES if self.windows is None else self.windows.pool.twins_of(pages)
 
     def begin_window(self, sequence: Sequence, rows: RowTable) -> PageIds:
-        """Return the window pool's pages for the end of an admitted row's prefix; none without such a pool."""
+        """Return the window pages at the end of an admitted row's prefix; empty without a sliding-window pool."""
         if self.windows is None:
             return NO_PAGES
         assert sequence.row is not None
@@ -176,15 +179,15 @@ class KvMemory:
         return self.windows.begin(sequence.row, sequence.lock, rows)
 
     def slide_windows(self, rows: RowTable) -> None:
-        """Give back what rows do not see any more, where layers attend to a window only; before each plan."""
+        """Release window pages that have left the rows' windows; called before each plan."""
         if self.windows is not None:
             self.windows.slide(rows)
 
     def keep(self, sequence: Sequence, rows: RowTable) -> list[PageReplacement]:
-        """Put the row's confirmed whole pages into the cache.
+        """Insert the row's confirmed whole pages into the cache.
 
-        Where the cache had the same tokens already, the row goes on with the cache's pages and its own are freed; the
-        returned replacements tell the workers.
+        If the cache already had the same tokens, the row switches to the cache's pages and its own duplicates are
+        freed; the returned replacements inform the workers.
         """
         row, lock = sequence.row, sequence.lock
         assert row is not None
@@ -208,7 +211,7 @@ class KvMemory:
         return [PageReplacement(row, first, changed, self.windows.after_repointing(row, first, len(changed), rows))]
 
     def free(self, sequence: Sequence, rows: RowTable) -> None:
-        """Give back the row's references to its pages, and its prefix lock."""
+        """Release the row's references to its pages, and its prefix lock."""
         row, lock = sequence.row, sequence.lock
         assert row is not None
         assert lock is not None
@@ -220,9 +223,9 @@ class KvMemory:
         sequence.lock = None
 
     def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> PrefixLock | None:
-        """Hold the part of a path just computed that the view covers; return None if it covers none.
+        """Lock the cached part of a prefix that was just computed; return None if the view has none of it cached.
 
-        A hold like a row's, with a reference on each page, so that it outlives whatever happens to the tree.
+        Like a row, the pin holds a reference on each page, so it survives any change of the tree.
         """
         if len(token_ids) < 2:
             return None
@@ -242,19 +245,19 @@ class KvMemory:
 
     @property
     def pinned_pages(self) -> int:
-        """Page references of all such holds."""
+        """Number of page references held by all pins."""
         return sum(len(lock.pages) for lock in self._pins.values())
 
     def account(self, rows: RowTable) -> Accounting:
-        """Take the device's accounts in O(rows)."""
+        """Account for the device's pages in O(rows)."""
         in_transfers = self.loads.host.ledger.device_references if self.loads else 0
         held = int(rows.page_count.sum()) + self.pinned_pages
         return account(self.allocator, self.cache, held + in_transfers)
 
     def account_windows(self, rows: RowTable) -> Accounting | None:
-        """Take the accounts of the window pool, if there is one; nothing there is soft-free.
+        """Account for the pages of the sliding-window pool, if there is one; none of them is soft-free.
 
-        What is held while nobody can hold anything has leaked.
+        Pages still protected while no row runs and nothing is pinned have leaked.
         """
         if self.windows is None:
             return None
@@ -263,18 +266,18 @@ class KvMemory:
         return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, leaked)
 
     def repair_windows(self) -> None:
-        """Let nobody need anything of the window pool; only while no row runs and no session holds anything."""
+        """Drop all references to window pages; only while no row runs and no session has a pin."""
         if self.windows is not None:
             self.windows.pool.repair()
 
     def window_faults(self, rows: RowTable) -> list[str]:
-        """Count anew what rows and sessions need of the window pool."""
+        """Recount the window pages that rows and sessions need, and return the differences found."""
         if self.windows is None:
             return []
         return self.windows.faults(rows, self._pins.values(), self.allocator.capacity)
 
     def audit(self, rows: RowTable) -> AuditReport:
-        """Count every page's holders anew."""
+        """Recount the holders of every page."""
         tables = {
             f"{sequence.request.request_id}/{sequence.choice_index}": rows.page_table(sequence.row)
             for sequence in rows.occupants()
@@ -286,13 +289,13 @@ class KvMemory:
         return audit(self.allocator, self.cache, tables)
 
     def repair(self) -> int:
-        """Free leaked pages; only while no row runs, no transfer is open and no session holds anything."""
+        """Free leaked pages and return their number; only while no row runs, no transfer is open and no pin exists."""
         freed = repair(self.allocator, self.cache)
         self.leaked_pages += max(freed, 0)
         return freed
 
     def forget_all(self) -> None:
-        """Drop the whole cache: the memory behind it is gone. No row may run."""
+        """Drop the whole cache because the device memory is gone. No row may run."""
         if self.loads is not None:
             self.loads.forget_all()
         self.cache.flush()

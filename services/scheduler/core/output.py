@@ -1,4 +1,4 @@
-"""What the core has to tell the detokenizer, gathered between two pushes."""
+"""Output for the detokenizer, collected between two pushes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One push: choices accepted, choices that got a row, `handles[i]` got `token_ids[i]` (int32 each), ends."""
+    """One push: accepted choices, choices that got a row, token_ids[i] of choice handles[i] (int32 each), finishes."""
 
     opens: tuple[Sequence, ...]
     starts: tuple[Sequence, ...]
@@ -40,11 +40,11 @@ class OutputBuffer:
     _tokens: int = 0
 
     def open(self, sequence: Sequence) -> None:
-        """Announce a choice that was accepted."""
+        """Announce an accepted choice."""
         self._opens.append(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Tell that a choice got its first row; how much of its prompt is cached is known now."""
+        """Announce that a choice got its first row; the cached part of its prompt is known now."""
         self._starts.append(sequence)
         nothing_to_compute = sequence.scoring.begin(sequence.handle) if sequence.scoring is not None else None
         if nothing_to_compute is not None:
@@ -55,18 +55,17 @@ class OutputBuffer:
         self._scores.append(part)
 
     def tokens(self, handles: TokenIds, token_ids: TokenIds, logprobs: list[tuple[int, TokenLogprob]]) -> None:
-        """Add what one forward pass sampled; `logprobs` index into these arrays."""
+        """Add the tokens sampled by one forward pass; `logprobs` index into these arrays."""
         self._logprobs.extend((self._tokens + index, logprob) for index, logprob in logprobs)
         self._handles.append(handles)
         self._token_ids.append(token_ids)
         self._tokens += len(token_ids)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
-        """End a choice."""
         self._finishes.append((sequence.handle, finish))
 
     def take(self) -> Output | None:
-        """Return what has gathered, or None if nothing has."""
+        """Return the collected output and clear it; None if it is empty."""
         if not (self._opens or self._starts or self._tokens or self._finishes or self._scores):
             return None
         empty = np.empty(0, np.int32)

@@ -1,4 +1,4 @@
-"""Builds step plans: who decodes, who prefills how much, who starts, who has to give its pages back."""
+"""Builds step plans: decoding, prefill chunks, admission, and retraction when pages run out."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from services.scheduler.core.tenancy import Tenancy
 
 
-# Waiting sequences whose mean length stands for that of all.
+# Number of waiting sequences whose mean length estimates that of all.
 _SAMPLED_SEQUENCES = 64
 
 
 class Planner:
-    """Decides what the next step does.
+    """Decides the content of each step plan.
 
-    One token budget holds decode and prefill together: every decoding row takes one token, rows in the middle of
-    their prompt come next, then new ones as long as a row, pages and budget are left. A new row needs pages for its
-    known tokens and one spare page for each running row, never for its max_tokens; if memory runs out later, a row
-    gives its pages back and waits: the youngest of the lowest priority (`preemption.py`), or under fair shares one of
-    the tenant that has most for its weight (`fair_rows.py`). Under strict priorities and fair shares, rows also make
-    way for a waiting sequence.
+    One token budget covers decode and prefill: every decoding sequence takes one token, partly prefilled sequences come
+    next, then new ones as long as a row, pages and budget are left. A new sequence needs pages for its known tokens and
+    one spare page for each running sequence, never for its max_tokens. If pages run out later, one sequence is
+    retracted: it gives its pages back and waits. It is the youngest of the lowest priority (`preemption.py`), or under
+    fair shares one of the tenant with the most pages relative to its weight (`fair_rows.py`). Under strict priorities
+    and fair shares, running sequences are also preempted for a waiting one.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Planner:
         self._billing = billing
         self._next_step = 1
         self.paused = False
-        # Makes some session give up what it holds, if any does: only when otherwise nothing could go on.
+        # Makes one session release its pin, if any has one; used only when nothing could run otherwise.
         self.yield_pin: Callable[[], bool] = lambda: False
         # The sequence that the last plan had no pages for.
         self._refused: Sequence | None = None
 
     @property
     def next_step(self) -> StepId:
-        """The id that the next plan will carry."""
+        """The id of the next plan."""
         return StepId(self._next_step)
 
     def plan(self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool) -> StepPlan | None:
         """Return the next plan, or None if there is nothing to do.
 
-        `decode_step_s` is the measured duration of a decode step, if known. `idle`: no plan is in flight, so that
-        bookkeeping alone is worth a message.
+        `decode_step_s` is the measured duration of a decode step, if known. `idle` means that no plan is in flight, so
+        that a plan is sent even if it carries bookkeeping only.
         """
         while True:
             plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
@@ -112,7 +112,7 @@ class Planner:
                 return None, True
             if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
                 return None, False
-        # Whoever could start has started above, so a lock delays nobody.
+        # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
         steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
@@ -136,7 +136,7 @@ class Planner:
         return plan, False
 
     def _idle_rows(self, refused: Sequence) -> int:
-        """Return about how many waiting sequences of other subjects could run in the pages kept for a refused one."""
+        """Estimate how many waiting sequences of other subjects could run in the pages kept for a refused one."""
         others = len(self._queue) - self._queue.census.of(refused.request.view.subject)
         if not (others and self._rows.running):
             return 0
@@ -147,21 +147,21 @@ class Planner:
         return min(self._free_slots, others, self._memory.available_pages // mean_pages)
 
     def _make_room(self) -> Sequence | None:
-        """Let rows make way for a waiting sequence; return it if it goes before all others now."""
+        """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
         if self.paused or not len(self._queue):
             return None
         return self.preemption.make_room(self.limits.rows, lambda: Twins(self._rows, self._memory), self._retract)
 
     def _is_moving_pages(self, now: float) -> bool:
-        """Whether the workers have transfers to begin, or to tell the end of."""
+        """Whether the workers have transfers to start or to report as finished."""
         loads = self._memory.loads
         return loads is not None and loads.is_busy(now)
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Return how many tokens of prompts the next step may compute beside `decoding` tokens of rows that decode.
+        """Return how many prompt tokens the next step may compute beside `decoding` tokens of decoding sequences.
 
-        Every one of them makes those rows wait, but a queue that grows makes everybody wait: a step takes half of what
-        waits, where that is more than the least.
+        Every prompt token delays the decoding sequences, but a growing queue delays all requests: a step takes half of
+        the waiting prompt tokens, if that is more than `mixed_step_tokens`.
         """
         most, least = self.limits.tokens - decoding, self._config.mixed_step_tokens
         if least is None or not decoding:
@@ -172,7 +172,7 @@ class Planner:
         return min(most, max(least, waiting // 2))
 
     def _prefilling(self) -> list[Sequence]:
-        """Return rows whose prompt is not planned to its end, oldest first."""
+        """Return the sequences whose prompt is not fully planned, oldest first."""
         rows = (self._rows.occupied & ~self._rows.decoding).nonzero()[0]
         if not len(rows):
             return []
@@ -180,13 +180,16 @@ class Planner:
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
     def _lease_steps(self, decode_step_s: float | None) -> int:
-        """Return how many steps fill the lock time; an unmeasured step is taken for a long one."""
+        """Return how many steps of a multi-step decode fill `lease_s`; 1 while the step time is unmeasured."""
         if not decode_step_s:
             return 1
         return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
 
     def _plan_decode(self) -> tuple[NDArray[np.int64], Granting]:
-        """Give each decoding row the page for one more token, retracting rows until there are enough; return both."""
+        """Plan one token for each decoding row and retract rows until there are pages for it.
+
+        Return the rows and grants.
+        """
         grants = Granting(self._rows, self._memory)
         while True:
             live = self._rows.live()
@@ -196,10 +199,10 @@ class Planner:
                 self._retract(self.preemption.victim(self._rows.occupants()))
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
-        """Plan `steps` steps in all for rows that have been planned for one, if pages allow; return the steps."""
+        """Extend a plan of one step to `steps` steps if pages allow; return the resulting number of steps."""
         if steps <= 1:
             return 1
-        # A lock longer than any row has tokens left would only be ended early.
+        # More steps than any row has tokens left would only be cut short.
         left = int((self._rows.limit[live] - self._rows.planned[live]).max(initial=0))
         steps = min(steps, left + 1)
         if steps > 1 and self._try_advance(live, steps - 1, grants):
@@ -207,21 +210,21 @@ class Planner:
         return 1
 
     def _try_advance(self, live: NDArray[np.int64], tokens: int, grants: Granting) -> bool:
-        """Plan up to `tokens` more for each row, with pages for what may be forced on it if there are enough."""
+        """Plan up to `tokens` more for each row, with pages for jump-forward tokens if there are enough."""
         slack = self._slack
         return self._try_reach(live, tokens, slack, grants) or (slack > 0 and self._try_reach(live, tokens, 0, grants))
 
     @property
     def _slack(self) -> int:
-        """How many tokens may be forced on a row beyond what is planned: with those of all rows, a pass still fits."""
+        """Jump-forward tokens allowed per row beyond the planned ones, such that those of all rows fit in one pass."""
         if not self._rows.jumping:
             return 0
         return min(self._config.jump_tokens, max(self.limits.tokens // self.limits.rows - 1, 0))
 
     def _try_reach(self, live: NDArray[np.int64], tokens: int, slack: int, grants: Granting) -> bool:
-        """Plan up to `tokens` more tokens for each row, with the pages for them; change nothing if they lack.
+        """Plan up to `tokens` more tokens for each row, with pages for them; change nothing if there are too few pages.
 
-        Where tokens may be forced on a row, it gets pages for `slack` more, and always for what earlier plans allow.
+        Rows with jump-forward get pages for `slack` more tokens, and always for the tokens that earlier plans allow.
         """
         planned = np.minimum(self._rows.planned[live] + tokens, self._rows.limit[live])
         target = self._rows.reach_of(live, planned, tokens, slack) if self._rows.jumping else planned
@@ -250,7 +253,7 @@ class Planner:
         self._memory.count_retraction()
 
     def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:
-        """Plan as much of a row's prompt as budget and pages allow; return the tokens taken."""
+        """Plan as much of a sequence's prompt as budget and pages allow; return the number of planned tokens."""
         row = sequence.row
         if budget <= 0 or row is None:
             return 0
@@ -275,7 +278,10 @@ class Planner:
     def _admit(
         self, first: Sequence | None, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting
     ) -> list[RowOpen]:
-        """Start waiting sequences while there is room, `first` before all others; return what the workers must open."""
+        """Admit waiting sequences while there is room, `first` before all others.
+
+        Return the rows that the workers must open.
+        """
         opens: list[RowOpen] = []
         self._refused = None
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
@@ -306,7 +312,7 @@ class Planner:
     def _candidates(self, first: Sequence | None) -> Iterator[Sequence]:
         if first is not None:
             yield first
-        # The queue is not looked at before `first` has left it.
+        # The queue must not be read before `first` has left it.
         for sequence in self._queue.candidates(self._memory.match):
             if sequence is not first:
                 yield sequence
@@ -327,7 +333,7 @@ class Planner:
             self._billing.start(sequence, lock.matched_tokens)
         request = sequence.request
         stop_ids = request.stop.stop_token_ids
-        # Behind a complete grammar nothing but the end can follow: there it is put off as long as possible.
+        # After a complete grammar match only the end can follow: with ignore_eos it is postponed as long as possible.
         is_postponed = request.stop.ignore_eos and sequence.sampling.grammar is not None
         postponed = self._config.eos_token_ids if is_postponed else ()
         if not request.stop.ignore_eos or is_postponed:
@@ -350,10 +356,10 @@ class Planner:
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:
-        """Let somebody give pages up if nobody gets on without; tell whether that was so.
+        """Free pages if no sequence can make progress otherwise; return whether anything was freed.
 
-        Of half-prefilled rows that hold all pages it is one; if there is one row, or none and somebody waits,
-        it is a session.
+        If several partly prefilled sequences hold all pages, one of them is retracted. If only one sequence runs, or
+        none runs while one waits, a session's pin is released instead.
         """
         stuck = [sequence for sequence in prefilling if sequence.row is not None]
         if len(stuck) > 1 and not self._memory.room:

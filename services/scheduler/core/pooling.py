@@ -1,4 +1,4 @@
-"""What is different about requests that embed their prompt."""
+"""Special handling of requests that embed their prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def with_usable_cache(request: ScheduleRequest) -> ScheduleRequest:
-    """Return the request without the cache, where that could not be used.
+    """Return the request with the cache disabled if its pooling cannot use it.
 
-    The cache has keys and values, but no hidden states, of which a mean needs every one. The last token's is always
-    computed: such requests find prefixes and leave theirs, as those do that generate.
+    The cache holds keys and values but no hidden states, and mean pooling needs the hidden state of every token. The
+    last token is always computed, so requests with last-token pooling use the cache like those that generate.
     """
     if request.pooling in (None, Pooling.LAST):
         return request
@@ -25,10 +25,10 @@ def with_usable_cache(request: ScheduleRequest) -> ScheduleRequest:
 
 
 def check_pooling(request: ScheduleRequest, config: CoreConfig) -> None:
-    """Raise unless the model can do what is asked: to generate, or to embed in this way.
+    """Check that the model supports the request: generation, or the requested pooling.
 
     Raises:
-        InvalidRequestError: an encoder is to generate, or a request to embed asks for what has no meaning.
+        InvalidRequestError: generation on an encoder, or an embedding request with parameters that have no meaning.
         ContextLengthError: the prompt is longer than the model, or a pass of an encoder, allows.
     """
     if request.pooling is None:

@@ -1,4 +1,4 @@
-"""Which running rows make way for a waiting sequence of higher priority."""
+"""Preemption of running rows for a waiting sequence of higher priority."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Preemption:
-    """Makes room for the sequence that goes next, if rows of strictly lower priority can give it.
+    """Preempts rows of strictly lower priority for the next waiting sequence, if they suffice.
 
-    Nobody can make the rows churn: a row makes way `limit` times at most, only for a higher class, and nobody makes
-    way if all who may would not suffice. What was computed stays in the cache while there is room for it, and a row
-    goes on later with the same tokens.
+    Churn is bounded: a sequence is preempted at most `limit` times, only for a higher priority, and none is preempted
+    if all candidates together would not suffice. Computed pages stay in the cache while there is room for them, and a
+    preempted sequence continues later with the same tokens.
     """
 
     def __init__(self, rows: RowTable, queue: WaitingQueue, memory: KvMemory, limit: int) -> None:
-        """Look at state that the core owns; with a `limit` of 0 nobody makes way."""
+        """Read state that the core owns; a `limit` of 0 disables preemption."""
         self.count = 0
         self._rows = rows
         self._queue = queue
         self._memory = memory
         self._limit = limit
-        # The sequence that did not fit though it seemed to: what it found in the cache was not spare.
+        # Handle of the sequence that did not fit as expected: the pages it matched in the cache were not evictable.
         self._misjudged: int | None = None
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
@@ -37,11 +37,11 @@ class Preemption:
         return min(candidates, key=lambda sequence: (sequence.request.priority, -sequence.handle))
 
     def note_refusal(self, sequence: Sequence) -> None:
-        """Learn that there was no memory for a sequence."""
+        """Record that memory did not suffice to admit a sequence."""
         self._misjudged = sequence.handle
 
     def make_room(self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]) -> None:
-        """Retract rows of lower priority that stand in the way of the sequence that goes next."""
+        """Retract rows of lower priority until the next waiting sequence fits."""
         highest = self._queue.highest_priority
         if not self._limit or highest is None:
             return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
-# A hint for refused clients: about the time in which a full queue makes room.
+# Retry hint for refused clients: about the time until a full queue has room again.
 RETRY_AFTER_MS = 1000
 
 
@@ -27,41 +27,41 @@ Line = dict[int, "Sequence"]
 
 
 class Waiting(Protocol):
-    """Sequences that wait; iterating yields those that may start, by arrival."""
+    """Waiting sequences; iteration yields those that may start, by arrival."""
 
     @property
     def lines(self) -> dict[str, dict[str, Line]]:
-        """By name of tenant and of subject: all that wait, also those that may not start yet."""
+        """All waiting sequences by tenant and subject name, including those that may not start yet."""
 
     def __iter__(self) -> Iterator[Sequence]: ...
 
 
 class Policy(Protocol):
-    """Decides in which order waiting sequences are offered a row."""
+    """Decides the order in which waiting sequences are offered a row."""
 
     def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterable[Sequence]:
         """Yield sequences in the order in which they should start.
 
-        `waiting` comes in order of arrival, and by subject; `match` says how many tokens of a sequence are cached in
-        its own view.
+        `waiting` is ordered by arrival and grouped by subject; `match` returns how many tokens of a sequence are cached
+        in its own view.
         """
         ...
 
 
 class WaitingQueue:
-    """Sequences in order of arrival, behind those that were retracted; offered in the policy's order."""
+    """Sequences in order of arrival, after those that were retracted; offered in the policy's order."""
 
     def __init__(
         self, policy: Policy, counters: VirtualCounters | None = None, *, retracted_first: bool = True
     ) -> None:
-        """Start empty; `counters` are told who waits.
+        """Start empty; `counters` are notified of arrivals and departures.
 
-        With `retracted_first`, who was retracted starts before all others, whatever the policy says.
+        With `retracted_first`, retracted sequences start before all others, regardless of the policy.
         """
         self._retracted_first = retracted_first
         self._policy = policy
         self._counters = counters
-        # Who waits.
+        # Counts of the waiting sequences.
         self.census = Census()
         self._by_priority: Counter[int] = Counter()
         self._lines: dict[str, dict[str, Line]] = {}
@@ -69,7 +69,7 @@ class WaitingQueue:
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many sequences wait."""
+        """Return the number of waiting sequences."""
         return len(self._retracted) + len(self._arrived)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -78,11 +78,11 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int | None:
-        """The highest priority of all that wait."""
+        """The highest priority of all waiting sequences; None if none waits."""
         return max(self._by_priority, default=None)
 
     def waiting_tokens(self, most: int) -> int:
-        """Return how many tokens of prompts wait, those in the cache included; counts no further than `most`."""
+        """Return the number of waiting prompt tokens, cached ones included; stops counting at `most`."""
         total = 0
         for sequence in chain(self._retracted.values(), self._arrived.values()):
             total += len(sequence.token_ids)
@@ -91,12 +91,12 @@ class WaitingQueue:
         return total
 
     def check_room(self, subject: Subject, sequences: int, most: int, limits: Limits) -> None:
-        """Check that a subject may add `sequences` to a queue for `most`.
+        """Check that a subject may add `sequences` to a queue with `most` places.
 
-        Where the limits state no bound, a tenant may have three times as many waiting as there are places left, and a
-        subject as many as its tenant may add then: a dynamic threshold (Choudhury and Hahne, 1998), which one tenant or
-        subject alone can use most of the queue by, and which leaves room for others whoever floods it. One that has
-        nothing waiting is let in while there is room.
+        Without a configured bound, a tenant may have up to three times as many waiting as places are left, and a
+        subject as many as its tenant may still add: a dynamic threshold (Choudhury and Hahne, 1998). A tenant or
+        subject alone can thus use most of the queue, and a flood by one leaves room for the others. One that has
+        nothing waiting is admitted while there is room.
 
         Raises:
             QueueFullError: the server's, the tenant's or the subject's bound is reached; the message says which.
@@ -118,12 +118,11 @@ class WaitingQueue:
         return f"{waiting} requests of this {whose} are waiting, {bound}"
 
     def add(self, sequence: Sequence) -> None:
-        """Append a new sequence."""
         self._arrived[sequence.handle] = sequence
         self._enter(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a retracted sequence before all others; the oldest of them stays first."""
+        """Put a retracted sequence before all others; retracted ones stay in order of arrival."""
         self._retracted[sequence.handle] = sequence
         self._enter(sequence)
         if len(self._retracted) > 1:
@@ -154,7 +153,7 @@ class WaitingQueue:
             self._counters.exit(subject)
 
     def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
-        """Yield those that may start, best first. The caller may remove what it was just given."""
+        """Yield the sequences that may start, best first. The caller may remove the sequence just yielded."""
         if not self._retracted_first:
             yield from self._policy.order(_Waiting(self._lines, (self._retracted, self._arrived)), match)
             return
@@ -176,7 +175,7 @@ class _Waiting:
     _parts: tuple[OrderedDict[int, Sequence], ...]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over a snapshot: the caller removes what it starts."""
+        """Iterate over a snapshot: the caller removes the sequences that it starts."""
         return iter([sequence for part in self._parts for sequence in part.values() if sequence.may_start])
 
 

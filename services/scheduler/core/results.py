@@ -1,4 +1,4 @@
-"""Applies what the workers report: new tokens, rows that stopped, prompts that are computed."""
+"""Applies worker results: new tokens, stopped rows, computed prompt chunks."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ NO_MEMORY = "the device has not enough memory for this request now; a shorter on
 
 
 class ResultHandler:
-    """Brings results back to the rows that asked for them.
+    """Applies step results to the sequences that they belong to.
 
-    A result names rows by slot; what belongs to a slot's previous tenant (the plan was sent before the row was
-    closed) is recognised by its step id and dropped.
+    Results refer to row slots. A result for a slot's previous occupant (its plan was sent before the row was closed) is
+    recognised by its step id and dropped.
     """
 
     def __init__(
         self, rows: RowTable, tenancy: Tenancy, output: OutputBuffer, load_costs: LoadCosts | None = None
     ) -> None:
-        """Apply results to state that the core owns; `load_costs` learns what prefill costs."""
+        """Apply results to state that the core owns; `load_costs` receives the measured cost of prefill."""
         self._rows = rows
         self._tenancy = tenancy
         self._output = output
         self._load_costs = load_costs
-        # The chunks of plans that are under way, and what `RowTable.vacated` was when they were made.
+        # The chunks of plans in flight, and the value of `RowTable.vacated` when each plan was made.
         self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
         self.decode_step_s: float | None = None
-        # Tokens that grammars forced on rows.
+        # Number of jump-forward tokens.
         self.jumped_tokens = 0
 
     def expect(self, plan: StepPlan) -> None:
-        """Note what a plan that is being sent will bring."""
+        """Record the chunks of a plan that is being sent."""
         self._expected[plan.step_id] = plan.prefills, self._rows.vacated
 
     def forget_all(self) -> None:
-        """Drop what was expected: the workers that had the plans are gone."""
+        """Drop the records of plans in flight, as the workers that had them are gone."""
         self._expected.clear()
 
     def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
-        """Store tokens, hand them to the output, end rows that stopped."""
+        """Store new tokens, pass them to the output, and finish rows that stopped."""
         if result.partial:
             self._tell_scores(result)
             return
@@ -83,7 +83,7 @@ class ResultHandler:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
     def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
-        """Return what the result's plan had for its pass, and how often rows had lost their tenant before."""
+        """Return the chunks of the result's pass, and `RowTable.vacated` as of the plan."""
         chunks, vacated = self._expected.get(result.step_id, ((), None))
         if result.last:
             self._expected.pop(result.step_id, None)
@@ -120,7 +120,7 @@ class ResultHandler:
             length = int(table.length[row])
             table.ids[row, length] = token_id
             table.length[row] = length + 1
-            # What is planned for it comes behind that.
+            # Later plans for the row continue after the forced token.
             table.planned[row] = min(int(table.planned[row]) + 1, int(table.limit[row]))
         self.jumped_tokens += len(rows)
         self._output.tokens(table.handle[rows].astype(np.int32), token_ids, [])
@@ -132,7 +132,7 @@ class ResultHandler:
                 self._output.score(sequence.scoring.take(sequence.handle, span))
 
     def _confirm_chunks(self, step_id: StepId, chunks: tuple[PrefillChunk, ...]) -> None:
-        """Put computed prompt pages into the cache, so that the next request can use them."""
+        """Insert computed prompt pages into the cache so that the next request can use them."""
         for chunk in chunks:
             sequence = self._rows.sequences[chunk.row]
             if sequence is None or not self._is_current(chunk.row, step_id):
@@ -154,12 +154,12 @@ class ResultHandler:
         if stop.reason is FinishReason.ERROR:
             finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
             return
-        # Which end-of-sequence token it was is the model's affair; a stop id is the client's.
+        # The id of an end-of-sequence token is internal to the model; only a client's own stop id is reported.
         asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
         finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))
 
     def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
-        """Return the seconds of a pass that its chunks account for; what decodes beside them would take a step."""
+        """Return the seconds of a pass due to its chunks: decoding beside them is assumed to take one decode step."""
         decoded = len(result.rows) > len(chunks)
         return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 

@@ -1,4 +1,4 @@
-"""Row slots and their token ids and page tables as arrays, so that a step of many rows is a few numpy calls."""
+"""Row slots with their token ids and page tables as arrays, so that a step of many rows takes a few numpy calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class RowTable:
-    """Owns the row slots: which sequence runs in each, its tokens, its pages, and how far it is planned.
+    """Owns the row slots: the sequence that runs in each, its tokens, its pages, and its planned position.
 
-    Per row, all counted in tokens: `length` is known ids; `planned` the KV that is computed once all plans sent so
-    far have run; `computed` the KV that results have confirmed; `limit` the most the row may ever need
+    Per row, in tokens: `length` is the number of known ids; `planned` the KV that is computed once all plans sent so
+    far have run; `computed` the KV that results have confirmed; `limit` the most KV that the row may ever need
     (max_total_tokens - 1, as the last token's KV is never read).
 
-    How many tokens a row that may jump gets from a pass is known afterwards only: `planned` is then what it knows once
-    all plans have run, less one, at least, and `reach` the same at most. Pages are granted up to there.
+    For a row with jump-forward, the number of tokens from a pass is known only afterwards: `planned` is then the least
+    number of known ids, less one, once all plans have run, and `reach` the largest. Pages are granted up to `reach`.
     """
 
     def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
@@ -37,41 +37,41 @@ class RowTable:
         self.ids: NDArray[np.int32] = np.zeros((max_rows, max_context), np.int32)
         self.pages: NDArray[np.int32] = np.zeros((max_rows, max_pages), np.int32)
         self.page_count: NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # With a window pool: the first page of the row that it still needs there.
+        # With a sliding-window pool: index of the first page whose window page the row still needs.
         self.window_first: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.length: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.planned: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.computed: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.limit: NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Of rows that may jump.
+        # For rows with jump-forward.
         self.reach: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.may_jump: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.jumping = 0
         self.handle: NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Results of earlier steps than this belong to the slot's previous tenant.
+        # Results of earlier steps belong to the slot's previous occupant.
         self.opened_step: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.occupied: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.decoding: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
-        # Rows whose tokens are told to nobody.
+        # Rows whose tokens are not sent to the detokenizer.
         self.silent: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
-        # Whose rows these are.
+        # Counts of the running sequences.
         self.census = Census()
-        # How often a row has lost its tenant.
+        # Number of times that a row was closed.
         self.vacated = 0
         self._free = list(range(max_rows - 1, -1, -1))
 
     @property
     def free_slots(self) -> int:
-        """Rows that nobody occupies."""
+        """Number of free rows."""
         return len(self._free)
 
     @property
     def running(self) -> int:
-        """Rows that somebody occupies."""
+        """Number of occupied rows."""
         return self.max_rows - len(self._free)
 
     def open(self, sequence: Sequence, step_id: StepId, pages: PageIds, computed_tokens: int) -> RowSlot:
-        """Give `sequence` a slot from plan `step_id` on; KV of its first `computed_tokens` is in `pages`."""
+        """Assign a slot to `sequence` as of plan `step_id`; KV of its first `computed_tokens` is in `pages`."""
         row = RowSlot(self._free.pop())
         count = len(sequence.token_ids)
         self.sequences[row] = sequence
@@ -93,7 +93,7 @@ class RowTable:
         return row
 
     def close(self, row: RowSlot) -> None:
-        """Free a slot; the caller has taken care of its pages."""
+        """Free a slot; the caller has released its pages."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         sequence.row = None
@@ -107,19 +107,19 @@ class RowTable:
         self._free.append(row)
 
     def append_pages(self, row: RowSlot, pages: PageIds) -> None:
-        """Add pages at the end of a row's page table."""
+        """Append pages to a row's page table."""
         first = int(self.page_count[row])
         self.pages[row, first : first + len(pages)] = pages
         self.page_count[row] = first + len(pages)
 
     def grant_pages(self, rows: NDArray[np.int64], counts: NDArray[np.int64], pages: PageIds) -> None:
-        """Add the next counts[i] > 0 of `pages` at the end of the page table of rows[i], which is named once."""
+        """Append the next counts[i] > 0 of `pages` to the page table of rows[i]; a row may occur only once."""
         first = self.page_count[rows]
         self.page_count[rows] = first + counts
         if len(rows) == len(pages):
             self.pages[rows, first] = pages
             return
-        # Of the pages that a row gets, which one each is.
+        # For each page, its index among the pages that its row gets.
         numbers = np.arange(len(pages)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.pages[np.repeat(rows, counts), np.repeat(first, counts) + numbers] = pages
 
@@ -138,32 +138,33 @@ class RowTable:
     def reach_of(
         self, rows: NDArray[np.int64], planned: NDArray[np.int64], tokens: int, slack: int
     ) -> NDArray[np.int64]:
-        """Return how far rows may get with `tokens` more passes, which bring them to `planned` at least."""
+        """Return the reach of rows after `tokens` more passes, which advance them at least to `planned`."""
         reach = planned.copy()
         at = np.flatnonzero(self.may_jump[rows])
         of = rows[at]
-        # Earlier plans may bring them to the old reach.
+        # Earlier plans may advance them to the old reach.
         further = np.maximum(self.reach[of] + tokens, planned[at] + slack)
         reach[at] = np.minimum(further, self.limit[of])
         return reach
 
     def reach_within_pages(self, row: RowSlot, slack: int) -> None:
-        """Let a row whose prompt is planned get `slack` further than that, if its pages hold so much."""
+        """Let a row whose prompt is fully planned reach `slack` tokens further, as far as its pages allow."""
         room = min(self.page_count[row] * self.page_size, self.limit[row])
         self.reach[row] = max(min(self.planned[row] + slack, room), self.planned[row])
 
     def jump_tokens(self) -> int:
-        """Return how many tokens the next plan's first pass may compute beyond one for each row that decodes."""
+        """Return how many tokens the next plan's first pass may compute beyond one for each decoding row."""
         if not self.jumping:
             return 0
         rows = (self.may_jump & self.decoding & (self.planned < self.limit)).nonzero()[0]
         known, planned = self.length[rows] - 1, self.planned[rows]
-        # What was forced behind the last token, if that is known already, or what may be in the pass that brings it.
+        # The tokens forced after the last sampled one if that is known, else the most that the pass of that one may
+        # append.
         lacking = np.where(planned == known, known - self.computed[rows], self.reach[rows] - planned)
         return int(lacking.sum())
 
     def jumps(self) -> tuple[JumpLimit, ...]:
-        """Return how far rows may jump in the plan that is being made."""
+        """Return the jump-forward limits of rows for the plan that is being made."""
         if not self.jumping:
             return ()
         rows = np.flatnonzero(self.may_jump & self.decoding & (self.reach > self.planned))

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt on their way from the workers to the detokenizer."""
+"""Passes a prompt's log probabilities from the workers to the detokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Some of them for a choice; `lead` is the prompt token before the first that has one, in the first part."""
+    """Log probabilities of some prompt tokens of a choice.
+
+    `lead`, in the first part only, is the prompt token before the first one that has a log probability.
+    """
 
     handle: int
     span: PromptLogprobSpan
@@ -22,38 +25,38 @@ class PromptPart:
 
 
 class PromptScoring:
-    """What a sequence has yet to be told of its prompt's log probabilities."""
+    """Tracks which log probabilities of a sequence's prompt are still to be reported."""
 
     __slots__ = ("_has_begun", "_next", "_prompt", "_wanted")
 
     def __init__(self, wanted: PromptLogprobs, prompt: TokenIds) -> None:
-        """Begin with all that is `wanted`."""
+        """Start with the whole `wanted` range."""
         self._wanted = wanted
         self._prompt = prompt
-        # Position of the next token to be told of.
+        # Position of the next token to report.
         self._next = wanted.start + 1
         self._has_begun = False
 
     @property
     def remaining(self) -> PromptLogprobs | None:
-        """What the workers are to report when the prompt is computed from now on; None: nothing more."""
+        """The range that workers must report if the prompt is computed from now on; None: nothing."""
         return replace(self._wanted, start=self._next - 1) if self._next < len(self._prompt) else None
 
     @property
     def cacheable_tokens(self) -> int | None:
-        """So many leading tokens may be looked for in the cache, which never finds the last; None: any number."""
-        # What is found is not computed, and the token before the next one has to be.
+        """Number of leading tokens that may be matched in the cache, which never matches the last; None: no limit."""
+        # Cached tokens are not computed, and the token before the next one to report has to be.
         return self._next if self._next < len(self._prompt) else None
 
     def begin(self, handle: int) -> PromptPart | None:
-        """Return, once, what can be told before anything is computed: all, if no token is to be reported."""
+        """Return, once, a part without any log probabilities if none is to be computed; else None."""
         if self._has_begun or self.remaining:
             return None
         self._has_begun = True
         return self._part(handle, no_span(self._next))
 
     def take(self, handle: int, span: PromptLogprobSpan) -> PromptPart:
-        """Return what a span from the workers tells; spans come in order."""
+        """Return the part for a span from the workers; spans arrive in order."""
         assert span.first == self._next, f"expected position {self._next}, got {span.first}"
         part = self._part(handle, span)
         self._next = span.end

@@ -1,4 +1,4 @@
-"""One choice of a request on its way through the scheduler."""
+"""One choice of a request in the scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """Where a sequence stands; the order of a life is WAITING, PREFILL, DECODE, FINISHED.
+    """State of a sequence, normally in the order WAITING, PREFILL, DECODE, FINISHED.
 
     Retraction leads from PREFILL or DECODE back to WAITING.
     """
@@ -31,11 +31,11 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one choice. The queue owns it while it waits, the row table's arrays hold its tokens while it runs.
+    """State of one choice. The queue owns it while it waits; the row table's arrays hold its tokens while it runs.
 
-    `token_ids` [tokens] int32 is what the next prefill computes: the prompt, then what was generated before a
-    retraction or a resume. `max_total_tokens` bounds prompt and output together. Times are seconds of the
-    scheduler's monotonic clock.
+    `token_ids` [tokens] int32 is the input of the next prefill: the prompt, then the tokens generated before a
+    retraction or a resume. `max_total_tokens` bounds prompt and output together. Times are seconds of the scheduler's
+    monotonic clock.
     """
 
     request: ScheduleRequest
@@ -50,51 +50,51 @@ class Sequence:
     phase: Phase = Phase.WAITING
     row: RowSlot | None = None
     lock: PrefixLock | None = None
-    # The first admission's prefix hit: what the requester is told and billed; a retraction does not change it.
+    # Prefix hit of the first admission: reported to the requester and billed; a retraction does not change it.
     cached_tokens: int | None = None
     started_at: float | None = None
     retractions: int = 0
-    # Of these, those that made way for a higher priority.
+    # Those of them that were preemptions.
     preemptions: int = 0
     # Whether the cache has counted this request's use of its prefix.
     was_committed: bool = False
-    # Output that its principal has been charged for, in tokens.
+    # Tokens that its subject's charges account for: its known ids at the first start, and output since.
     charged_tokens: int = 0
-    # The load from the host that it waits for, and how many it has waited for since it last had a row.
+    # The load from the host that it waits for, and the number of loads it has waited for since it last had a row.
     awaited_load: TransferId | None = None
     loads: int = 0
-    # Tokens of its prefix that were loaded for it, or for another while it waited.
+    # Tokens of its prefix that were loaded for it, or for another sequence while it waited.
     host_tokens: int = 0
-    # Tokens of them that came to the host from storage for it.
+    # Those of them that were fetched from storage to the host for it.
     storage_tokens: int = 0
-    # Its look into storage, until it starts.
+    # Its lookup in storage, until it starts.
     fetch: Fetch | None = None
     # The open session that it is a turn of.
     session: Session | None = None
-    # Whether its first token has come, that is, whether its prompt is in the cache for others.
+    # Whether its first token has arrived, and with it the whole prompt is in the cache for others.
     is_prefilled: bool = False
-    # Set: its prompt's log probabilities are told; of a request's choices the first one tells them.
+    # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return len(self.request.token_ids)
 
     @property
     def cacheable_ids(self) -> TokenIds:
-        """The known ids as far as they may come from the cache; it leaves out the last of them."""
+        """The known ids that may be matched in the cache, which never matches the last of them."""
         limit = None if self.scoring is None else self.scoring.cacheable_tokens
         return self.token_ids if limit is None else self.token_ids[:limit]
 
     @property
     def is_silent(self) -> bool:
-        """Whether its prompt is all that is computed for; the one token that comes with that is told to nobody."""
+        """Whether only its prompt is computed; the one token sampled with that is not sent to the detokenizer."""
         return self.request.stop.max_tokens == 0 and self.request.pooling is None
 
     @property
     def may_start(self) -> bool:
-        """Whether the sequence it wants to share a prefill with is past it."""
+        """Whether its leader's prefill, if it has a leader, is done or can no longer be shared."""
         return self.leader is None or self.leader.is_prefilled or self.leader.phase is Phase.FINISHED
 
 

@@ -1,4 +1,4 @@
-"""One open session: what its turns were, and what of them stays in the cache."""
+"""One open session: its turns and the prefix that it pins in the cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from common.types import SessionGrant, SessionTurn, TokenIds, View
     from services.scheduler.cache.types import PrefixLock
 
-# Turns that later ones can continue; what is older has long been continued.
+# Number of turns kept as possible predecessors; older ones have usually been continued already.
 KEPT_TURNS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRules:
-    """What sessions of one subject, of one tenant and in all may have, in tokens of KV and in seconds.
+    """Limits of sessions per subject, per tenant and in total, in tokens of KV and in seconds.
 
     `per_subject`, `per_tenant` and `total` are numbers of open sessions.
     """
@@ -35,7 +35,7 @@ class SessionRules:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """The tokens of the turn that was sequence `handle`, [tokens] int32: its whole prompt, then what was generated."""
+    """Tokens of a finished turn, which ran as sequence `handle`: whole prompt, then output, [tokens] int32."""
 
     handle: int
     prompt_tokens: int
@@ -45,10 +45,10 @@ class FinishedTurn:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation of `view`, which counts against what the view's subject and its tenant may have.
+    """A conversation of `view`, which counts against the limits of the view's subject and tenant.
 
-    `pin` holds the path of the turn that ended last, as a row's lock would. `expires_at` is None as long as requests
-    of the session are open, and set by the first look at the clock after that.
+    `pin` locks the prefix of the turn that ended last, as a row's lock would. `expires_at` is None while requests of
+    the session are open, and set by the first check of the clock after that.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Session:
 
     @property
     def pinned_tokens(self) -> int:
-        """What stays in the cache for it."""
+        """Tokens pinned in the cache."""
         return self.pin.matched_tokens if self.pin else 0
 
     def base_of(self, turn: SessionTurn) -> TokenIds | None:
-        """Return the tokens that stand before a turn's prompt; None: nothing does.
+        """Return the tokens that precede a turn's prompt; None: there are none.
 
         Raises:
-            InvalidRequestError: the turn that it continues has not ended here, or was given up.
+            InvalidRequestError: the turn that it continues has not ended here, or was dropped.
         """
         if turn.after is None:
             return None
@@ -84,28 +84,28 @@ class Session:
         return ids[: turn.offset] if turn.offset else ids
 
     def forget_replaced(self, turn: SessionTurn) -> None:
-        """Forget the turns that `turn` takes the place of: those that continue the same one, or all."""
+        """Drop the turns that `turn` replaces: those that continue its predecessor, or all if it has none."""
         if not turn.replace:
             return
         if turn.after is None:
             self.history.clear()
             return
         gone = {turn.after}
-        # In order of their ends: who continues a turn comes behind it.
+        # The history is ordered by end, so a turn comes after the one that it continues.
         for name, earlier in list(self.history.items()):
             if earlier.after in gone and name != turn.after:
                 gone.add(name)
                 del self.history[name]
 
     def remember(self, turn: SessionTurn, finished: FinishedTurn) -> None:
-        """Keep a turn that has ended, so that others can continue it."""
+        """Keep a finished turn so that later turns can continue it."""
         self.history.pop(turn.name, None)
         self.history[turn.name] = finished
         while len(self.history) > KEPT_TURNS:
             self.history.popitem(last=False)
 
     def trim(self, handle: int, generated: int) -> bool:
-        """Keep only the first `generated` tokens of a turn's output; return whether the turn is here."""
+        """Keep only the first `generated` tokens of a turn's output; return whether the turn is in this session."""
         for name, finished in self.history.items():
             if finished.handle == handle:
                 ids = finished.token_ids[: finished.prompt_tokens + generated]

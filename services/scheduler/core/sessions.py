@@ -1,4 +1,4 @@
-"""Open sessions: who has them, and what stays in the cache between their turns."""
+"""Open sessions: their owners, and the cached prefixes that they pin between turns."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ RETRY_AFTER_MS = 1000
 class Sessions:
     """Owns the open sessions of one scheduler.
 
-    A session belongs to its opener's view: no other view can name it. It counts against what the view's subject and
-    tenant may have. What its latest turn has computed is held like the path of a running row, so the cache needs to
-    know nothing of sessions. A pin yields only where otherwise nothing at all could run; the session stays open then,
-    and its next turn pins again.
+    A session belongs to its opener's view; other views cannot name it. It counts against the limits of the view's
+    subject and tenant. The tokens that its latest turn computed are locked like the prefix of a running sequence, so
+    the cache has no notion of sessions. A pin is released early only if nothing at all could run otherwise; the session
+    then stays open, and its next turn pins again.
     """
 
     def __init__(self, memory: KvMemory, rules: SessionRules) -> None:
-        """Start without sessions, under `rules`."""
         self.yielded = 0
         self._memory = memory
         self._rules = rules
@@ -45,16 +44,16 @@ class Sessions:
         return iter(self._open.values())
 
     def __len__(self) -> int:
-        """Return how many are open."""
+        """Return the number of open sessions."""
         return len(self._open)
 
     @property
     def pinned_tokens(self) -> int:
-        """What stays in the cache for all of them."""
+        """Tokens pinned in the cache by all sessions together."""
         return sum(session.pinned_tokens for session in self)
 
     def adopt(self, limits: Limits) -> None:
-        """Let pins yield by other weights from now on."""
+        """Use the weights of `limits` from now on when pins have to be released."""
         self._limits = limits
 
     # --- opening and closing ---
@@ -63,8 +62,9 @@ class Sessions:
         """Open a session.
 
         Raises:
-            InvalidRequestError: the name is in use, or more is asked for than any session may have.
-            QueueFullError: the user, or the server, has as many sessions as it may.
+            InvalidRequestError: the name is in use, or the requested capacity or timeout exceeds the maximum of a
+            session.
+            QueueFullError: the subject, its tenant or the server has the maximum number of sessions open.
         """
         rules, view, name = self._rules, wish.view, wish.session
         if (view, name) in self._open:
@@ -94,7 +94,7 @@ class Sessions:
         return grant
 
     def close(self, view: View, name: str) -> bool:
-        """End a session, so that what it held may go; return whether there was one. Its requests go on."""
+        """Close a session and release its pin; return whether it was open. Its running requests continue."""
         session = self._open.pop((view, name), None)
         if session is None:
             return False
@@ -102,13 +102,13 @@ class Sessions:
         return True
 
     def forget(self, subject: Subject, name: str | None) -> None:
-        """End a subject's sessions called `name`, or all of its sessions."""
+        """Close a subject's sessions called `name`, or all of its sessions if `name` is None."""
         for owner, session in list(self._open):
             if owner.subject == subject and name in (None, session):
                 self.close(owner, session)
 
     def expire(self, now: float) -> int:
-        """End those that have had no turn for too long; return how many."""
+        """Close the sessions that have been idle for longer than their timeout; return their number."""
         overdue = []
         for key, session in self._open.items():
             if session.open_requests:
@@ -124,11 +124,12 @@ class Sessions:
     # --- turns ---
 
     def enter(self, request: ScheduleRequest) -> ScheduleRequest:
-        """Return `request` with all its tokens: those of the turn that it continues come first.
+        """Return `request` with the tokens of the turn that it continues prepended.
 
         Raises:
-            InvalidRequestError: it continues what is not there, or its session is full.
-            QueueFullError: its user's sessions, or all, hold as much as they may.
+            InvalidRequestError: the session or the turn to continue is not there, or the session is full.
+            QueueFullError: the sessions of the subject, of its tenant or of the server hold the maximum number of
+            tokens.
         """
         session = self._find(request)
         turn = request.turn
@@ -148,7 +149,7 @@ class Sessions:
         return dataclasses.replace(request, token_ids=ids)
 
     def begin(self, sequence: Sequence) -> None:
-        """A sequence has been taken into the queue."""
+        """Attach a sequence that was added to the queue to its session."""
         session = self._find(sequence.request)
         if session is not None:
             session.open_requests += 1
@@ -156,7 +157,7 @@ class Sessions:
             sequence.session = session
 
     def end(self, sequence: Sequence, token_ids: TokenIds, computed: int, *, was_running: bool) -> None:
-        """A sequence has left with these known ids, the first `computed` of which are, if it was running."""
+        """Detach a finished sequence. KV of the first `computed` of `token_ids` is cached if it was running."""
         session, request = sequence.session, sequence.request
         if session is None:
             return
@@ -170,11 +171,11 @@ class Sessions:
             finished = FinishedTurn(sequence.handle, sequence.prompt_tokens, token_ids, turn.after)
             session.remember(turn, finished)
         if request.cache_mode is not CacheMode.NONE:
-            # One more: a match never covers the last token.
+            # One token more than computed: a match never covers the last token.
             self._pin(session, token_ids[: computed + 1], request.priority)
 
     def trim(self, handle: int, generated: int) -> None:
-        """Forget what a choice generated beyond the end that the detokenizer has found: its client has not seen it."""
+        """Drop the tokens of a choice after the end that the detokenizer has found: its client has not seen them."""
         for session in self:
             if session.history and session.trim(handle, generated):
                 return
@@ -182,10 +183,11 @@ class Sessions:
     # --- pins ---
 
     def yield_pin(self) -> bool:
-        """Let go what one session holds; return whether there was one.
+        """Release the pin of one session; return whether there was a pin.
 
-        It is the longest idle one of the subject with most pinned tokens for its weight, in the tenant with most for
-        its own. So a tenant that holds less than its share of what is pinned loses nothing while others hold more.
+        The victim is the longest idle session of the subject with the most pinned tokens relative to its weight, in the
+        tenant with the most relative to its own weight. So a tenant that pins less than its share loses nothing while
+        others pin more.
         """
         pinned = [session for session in self if session.pin is not None]
         if not pinned:
@@ -209,12 +211,12 @@ class Sessions:
         return True
 
     def lose_pins(self) -> None:
-        """Drop all that is held, as its memory is gone; the sessions stay open."""
+        """Drop all pins because their memory is gone; the sessions stay open."""
         for session in self:
             self._let_go(session)
 
     def _pin(self, session: Session, token_ids: TokenIds, priority: int) -> None:
-        """Hold a path from now on, as far as capacity and quotas allow, in place of the one held before."""
+        """Pin a prefix as far as capacity and quotas allow, and release the previous pin."""
         rules, view = self._rules, session.view
         room = min(
             session.grant.capacity_tokens,

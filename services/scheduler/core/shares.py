@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from common.limits import TenantLimits
     from common.types import Subject
 
-# A heap is rebuilt when it has so many dead entries beside twice the live ones.
+# A heap is rebuilt when its length exceeds twice the number of live entries by more than this.
 _SPARE_ENTRIES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ShareConfig:
-    """How service is counted."""
+    """Weights and limits of the service counters."""
 
-    # A generated token takes a pass of its own, a prompt's shares one with many: the paper's ratio.
+    # The paper's ratio: a generated token takes a pass of its own, while the tokens of a prompt share one.
     output_weight: float = 2.0
-    # Counters of idle tenants kept at most, and for each tenant, of its idle subjects: 10,000 are about 4 MB.
+    # Maximum number of counters kept for idle tenants, and per tenant for its idle subjects: 10,000 take about 4 MB.
     remembered: int = 10_000
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Share:
-    """One counter. `entry` numbers its valid place in the one heap it is in: of those that wait, or that are idle."""
+    """One counter. `entry` numbers its valid entry in the one heap that it is in, the waiting or the idle one."""
 
     name: str
     counter: float
@@ -40,16 +40,16 @@ class _Share:
 
 
 class _Level:
-    """Counters of those who share one thing: the tenants, or the subjects of one tenant.
+    """Counters of parties that share one resource: the tenants, or the subjects of one tenant.
 
-    Whoever comes to wait is lifted to the lowest counter among those that wait: idle time saves nothing up. What an
-    idle one has had beyond that is remembered until the others have caught up. All calls take O(log n) amortised for n
-    that wait or are remembered.
+    A party that starts to wait is raised to the lowest counter among the waiting ones, so idle time earns no credit. A
+    higher counter of an idle party is kept until the others have caught up. All calls take amortised O(log n) for n
+    waiting or remembered parties.
     """
 
     def __init__(self, remembered: int) -> None:
         self._remembered = remembered
-        # New counters start at it; it never falls.
+        # Initial value of new counters; it never decreases.
         self._floor = 0.0
         self._shares: dict[str, _Share] = {}
         self._waiting: list[tuple[float, int, _Share]] = []
@@ -74,28 +74,28 @@ class _Level:
         share.waiting += 1
 
     def exit(self, name: str) -> list[str]:
-        """Count a request as waiting no longer; return whose counters were forgotten."""
+        """Count one waiting request less; return the names of the counters that were dropped."""
         share = self._shares[name]
         share.waiting -= 1
         if share.waiting:
             return []
         self._waiting_shares -= 1
         if not self._waiting_shares:
-            # No one lacked what the last one got: there is nothing to make up for.
+            # No other party lacked the service that the last one received, so there is nothing to make up for.
             self._floor = max(self._floor, share.counter)
         self._push(self._idle, share)
         self._raise_floor()
         return self._forget()
 
     def charge(self, name: str, amount: float) -> list[str]:
-        """Add to a counter; return whose counters were forgotten."""
+        """Add to a counter; return the names of the counters that were dropped."""
         share = self._share(name)
         share.counter += amount
         if not share.waiting:
             self._push(self._idle, share)
             return self._forget()
         if amount < 0:
-            # The heap is right about counters that have grown since, but not about one that has fallen.
+            # Heap entries are corrected lazily for counters that have grown, but not for one that has fallen.
             self._push(self._waiting, share)
         return []
 
@@ -129,7 +129,7 @@ class _Level:
                 yield counter
 
     def _forget(self) -> list[str]:
-        """Drop idle counters that a return would lift anyway, and the lowest ones when there are too many."""
+        """Drop idle counters at or below the floor, and the lowest ones when too many are kept; return their names."""
         heap, forgotten = self._idle, []
         while heap:
             counter, entry, share = heap[0]
@@ -147,35 +147,35 @@ class VirtualCounters:
     """Counts service in weighted tokens, for each tenant, and within it for each of its subjects.
 
     Every token counts on both levels, divided by the weight that the limits give there. So tenants share by their
-    weights whatever number of subjects they have, and subjects share what their tenant gets.
+    weights regardless of their number of subjects, and subjects share the service of their tenant.
     """
 
     def __init__(self, config: ShareConfig) -> None:
-        """Start with all counters equal, and all weights."""
+        """Start with all counters and all weights equal."""
         self._config = config
         self._limits = Limits()
-        # Of tenants, as far as they were asked for.
+        # Cached limits of tenants that have been looked up.
         self._known: dict[str, TenantLimits] = {}
         self._tenants = _Level(config.remembered)
         self._subjects: dict[str, _Level] = {}
-        # Tenants that are forgotten, with subjects that are not; oldest first.
+        # Tenants without a counter of their own whose subjects still have one; oldest first.
         self._left: dict[str, None] = {}
 
     def __len__(self) -> int:
-        """Return how many counters of subjects are kept."""
+        """Return the number of subject counters kept."""
         return sum(len(level) for level in self._subjects.values())
 
     def adopt(self, limits: Limits) -> None:
-        """Charge by other weights from now on; what has been charged stays."""
+        """Charge by the weights of `limits` from now on; past charges stay."""
         self._limits = limits
         self._known.clear()
 
     def of_tenant(self, tenant: str) -> float:
-        """Return what counts as received by a tenant."""
+        """Return a tenant's counter: the service that it has received, divided by its weight."""
         return self._tenants.counter(tenant)
 
     def of_subject(self, subject: Subject) -> float:
-        """Return what counts as received by a subject, to be compared with others of its tenant."""
+        """Return a subject's counter, comparable only with other subjects of its tenant."""
         level = self._subjects.get(subject.tenant)
         return 0.0 if level is None else level.counter(subject.name)
 
@@ -187,17 +187,17 @@ class VirtualCounters:
         return tenant.subjects.get(subject.name, tenant.each_subject).weight
 
     def enter(self, subject: Subject) -> None:
-        """A request of the subject begins to wait."""
+        """Count a request of the subject as waiting."""
         self._tenants.enter(subject.tenant)
         self._level(subject.tenant).enter(subject.name)
 
     def exit(self, subject: Subject) -> None:
-        """A request of the subject waits no longer, for whatever reason."""
+        """Count a request of the subject as no longer waiting, for any reason."""
         self._subjects[subject.tenant].exit(subject.name)
         self._forget(self._tenants.exit(subject.tenant))
 
     def charge(self, subject: Subject, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count service: prompt tokens that had to be computed (negative: that were not, after all), and output."""
+        """Charge computed prompt tokens (negative: refund those that were not computed after all) and output tokens."""
         amount = prompt_tokens + self._config.output_weight * output_tokens
         self._level(subject.tenant).charge(subject.name, amount / self.weight_of_subject(subject))
         self._forget(self._tenants.charge(subject.tenant, amount / self.weight_of_tenant(subject.tenant)))

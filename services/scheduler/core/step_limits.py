@@ -1,29 +1,30 @@
-"""How large steps may be: as configured, or less since memory did not suffice for one."""
+"""Limits on step size: as configured, or lower after device memory did not suffice."""
 
 from __future__ import annotations
 
-# A step of fewer tokens than this saves no memory worth another start of the group.
+# Steps smaller than this would not save enough memory to justify a restart of the group.
 LEAST_TOKENS = 16
 
 
 class StepLimits:
-    """Owns the limits that the planner keeps to.
+    """Owns the limits that the planner observes.
 
-    They shrink only when a group of ranks was lost for want of memory: alone, a rank makes a step smaller by itself. A
-    group that could not do a step once cannot do it the next time, and starting anew takes long, so they stay small.
+    They shrink only after a group of ranks was lost to an out-of-memory error; a single rank makes a failing step
+    smaller by itself. As a group that failed at a step size would fail again, and a restart takes long, the limits
+    never grow.
     """
 
     def __init__(self, max_step_tokens: int, max_rows: int, least_tokens: int = LEAST_TOKENS) -> None:
-        """Begin with what is configured; steps of `least_tokens` must remain possible."""
+        """Start with the configured limits; steps of `least_tokens` must remain possible."""
         self._least_tokens = least_tokens
         self.tokens = max_step_tokens
         self.rows = max_rows
 
     def try_shrink(self) -> bool:
-        """Allow less than before: a quarter of the tokens, and when that is little, half of the rows.
+        """Lower the limits: to a quarter of the tokens, and once that is at its minimum, to half of the rows.
 
         Returns:
-            Whether anything was left to take away.
+            Whether the limits could be lowered.
         """
         if self.tokens > self._least_tokens:
             self.tokens = max(self.tokens // 4, self._least_tokens)

@@ -1,4 +1,4 @@
-"""How a sequence leaves its row: what stays in the cache, what is freed, what the workers are told."""
+"""Removal of sequences from their rows: pages kept in the cache, pages freed, changes sent to the workers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 
 class Tenancy:
-    """Owns the bookkeeping that the next plan has to carry.
+    """Owns the row changes that the next plan has to carry.
 
-    Pages are free for others as soon as a row is vacated: plans run in order and closes come first in them, so
-    whoever is granted the pages writes to them after the old row's last step.
+    Pages can be granted again as soon as a row is vacated: plans run in order and closes come first in them, so the new
+    owner of the pages writes to them after the old row's last step.
     """
 
     def __init__(self, rows: RowTable, memory: KvMemory) -> None:
-        """Start with nothing to tell."""
         self._rows = rows
         self._memory = memory
         self._closes: list[RowSlot] = []
@@ -28,24 +27,24 @@ class Tenancy:
 
     @property
     def has_changes(self) -> bool:
-        """Whether the workers have yet to be told something."""
+        """Whether there are changes that the workers have not received."""
         return bool(self._closes or self._replacements)
 
     def take_changes(self) -> tuple[tuple[RowSlot, ...], tuple[PageReplacement, ...]]:
-        """Return closes and replacements for a plan, once."""
+        """Return closes and replacements for a plan, and clear them."""
         closes = tuple(self._closes)
         replacements = tuple(change for change in self._replacements if change.row not in self._closes)
         self._closes, self._replacements = [], []
         return closes, replacements
 
     def keep_computed(self, sequence: Sequence) -> None:
-        """Put the row's confirmed whole pages into the cache; the row goes on with the cache's copy."""
+        """Insert the row's confirmed whole pages into the cache; the row switches to the cache's copy."""
         row = sequence.row
         assert row is not None, "only a running sequence has computed anything"
         self._replacements.extend(self._memory.keep(sequence, self._rows))
 
     def vacate(self, sequence: Sequence) -> None:
-        """Keep what was computed, free the rest, close the row."""
+        """Insert the computed pages into the cache, free the rest, and close the row."""
         row = sequence.row
         assert row is not None, "only a running sequence has a row"
         self._memory.keep(sequence, self._rows)
@@ -54,5 +53,5 @@ class Tenancy:
         self._closes.append(row)
 
     def forget_all(self) -> None:
-        """Drop what was to be told: the workers' rows are gone."""
+        """Drop the pending changes, as the workers' rows are gone."""
         self._closes, self._replacements = [], []

@@ -1,4 +1,4 @@
-"""What operations cost, measured on a sample of them."""
+"""Durations of operations, measured on a sample of calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Reading a thread's processor time is a system call, and a peek takes hardly longer.
+# Reading a thread's processor time is a system call, which takes about as long as a peek.
 SAMPLED_ONE_IN = 16
 
 
 @dataclass(slots=True, eq=False)
 class OperationCost:
-    """Calls of one operation, and the time of those that were measured, in seconds."""
+    """Number of calls of one operation, and the duration of the measured ones in seconds."""
 
     calls: int = 0
     measured_calls: int = 0
@@ -25,7 +25,7 @@ class OperationCost:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of all calls."""
+        """Estimated duration of all calls."""
         return self.measured_s * self.calls / self.measured_calls if self.measured_calls else 0.0
 
 
@@ -33,7 +33,7 @@ class OperationTimes:
     """Counts and measures calls of named operations."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Measure with `clock`, seconds."""
+        """Measure with `clock`, in seconds."""
         self._clock = clock
         self._costs: dict[str, OperationCost] = {}
 
@@ -42,7 +42,7 @@ class OperationTimes:
         return iter(self._costs.items())
 
     def timed(self, name: str, function: Callable[P, R], one_in: int = SAMPLED_ONE_IN) -> Callable[P, R]:
-        """Return `function`, counted as `name` and measured once in `one_in` calls, beginning with the first."""
+        """Wrap `function` to count its calls as `name` and to measure one in `one_in`, beginning with the first."""
         cost = self._costs.setdefault(name, OperationCost())
         clock = self._clock
 

@@ -1,4 +1,4 @@
-"""Prompts that are being computed right now and that others of the same view want, too."""
+"""In-flight prefix deduplication: prompts being computed that waiting sequences of the same view share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Twins:
-    """Tells who should wait for a running row instead of computing the same pages beside it.
+    """Decides which sequences wait for a running row instead of computing the same pages at the same time.
 
-    Only rows in the requester's own view count: what somebody waits for shows in its time to first token, as a hit
-    does. A wait ends when the common part is computed, or when the row ends or is retracted.
+    Only rows in the requester's own view count: a wait is visible in the time to first token, as a hit is. It ends when
+    the common prefix is computed, or when the row ends or is retracted.
     """
 
     def __init__(self, rows: RowTable, memory: KvMemory) -> None:
-        """Look at the rows that run now."""
+        """Index the rows that run now."""
         self._rows = rows
         self._memory = memory
         self._by_view: dict[Hashable, list[Sequence]] = {}
@@ -31,7 +31,7 @@ class Twins:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a row that has just been opened."""
+        """Add a row that has just been opened."""
         if sequence.is_prefilled or sequence.request.cache_mode is CacheMode.NONE:
             return
         view = self._memory.cache.view_of(sequence.request.view)
@@ -39,7 +39,7 @@ class Twins:
             self._by_view.setdefault(view, []).append(sequence)
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """Whether pages that the sequence could find soon are being computed now."""
+        """Return whether pages that the sequence could soon match are being computed now."""
         if not self._by_view or sequence.request.cache_mode is CacheMode.NONE:
             return False
         view = self._memory.cache.view_of(sequence.request.view)
@@ -56,7 +56,7 @@ class Twins:
         return False
 
     def _common_tokens(self, ours: TokenIds, theirs: TokenIds) -> int:
-        """Return how many leading tokens the cache could find of `ours` when `theirs` are in it."""
+        """Return how many leading tokens of `ours` the cache could match once it has `theirs`, in whole pages."""
         length = min(len(ours) - 1, len(theirs))
         differs = ours[:length] != theirs[:length]
         common = int(differs.argmax()) if differs.any() else length

@@ -1,4 +1,4 @@
-"""Makes the policy that the settings name."""
+"""Creates the configured policy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PolicyName = Literal["fcfs", "lpm", "priority", "fair"]
 
 
 def make_counters(settings: QueueSettings) -> VirtualCounters | None:
-    """Return the counters that the policy needs, if it needs any."""
+    """Return the counters that the policy needs, None if it needs none."""
     if settings.policy != "fair":
         return None
     return VirtualCounters(ShareConfig(output_weight=settings.fair_output_weight))
 
 
 def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:
-    """Return the policy; `QueueSettings.policy` tells the names. `fair` reads `counters`, which the core keeps."""
+    """Return the policy of a `QueueSettings.policy` name. `fair` reads `counters`, which the core updates."""
     match name:
         case "fcfs":
             return FirstComeFirstServed()

@@ -1,4 +1,4 @@
-"""The least served tenant first, in it the least served subject; among those near it, the longest cached prefix."""
+"""Least served tenant first, and within it the least served subject; near them, the longest cached prefix."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant's subjects that wait, by (counter, handle of the sequence that is next)."""
+    """A tenant's waiting subjects in a heap of (counter, handle of the next sequence, name)."""
 
     lines: dict[str, Line]
     heap: list[tuple[float, int, str]] = field(default_factory=list)
-    # Lines are copied when the first sequence of one is chosen, as the caller may remove it or not.
+    # A line is copied when its first sequence is chosen, as the caller may or may not remove it.
     _left: dict[str, deque[Sequence]] = field(default_factory=dict)
 
     def next_of(self, subject: str) -> Sequence | None:
@@ -44,7 +44,7 @@ class _Tenant:
         return list(islice(self._left[subject], most))
 
     def take(self, sequence: Sequence) -> None:
-        """Leave out a sequence of those that `next_few` has returned."""
+        """Remove one of the sequences that `next_few` has returned."""
         self._left[sequence.request.view.subject.name].remove(sequence)
 
     def _copy(self, subject: str) -> None:
@@ -52,19 +52,19 @@ class _Tenant:
 
 
 class FairShare:
-    """Orders by virtual token counters on two levels, with `slack_tokens` of freedom that longest-prefix order uses.
+    """Orders by virtual token counters on two levels; within `slack_tokens` of the lowest, by longest cached prefix.
 
-    One subject alone is served by arrival; beside others, its own sequences start by longest prefix, too.
+    A subject that waits alone is served by arrival; beside others, its own sequences start by longest prefix, too.
 
     A tenant may be preferred for a cached prefix only while its counter is at most `slack_tokens` above the lowest of
-    all that wait, and so may a subject among those of its tenant. So on each level, the counters of two that keep
-    waiting never lie further apart than the slack plus the larger of the longest prompt and the output weight × tokens
-    of all running rows (divided by the smaller weight), and what they are given over any time differs by at most twice
-    that: the paper's bound with the slack added to it.
+    all waiting tenants, and likewise a subject among those of its tenant. So on each level, the counters of two parties
+    that wait continuously never lie further apart than the slack plus the larger of the longest prompt and the output
+    weight × tokens of all running sequences (divided by the smaller weight), and the service given to them over any
+    time differs by at most twice that: the paper's bound plus the slack.
     """
 
     def __init__(self, counters: VirtualCounters, slack_tokens: float = 512.0, window: int = 128) -> None:
-        """Read `counters`, which the core keeps; match at most `window` sequences at a time."""
+        """Read `counters`, which the core updates; match at most `window` sequences at a time."""
         assert slack_tokens >= 0
         assert window > 0
         self._counters = counters
@@ -72,7 +72,7 @@ class FairShare:
         self._window = window
 
     def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
-        """Yield one sequence after the other; what the caller charges for one counts for the choice of the next."""
+        """Yield sequences one by one; charges that the caller makes for one affect the choice of the next."""
         if sum(map(len, waiting.lines.values())) == 1:
             yield from waiting
             return
@@ -97,7 +97,7 @@ class FairShare:
                 for _, _, subject in entries
                 for sequence in tenants[name].next_few(subject, max(1, most // len(entries)))
             ]
-            # `max` keeps the first of equals, and the nearest come by counter and arrival.
+            # `max` returns the first of equals, and the nearest are ordered by counter and arrival.
             chosen = max(candidates, key=length) if len(candidates) > 1 else candidates[0]
             tenants[chosen.request.view.tenant].take(chosen)
             yield chosen
@@ -120,7 +120,7 @@ class FairShare:
             heapq.heappush(tenant.heap, (counter, following.handle, subject))
 
     def _take_nearest(self, heap: list[tuple[float, int, K]], most: int) -> list[tuple[float, int, K]]:
-        """Take those out of the heap whose counters are near enough to the lowest, lowest first."""
+        """Pop the entries whose counters are within the slack of the lowest, lowest first."""
         nearest = [heapq.heappop(heap)]
         limit = nearest[0][0] + self._slack
         while heap and heap[0][0] <= limit and len(nearest) < most:
@@ -128,5 +128,5 @@ class FairShare:
         return nearest
 
     def _tenant_entry(self, name: str, tenant: _Tenant) -> tuple[float, int, str]:
-        # Ties are by arrival, that of the subject that would be first.
+        # Ties are broken by arrival of the sequence that would be first.
         return self._counters.of_tenant(name), tenant.heap[0][1], name

@@ -14,5 +14,5 @@ class FirstComeFirstServed:
     """Keeps the order of arrival."""
 
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
-        """Return `waiting` as it is."""
+        """Return `waiting` unchanged."""
         return waiting

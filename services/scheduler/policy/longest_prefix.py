@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 
 class LongestPrefixMatch:
-    """Starts those first that need the least prefill, while what they share is still cached.
+    """Starts sequences that need the least prefill first, while the prefixes they share are still cached.
 
-    Work per round is bounded: only a window of `window` sequences is matched, the others follow by arrival. Of the
-    window, each tenant that waits has an equal part, and of that each of its subjects; what they leave goes to the
-    oldest. So a flood of one subject does not keep the others out of it. No sequence starves: those that arrived more
-    than `patience_s` before the newest one go first, by arrival.
+    Work per round is bounded: only a window of `window` sequences is matched, the others follow by arrival. The window
+    is divided equally among the waiting tenants, and each part among the tenant's subjects; unused places go to the
+    oldest sequences. So a flood by one subject does not displace the others. No sequence starves: those that arrived
+    more than `patience_s` before the newest one go first, by arrival.
     """
 
     def __init__(self, window: int = 128, patience_s: float = 30.0) -> None:
-        """Match at most `window` sequences; let a sequence be overtaken by those that come within `patience_s`."""
+        """Match at most `window` sequences; only those arriving within `patience_s` after one can overtake it."""
         assert window > 0
         assert patience_s >= 0
         self._window = window
         self._patience_s = patience_s
 
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterator[Sequence]:
-        """Yield the impatient, then the window by match and arrival, then the others by arrival."""
+        """Yield overdue sequences by arrival, then the window by match and arrival, then the others by arrival."""
         by_arrival = list(waiting)
         if not by_arrival:
             return
-        # Compared with the newest arrival and not with now: without newcomers nobody is overtaken for ever.
+        # Relative to the newest arrival rather than to now: without new arrivals no sequence is overtaken indefinitely.
         deadline = by_arrival[-1].arrived_at - self._patience_s
         impatient = next(index for index, sequence in enumerate(by_arrival) if sequence.arrived_at >= deadline)
         yield from islice(by_arrival, impatient)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PriorityFirst:
-    """Orders by the request's priority, equal ones by arrival."""
+    """Orders by the request's priority, then by arrival."""
 
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
         """Return the highest priority first."""

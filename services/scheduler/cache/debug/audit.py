@@ -1,4 +1,4 @@
-"""Checks that every page reference has a holder, cheaply and often, or wholly and seldom."""
+"""Checks that every page reference has a holder: a cheap check for frequent use, and a full audit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def account(allocator: PageAllocator, cache: PrefixCache, row_references: int) -> Accounting:
-    """Take the accounts of a tier in O(1).
+    """Return the page accounting of a tier in O(1).
 
     Args:
         allocator: The tier's allocator.
@@ -41,7 +41,7 @@ def account(allocator: PageAllocator, cache: PrefixCache, row_references: int) -
 
 @dataclass(frozen=True, slots=True)
 class PageFault:
-    """A page whose reference count is not the number of its holders: above it the page leaks, below it is in danger.
+    """A page whose reference count differs from its holders: too high it leaks, too low it may be freed in use.
 
     `owner` is the tag of its last allocation.
     """
@@ -54,13 +54,13 @@ class PageFault:
 
     @property
     def holders(self) -> int:
-        """Rows and nodes that name the page."""
+        """Number of rows and nodes that refer to the page."""
         return len(self.rows) + len(self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What a full audit found."""
+    """Findings of a full audit."""
 
     leaked: tuple[PageFault, ...]
     dangling: tuple[PageFault, ...]
@@ -68,17 +68,17 @@ class AuditReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no faults."""
         return not self.leaked and not self.dangling and self.is_allocator_consistent
 
 
 def audit(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageIds]) -> AuditReport:
-    """Count every page's holders anew and compare. O(capacity + pages in use).
+    """Recount every page's holders and compare. O(capacity + pages in use).
 
     Args:
         allocator: The tier's allocator.
         cache: The cache over it.
-        rows: Page table of each running row by a name that a reader of the log understands.
+        rows: Page table of each running row, by a name that is readable in logs.
     """
     expected = _count_holders(allocator, cache, rows)
     wrong = np.flatnonzero(allocator.counts != expected).tolist()
@@ -93,7 +93,7 @@ def audit(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageI
 def repair(allocator: PageAllocator, cache: PrefixCache) -> int:
     """Make the allocator agree with the cache while no row runs; return how many pages became free.
 
-    A cache that named pages which counted as free is flushed, as others may have written to them.
+    A cache that referred to pages counted as free is flushed, as they may have been overwritten.
     """
     report = audit(allocator, cache, {})
     free_before = allocator.free_pages

@@ -1,6 +1,7 @@
-"""What a cache was asked and what it decided, operation by operation; `replay.py` finds where two runs part.
+"""Records the operations of a cache and their outcomes; `replay.py` finds where two runs diverge.
 
-Everything that changes the tree or the pages is recorded. `peek` is not: it is pure, and is asked in every round.
+All operations that change the tree or the pages are recorded. `peek` is not: it changes nothing, and is called in every
+round.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.scheduler.cache.types import CacheEvent, LockId, PrefixLock
 
-# Names to numbers, strings, lists of them and numpy arrays: what the operation was given, or what came of it.
+# Names to numbers, strings, lists of them and numpy arrays: the arguments of an operation, or its outcome.
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One operation. `events` are the changes of nodes that it made, in order, each as `_event` describes it."""
+    """One operation. `events` are the changes of nodes that it made, in order, each in the form of `_event`."""
 
     operation: str
     given: Facts
@@ -35,13 +36,14 @@ class Decision:
 
 
 class Recorder:
-    """Gathers what one cache and its allocator do; what the cache itself does with pages follows from its operations.
+    """Records the operations of one cache and its allocator; the cache's own use of pages follows from its operations.
 
-    Token ids are recorded once per row: an insert brings those that neither its commit nor an earlier insert had.
+    Token ids are recorded once per row: an insertion records those that neither its commit nor an earlier insertion
+    had.
     """
 
     def __init__(self, sink: Callable[[Decision], None]) -> None:
-        """Give each decision to `sink`, from within the operation."""
+        """Pass each decision to `sink`, from within the operation."""
         self._sink = sink
         self._depth = 0
         self._events: list[Facts] = []
@@ -52,12 +54,12 @@ class Recorder:
     # --- PageObserver: rows ---
 
     def allocated(self, count: int, pages: PageIds | None) -> None:
-        """Record what a row was given; nothing, if it asked for nothing."""
+        """Record an allocation for a row; an empty one is not recorded."""
         if count:
             self._note("allocate", {"count": count}, {"pages": pages})
 
     def released(self, pages: PageIds, freed: int) -> None:
-        """Record what a row gave back."""
+        """Record the pages that a row released."""
         if len(pages):
             self._note("give_back", {"pages": pages.copy()}, {"freed": freed})
 
@@ -76,11 +78,11 @@ class Recorder:
     # --- the cache ---
 
     def heard(self, event: CacheEvent) -> None:
-        """Take in a change of the tree."""
+        """Add a change of the tree to the current operation."""
         self._events.append(_event(event))
 
     def chose(self, tenant: str, sharing: Sharing) -> None:
-        """Take in how far a tenant shares; what has not changed since it was last asked is not recorded again."""
+        """Add a tenant's sharing choice to the current operation, unless it is unchanged since the last read."""
         if self._choices.get(tenant, Sharing.TENANT.value) != sharing.value:
             self._choices[tenant] = self._new_choices[tenant] = sharing.value
 
@@ -88,7 +90,7 @@ class Recorder:
     def operation(self, name: str, given: Facts) -> Iterator[Facts]:
         """Record an operation of the cache, whose outcome the caller puts into the yielded facts.
 
-        What another operation asks for on its way follows from that one.
+        Nested operations are not recorded, as they follow from the outer one.
         """
         outcome: Facts = {}
         if self._depth:
@@ -114,16 +116,16 @@ class Recorder:
         return token_ids[self._known[lock.lock_id] :].copy()
 
     def replace(self, lock: PrefixLock, renewed: PrefixLock, tokens: int) -> None:
-        """Go on with a lock that stands in for another."""
+        """Continue a row with a lock that replaces another."""
         self._known[renewed.lock_id] = max(self._known.pop(lock.lock_id), tokens)
 
     def close(self, lock: PrefixLock) -> None:
-        """Forget a row."""
+        """Drop a row."""
         del self._known[lock.lock_id]
 
 
 def _event(event: CacheEvent) -> Facts:
-    """Describe a change by the node's place, size, class and standing after it."""
+    """Describe a change by the node's position, size, owner and state after it."""
     facts: Facts = {"kind": event.kind.value, "sequence": event.sequence}
     if (node := event.node) is not None:
         facts.update(

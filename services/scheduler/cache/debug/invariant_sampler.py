@@ -1,4 +1,4 @@
-"""Checks the invariants on a few paths at a time, so cheaply that a running scheduler can do it all the time."""
+"""Checks the invariants on a few paths at a time, cheaply enough for permanent use in a running scheduler."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class InvariantSampler:
-    """Walks up from leaves to the root: those that rows need, those that may be evicted, those that were just freed.
+    """Walks from leaves to the root: locked ones, candidates for eviction, and those next to be reclaimed.
 
-    So every kind of node is looked at, the public ones most often, and nothing is scanned: a check costs
-    O(paths × depth). It finds a defect that stays within minutes, and is no proof that there is none; tests check all
-    nodes after every operation.
+    So every kind of node is checked, public ones most often, and nothing is scanned: a check costs O(paths × depth). It
+    finds a lasting defect within minutes, but does not prove that there is none; tests check all nodes after every
+    operation.
     """
 
     def __init__(self, cache: RadixCache) -> None:
-        """Begin with any paths of `cache`."""
+        """Start at an arbitrary path of `cache`."""
         self._cache = cache
         self._turn = 0
 
     @classmethod
     def of(cls, cache: PrefixCache) -> InvariantSampler | None:
-        """Return a sampler of a cache that has a tree."""
+        """Return a sampler for a cache that has a tree, otherwise None."""
         inner = cache.inner if isinstance(cache, RecordedCache) else cache
         return cls(inner) if isinstance(inner, RadixCache) else None
 
     def check(self, paths: int) -> list[str]:
-        """Return what is wrong on the next `paths` paths of each kind, nothing if all is well."""
+        """Return the violations on the next `paths` paths of each kind; empty if there are none."""
         self._turn += 1
         found: dict[str, None] = {}
         seen: set[Node] = set()

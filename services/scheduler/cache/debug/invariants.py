@@ -1,7 +1,7 @@
-"""What must hold of a radix cache after every operation: tests check it always, a running scheduler may sample it.
+"""Invariants of a radix cache after every operation: tests check all of them, a running scheduler samples them.
 
-The numbers are those of the specification. Number 4, that a page's references are its holders, is `accounting.audit`;
-number 9 and 10, evidence and determinism, are properties of operations and not of a state.
+The numbers are those of the specification. Number 4, that a page's references are its holders, is `audit.audit`;
+numbers 9 and 10, evidence and determinism, are properties of operations and not of a state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def violations(cache: RadixCache) -> list[str]:
-    """Return what is wrong with the tree, nothing if all is well. O(nodes and pages)."""
+    """Return the violations in the tree; empty if there are none. O(nodes and pages)."""
     nodes = [node for node, _ in cache.store.tree.walk()]
     found = [*_totals(cache, nodes), *_accounts(cache, nodes), *_queue(cache, nodes), *_soft(cache, nodes)]
     if cache.host is not None:
@@ -33,12 +33,12 @@ def violations(cache: RadixCache) -> list[str]:
 
 
 def node_violations(cache: RadixCache, node: Node) -> list[str]:
-    """Return what is wrong with a node and its parent. O(pages of the node)."""
+    """Return the violations of a node and its parent. O(pages of the node)."""
     return [*_place(cache, node), *_knowledge(node), *_use(cache, node)]
 
 
 def _place(cache: RadixCache, node: Node) -> Iterator[str]:
-    """Numbers 1 to 3: who hangs below whom."""
+    """Numbers 1 to 3: allowed parents and siblings."""
     tree, parent, name = cache.store.tree, node.parent, f"node {node.node_id}"
     if parent is None:
         yield f"{name} hangs nowhere"
@@ -57,7 +57,7 @@ def _place(cache: RadixCache, node: Node) -> Iterator[str]:
 
 
 def _knowledge(node: Node) -> Iterator[str]:
-    """What only nodes of some levels have."""
+    """Fields that only nodes of some levels may have."""
     name = f"node {node.node_id}"
     if node.is_shared and node.prompt_epoch is not None:
         yield f"{name} is shared and still evidence"
@@ -99,7 +99,7 @@ def _children(cache: RadixCache, node: Node) -> Iterator[str]:
 
 
 def _totals(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
-    """Number 6, and that shared pages are known as such."""
+    """Number 6, and that pages of several nodes are marked joint."""
     named = Counter(page for node in nodes for page in node.pages.tolist())
     joint = {page for node in nodes if node.joint for page in node.pages.tolist()}
     held = {page for locked in cache.locks.all() if locked.held is not None for page in locked.held.tolist()} & joint
@@ -146,7 +146,7 @@ def _accounts(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
 
 
 def _holders(accounts: list[Account]) -> Iterator[str]:
-    """Each account counts for one subject, and each subject for one tenant."""
+    """Check that each account counts for one subject, and each subject for one tenant."""
     views = Counter(account.holder for account in accounts if not account.is_public)
     for holder, members in views.items():
         if holder.members != members:
@@ -159,7 +159,7 @@ def _holders(accounts: list[Account]) -> Iterator[str]:
 
 
 def _queue(cache: RadixCache, nodes: list[Node]) -> Iterator[str]:
-    """Every node that can be evicted, and no other, has one valid entry, and the right one goes next."""
+    """Check that exactly the evictable nodes have one valid entry each, and the next victim is the right one."""
     live: Counter[Holder] = Counter()
     for node in nodes:
         if node.state is NodeState.LIVE:

@@ -1,4 +1,4 @@
-"""A cache that notes what it does."""
+"""A cache that records its operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RecordedCache:
-    """Keeps to `PrefixCache`: does what the cache within does, and records it."""
+    """Implements `PrefixCache`: delegates to an inner cache and records the operations."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RecordedCache:
         sink: Callable[[Decision], None],
         choices: SharingChoices | None = None,
     ) -> None:
-        """Record `cache`, what it learns from `choices`, and what rows do with pages of `allocator`; all are new."""
+        """Record `cache`, its reads of `choices`, and the rows' use of `allocator`; all three must be new."""
         self._cache = cache
         self._recorder = Recorder(sink)
         allocator.observer = self._recorder
@@ -56,50 +56,43 @@ class RecordedCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
         return self._cache.page_size
 
     @property
     def events(self) -> EventSource:
-        """Where changes of the tree are told."""
         return self._cache.events
 
     @property
     def host(self) -> HostTier | None:
-        """The tier in host memory, if there is one; it records itself."""
+        """The host memory tier, None if there is none; it records its own operations."""
         return self._cache.host
 
     @property
     def epoch(self) -> int:
-        """The epoch that the last `advance` began."""
         return self._cache.epoch
 
     @property
     def evictable_pages(self) -> int:
-        """Device pages that `evict` could make free now, soft-free ones aside."""
         return self._cache.evictable_pages
 
     @property
     def protected_pages(self) -> int:
-        """Device pages in nodes that a lock holds."""
         return self._cache.protected_pages
 
     @property
     def soft_free_pages(self) -> int:
-        """Device pages that count as free and can still be found."""
         return self._cache.soft_free_pages
 
     @property
     def held_references(self) -> int:
-        """Page references the cache holds, one per page and node."""
         return self._cache.held_references
 
     def view_of(self, view: View) -> Hashable | None:
-        """Return what is equal for requests that find all of each other's prefixes; not recorded."""
+        """Return a key equal for requests that match all of each other's prefixes; not recorded."""
         return self._cache.view_of(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens a view covers; not recorded."""
+        """Return how many leading tokens are cached in a view; not recorded."""
         return self._cache.peek(view, token_ids)
 
     def commit(
@@ -112,7 +105,7 @@ class RecordedCache:
         priority: int = 0,
         session: str | None = None,
     ) -> PrefixLock:
-        """Record what was asked for, and the lock."""
+        """Record the request, and the lock."""
         given: Facts = {
             "view": list(scope_of(view)),
             "token_ids": token_ids.copy(),
@@ -130,7 +123,7 @@ class RecordedCache:
         return lock
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        """Record who asked for nothing, and the lock."""
+        """Record the view, and the empty lock."""
         given = {"view": list(scope_of(view))}
         with self._recorder.operation("commit_nothing", given) as outcome:
             lock = self._cache.commit_nothing(view)
@@ -139,7 +132,7 @@ class RecordedCache:
         return lock
 
     def insert(self, lock: PrefixLock, token_ids: TokenIds, pages: PageIds, prompt_tokens: int) -> Insertion:
-        """Record what was inserted, and what the cache had already."""
+        """Record the inserted tokens and pages, and the duplicates."""
         given = {
             "lock": lock.lock_id,
             "tokens": len(token_ids),
@@ -160,27 +153,27 @@ class RecordedCache:
         return insertion
 
     def release(self, lock: PrefixLock) -> None:
-        """Record the end of a lock."""
+        """Record the release of a lock."""
         with self._recorder.operation("release", {"lock": lock.lock_id}):
             self._cache.release(lock)
             self._recorder.close(lock)
 
     def evict(self, pages: int) -> int:
-        """Record how much was wanted and freed."""
+        """Record the requested and the freed number of pages."""
         with self._recorder.operation("evict", {"pages": pages}) as outcome:
             outcome["freed"] = self._cache.evict(pages)
         freed: int = outcome["freed"]
         return freed
 
     def flush(self) -> int:
-        """Record how much was dropped."""
+        """Record the number of freed pages."""
         with self._recorder.operation("flush", {}) as outcome:
             outcome["freed"] = self._cache.flush()
         freed: int = outcome["freed"]
         return freed
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
-        """Record who was forgotten."""
+        """Record the subject and session that are forgotten."""
         given = {"subject": [subject.tenant, subject.name], "session": session}
         with self._recorder.operation("forget", given) as outcome:
             outcome["freed"] = self._cache.forget(subject, session)
@@ -188,7 +181,7 @@ class RecordedCache:
         return freed
 
     def advance(self, epoch: int) -> None:
-        """Record an epoch boundary with the totals after it; time that goes on within an epoch is no operation."""
+        """Record an epoch boundary with the totals after it; a call within the same epoch is not recorded."""
         if epoch == self._cache.epoch:
             return
         with self._recorder.operation("advance", {"epoch": epoch}) as outcome:
@@ -201,7 +194,7 @@ class RecordedCache:
             )
 
     def adopt(self, limits: Limits) -> None:
-        """Record which limits hold from now on."""
+        """Record the new limits."""
         with self._recorder.operation("adopt", {"limits": limits.described()}):
             self._cache.adopt(limits)
 
@@ -213,14 +206,14 @@ class RecordedCache:
         return tokens
 
     def unpin(self, token_ids: TokenIds) -> bool:
-        """Record the end of a pin."""
+        """Record the removal of a pin."""
         with self._recorder.operation("unpin", {"token_ids": token_ids.copy()}) as outcome:
             outcome["was_pinned"] = self._cache.unpin(token_ids)
         was_pinned: bool = outcome["was_pinned"]
         return was_pinned
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:
-        """Record what a content check was asked about; nothing, if there is nothing."""
+        """Record the candidates of a content check; an empty result is not recorded."""
         candidates = self._cache.take_candidates()
         if candidates:
             asked = [[candidate.candidate_id, len(candidate.token_ids)] for candidate in candidates]

@@ -1,7 +1,8 @@
-"""Runs a decision log again, and finds the first operation of which something else comes out.
+"""Repeats a decision log, and finds the first operation whose outcome differs.
 
-A log is lines of JSON: a header that says which cache it was, then one line per operation. A process that starts again
-appends another header, and begins anew; one that was killed may have left half a line before that, or at the end.
+A log is lines of JSON: a header that describes the cache, then one line per operation. A process that restarts appends
+another header, which starts a new section; a process that was killed may have left a partial line before that, or at
+the end.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ HEADER, END = "open", "lost"
 
 
 class LogError(ValueError):
-    """A line is no part of a decision log."""
+    """A line does not belong to a decision log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay and its log part: `logged` and `replayed` are the same operation's lines, decoded."""
+    """The point where a replay and its log diverge: `logged` and `replayed` are the same operation's lines, decoded."""
 
     line: int
     operation: int
@@ -53,7 +54,7 @@ class Difference:
 
     @property
     def fields(self) -> list[str]:
-        """What is not the same, as `part.name`."""
+        """The differing fields, as `part.name`."""
         found = []
         for part in ("given", "outcome"):
             ours, theirs = self.logged.get(part, {}), self.replayed.get(part, {})
@@ -65,7 +66,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a replay. `is_lost`: the log ends where its writer was killed or could not keep up."""
+    """Result of a replay. `is_lost`: the log ends where its writer was killed or could not keep up."""
 
     operations: int
     starts: int
@@ -83,7 +84,7 @@ def encode_header(
     host: HostConfig | None = None,
     storage: StorageConfig | None = None,
 ) -> bytes:
-    """Return the line that a log begins with."""
+    """Return the first line of a log."""
     rules = {**asdict(config), "mode": config.mode.value, "eviction": config.eviction.value}
     opened: Facts = {
         "operation": HEADER,
@@ -100,7 +101,7 @@ def encode_header(
 
 
 def encode(number: int, decision: Decision) -> bytes:
-    """Return the line of the operation with this number, counted from 1 behind each header."""
+    """Return the line of the operation with this number, counted from 1 after each header."""
     facts = {
         "number": number,
         "operation": decision.operation,
@@ -112,15 +113,15 @@ def encode(number: int, decision: Decision) -> bytes:
 
 
 def encode_end() -> bytes:
-    """Return the line that ends a log whose writer has lost what came then."""
+    """Return the line that ends a log whose writer has lost later operations."""
     return orjson.dumps({"operation": END})
 
 
 def replay(lines: Iterable[bytes]) -> Report:
-    """Do again what the lines say, up to the first difference.
+    """Repeat the operations of the log, up to the first difference.
 
     Raises:
-        LogError: a line cannot be read, or makes no sense where it stands.
+        LogError: a line cannot be read, or is invalid at its position.
     """
     run: _Run | None = None
     operations = starts = 0
@@ -195,12 +196,12 @@ class _Run:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Nodes, and pages in them."""
+        """Number of nodes, and of allocated pages."""
         nodes = list(self._cache.dump())
         return len(nodes), self._allocator.capacity - self._allocator.free_pages
 
     def compare(self, facts: Facts, line: bytes, at: int) -> Difference | None:
-        """Do what one line says; return how the outcome differs, if it does."""
+        """Repeat the operation of one line; return the difference of its outcome, if there is one."""
         number = facts.get("number")
         operation = self._operations.get(facts.get("operation", ""))
         if operation is None or not isinstance(number, int):
@@ -211,7 +212,7 @@ class _Run:
             self._sharing.update((tenant, Sharing(choice)) for tenant, choice in choices.items())
             operation(facts["given"])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-            # What was done there cannot be done here.
+            # The logged operation is impossible in this state.
             failure: Facts = {"given": facts.get("given"), "outcome": {"error": repr(error)}, "events": []}
             return Difference(at, number, facts, failure)
         replayed = [encode(number, decision) for decision in self._decisions]
@@ -235,7 +236,7 @@ class _Run:
 
     def _load(self, given: Facts) -> None:
         def allocate(count: int) -> TokenIds | None:
-            # As the scheduler does it.
+            # Evicts as the scheduler does.
             if count > self._allocator.free_pages:
                 self._cache.evict(count - self._allocator.free_pages)
             return self._allocator.try_allocate(count)
@@ -277,13 +278,13 @@ def _decode(line: bytes, at: int) -> Facts:
 
 
 class _NoNames:
-    """Stands for names in storage, which are not recorded: nothing is stored again."""
+    """Stands in for names in storage, which are not recorded: a replay stores nothing."""
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
         return ObjectKeys(tuple(b"" for _ in hashes))
 
     def revoke(self, scope: Scope) -> None:
-        """Have nothing to revoke."""
+        """Do nothing."""
 
 
 def _open(facts: Facts, at: int) -> _Run:

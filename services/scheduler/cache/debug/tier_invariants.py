@@ -1,4 +1,4 @@
-"""What must hold of the host tier after every operation."""
+"""Invariants of the host tier after every operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 
 def host_violations(store: NodeStore, host: HostTier) -> list[str]:
-    """Return what is wrong with the host tier; the numbers are those of the specification. O(nodes and pages)."""
+    """Return the violations in the host tier; the numbers are those of the specification. O(nodes and pages)."""
     nodes = [node for node, _ in store.tree.walk()]
     found = [*_pages(host, nodes), *_transfers(host, nodes), *_queue(host, nodes), *_shares(host, nodes)]
     for node in nodes:
@@ -28,7 +28,7 @@ def host_violations(store: NodeStore, host: HostTier) -> list[str]:
 
 
 def _node(store: NodeStore, node: Node) -> Iterator[str]:
-    """Number 7: what is on a tier is closed under ancestors."""
+    """Number 7: the nodes on a tier are closed under ancestors."""
     parent, name = node.parent, f"node {node.node_id}"
     assert parent is not None
     if (node.state is _ON_HOST) != (len(node.pages) == 0):
@@ -74,7 +74,7 @@ def _pages(host: HostTier, nodes: list[Node]) -> Iterator[str]:
 
 
 def _transfers(host: HostTier, nodes: list[Node]) -> Iterator[str]:
-    """Number 4 for what is in flight: `host_ref` counts the transfers that end in a node or below it."""
+    """Number 4 for transfers: `host_ref` counts the transfers that end in a node or below it."""
     needed: Counter[Node] = Counter()
     for opened in host.ledger.all():
         if opened.end.is_dead:

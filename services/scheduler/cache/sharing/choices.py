@@ -1,4 +1,4 @@
-"""How far tenants share, as the cache asks for it and a decision log records it."""
+"""Tenants' sharing choices, as read by the cache and recorded in a decision log."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 
 class SharingChoices:
-    """Asks `sharing_of` for tenants' choices and reports the answers, which a replay has to repeat.
+    """Reads tenants' choices from `sharing_of` and reports them to an observer, as a replay has to repeat them.
 
-    The cache asks when it opens a tenant's account, at each epoch boundary, and for storage look-ups.
+    The cache reads a choice when it opens a tenant's account, at each epoch boundary, and for storage lookups.
     """
 
     def __init__(self, sharing_of: Callable[[str], Sharing] | None = None) -> None:
-        """Ask `sharing_of` with a tenant's name; absent: every tenant shares within itself."""
+        """`sharing_of` maps a tenant's name to its choice; by default every tenant shares within itself."""
         self._sharing_of = sharing_of
-        # Is told each answer, within the operation that asked.
+        # Receives each choice, within the operation that reads it.
         self.observer: Callable[[str, Sharing], None] | None = None
 
     def of(self, tenant: str) -> Sharing:
-        """Return a tenant's choice now."""
+        """Return a tenant's current choice."""
         choice = Sharing.TENANT if self._sharing_of is None else self._sharing_of(tenant)
         if self.observer is not None:
             self.observer(tenant, choice)

@@ -1,4 +1,4 @@
-"""Who used a node in an epoch: a set of subjects while they are few, then a sketch, in at most 576 bytes."""
+"""Distinct users of a node in an epoch: a set of subjects while they are few, then a sketch, in at most 576 bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class DistinctCount:
     __slots__ = ("_members", "_registers")
 
     def __init__(self) -> None:
-        """Start with none."""
         self._members = array("Q")
         self._registers: bytearray | None = None
 
     def add(self, fingerprint: int) -> None:
-        """Count one, if it is new."""
+        """Count a fingerprint, if it is new."""
         if self._registers is not None:
             self._note(self._registers, fingerprint)
             return
@@ -44,12 +43,12 @@ class DistinctCount:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The fingerprints, ascending, while they are counted exactly; else nothing."""
+        """The fingerprints, ascending, while they are counted exactly; empty afterwards."""
         return tuple(self._members)
 
     @property
     def count(self) -> int:
-        """How many were added."""
+        """Number of distinct fingerprints, exact or estimated."""
         if self._registers is None:
             return len(self._members)
         estimate = _ALPHA * _REGISTERS**2 / sum(2.0**-value for value in self._registers)
@@ -59,7 +58,7 @@ class DistinctCount:
         return max(round(estimate), EXACT_SUBJECTS + 1)
 
     def copy(self) -> DistinctCount:
-        """Return one that counts on by itself."""
+        """Return an independent copy."""
         other = DistinctCount()
         other._members = self._members[:]
         other._registers = None if self._registers is None else bytearray(self._registers)
@@ -75,7 +74,7 @@ class DistinctCount:
 
 @dataclass(slots=True)
 class Window:
-    """Hits on a node in the current epoch and the one before, by distinct subjects that have not computed it."""
+    """Hits on a node in the current epoch and the previous one, by distinct subjects that have not computed it."""
 
     hits: int = 0
     users: DistinctCount | None = None
@@ -84,17 +83,16 @@ class Window:
 
     @property
     def distinct_users(self) -> int:
-        """Subjects of the current epoch; an estimate never exceeds the hits."""
+        """Distinct subjects in the current epoch; an estimate never exceeds the hits."""
         return 0 if self.users is None else min(self.users.count, self.hits)
 
     def add(self, fingerprint: int) -> None:
-        """Count a hit."""
         self.hits += 1
         if self.users is None:
             self.users = DistinctCount()
         self.users.add(fingerprint)
 
     def copy(self) -> Window:
-        """Return one that counts on by itself."""
+        """Return an independent copy."""
         users = None if self.users is None else self.users.copy()
         return Window(self.hits, users, self.previous_hits, self.previous_users)

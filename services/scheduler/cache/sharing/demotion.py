@@ -1,4 +1,4 @@
-"""How something shared becomes private again, or its tenants' again, without a copy of its pages."""
+"""Demotion: shared nodes become private again, or their tenants' again, without copying their pages."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope
 
-# What takes the place of a shared node, by the node and the copy's owner.
+# Replacements of shared nodes, by the node and the copy's owner.
 _Copies = dict[tuple["Node", "Account"], "Node"]
 
 
 class DemotedChains:
-    """Remembers where chains were demoted, so that the next promotion asks for more, also after their eviction.
+    """Remembers demoted chains, so that their next promotion requires more evidence, also after their eviction.
 
-    What one scope has lost is nothing to others: a demotion in one tenant must not raise the bar in another.
+    The memory is per scope: a demotion in one tenant must not raise the bar in another.
     """
 
     def __init__(self, limit: int) -> None:
-        """Start with none; the oldest of a scope go beyond `limit`."""
+        """Start empty; the oldest entries of a scope beyond `limit` are dropped."""
         self._limit = limit
         self._generations: dict[Scope, OrderedDict[bytes, int]] = {}
 
     def __len__(self) -> int:
-        """Return how many are remembered."""
+        """Return the number of entries."""
         return sum(map(len, self._generations.values()))
 
     def add(self, scope: Scope, chain: bytes, generation: int) -> None:
-        """Note that `scope` may share what begins with `chain` only as `generation` again."""
+        """Record that `scope` may share tokens that begin with `chain` only as `generation` again."""
         generations = self._generations.setdefault(scope, OrderedDict())
         generations[chain] = generation
         generations.move_to_end(chain)
@@ -59,27 +59,28 @@ class DemotedChains:
 
 
 class Demoter:
-    """Turns TENANT subtrees private for those who computed them, and PUBLIC ones TENANT for those who shared them."""
+    """Turns TENANT subtrees private for their creators, and PUBLIC ones TENANT for the tenants that shared them."""
 
     def __init__(self, store: NodeStore, locks: LockTable) -> None:
-        """Work on the nodes of `store`, whose holders are in `locks`."""
+        """Change nodes of `store`; `locks` holds the locks on them."""
         self.demoted = DemotedChains(store.config.remembered_chains)
         self._store = store
         self._locks = locks
 
     def demote(self, top: Node, *, is_suspect: bool = True) -> None:
-        """Take a shared subtree out of the view of all but its heirs, who get nodes of their own on its pages.
+        """Remove a shared subtree from all views but those of its heirs, who get nodes of their own on its pages.
 
-        The heirs of a TENANT node are its creators. Those of a PUBLIC node are the tenants that shared it, or share
-        something below it, by their own evidence, and the creators of other tenants: so no tenant loses what is its.
+        The heirs of a TENANT node are its creators. Those of a PUBLIC node are the tenants that shared it, or share a
+        node below it, by their own evidence, and the creators of other tenants: so no tenant loses its own nodes.
 
-        Rows of heirs keep their paths. Rows of others keep their pages, through a closed path; what others have
-        private below it goes, as there is no path to it any more.
+        Rows of heirs keep their paths. Rows of other views keep their pages, through a closed path; private nodes of
+        others below the subtree are dropped, as no path leads to them any more.
 
         Args:
-            top: Where the subtree begins.
-            is_suspect: Whether it seemed to be probed, so that it takes more evidence to be shared again. Otherwise
-                tenants do not want to share it any more.
+            top: The top of the subtree.
+            is_suspect: Whether it appeared to be probed, so that sharing it again takes more evidence. Otherwise its
+            tenants
+                do not want to share it any more.
         """
         store, owner = self._store, top.owner
         above = top.parent
@@ -99,15 +100,15 @@ class Demoter:
         for copy in copies.values():
             store.offer(copy)
             if owner.is_public:
-                # Tenants whose subjects had found it may have the evidence to share it themselves.
+                # Tenants whose subjects had matched it may have enough evidence to share it themselves.
                 store.fresh[copy] = None
         for (node, heir), copy in copies.items():
-            # A tenant that has been quarantined as a whole loses it like what it shares alone.
+            # A tenant quarantined as a whole loses it, as it would lose a TENANT node.
             if heir.is_shared and heir.fingerprint in (node.quarantined or ()) and not copy.is_dead:
                 self.demote(copy)
 
     def withdraw(self) -> None:
-        """Demote what is PUBLIC by evidence of tenants of which too few choose so any more."""
+        """Demote nodes that are PUBLIC by evidence of tenants of which too few still choose global sharing."""
         accounts = self._store.accounts
         for node in list(self._store.tree.walk_owned(accounts.public)):
             if node.is_dead or node.pinned or not node.tenants:
@@ -121,7 +122,7 @@ class Demoter:
         self.demoted.add(top.owner_id, hashes[-top.size], top.generation + 1)
 
     def _let_go(self, top: Node, above: Node) -> list[tuple[LockedPath, PageIds]]:
-        """Unlock the subtree; return its holds with their pages in it."""
+        """Unlock the subtree; return the locked paths that end in it, with their pages below `above`."""
         found = []
         for locked in self._locks.all():
             if locked.node is not None and self._store.tree.is_below(locked.node, top):
@@ -135,7 +136,7 @@ class Demoter:
         return [top, *self._store.tree.walk_owned(top.owner, top=top)]
 
     def _copy(self, nodes: list[Node], above: Node, *, is_suspect: bool) -> _Copies:
-        """Make each heir's nodes; what is not LIVE counts as gone and is not copied."""
+        """Create each heir's nodes; nodes that are not LIVE are not copied."""
         store = self._store
         holders = self._holders(nodes)
         copies: _Copies = {}
@@ -156,7 +157,7 @@ class Demoter:
         return copies
 
     def _holders(self, nodes: list[Node]) -> dict[Node, dict[str, None]]:
-        """Return the tenants that keep each node of a PUBLIC subtree: those that shared it, or what is below it."""
+        """Return the tenants that keep each node of a PUBLIC subtree: those that shared it, or nodes below it."""
         accounts = self._store.accounts
         holders: dict[Node, dict[str, None]] = {}
         for node in reversed(nodes):
@@ -170,7 +171,7 @@ class Demoter:
         return holders
 
     def _heirs(self, node: Node, tenants: dict[str, None]) -> Iterator[tuple[Account, int]]:
-        """Yield who gets a copy of a node, and the epoch in which it was last computed there."""
+        """Yield the heirs of a node, with the epochs of their last computation of it."""
         accounts = self._store.accounts
         for tenant in tenants:
             yield accounts.owner((tenant,)), 0
@@ -185,7 +186,7 @@ class Demoter:
         return copy
 
     def _copy_for_tenant(self, node: Node, parent: Node, heir: Account) -> Node:
-        """Give a tenant back what it shared, with what is known of its own subjects."""
+        """Return a tenant's copy of a PUBLIC node, with the creators, quarantines and counters of its own subjects."""
         (tenant,) = heir.scope
         copy = self._copy_node(node, parent, heir, (node.tenants or {}).get(tenant, 0))
         creators, quarantined = node.creators or {}, node.quarantined or {}
@@ -207,7 +208,10 @@ class Demoter:
         return copy
 
     def _settle_children(self, nodes: list[Node], copies: _Copies) -> None:
-        """Move what others have below the nodes to their own or their tenant's copies; drop what has no copy above."""
+        """Move other owners' nodes below the subtree to their own or their tenant's copies.
+
+        Drop those without such a copy.
+        """
         store, owner = self._store, nodes[0].owner
         for node in nodes:
             for child in store.tree.children(node):
@@ -231,5 +235,5 @@ class Demoter:
 
 
 def _place(copies: _Copies, node: Node, owner: Account) -> Node | None:
-    """Return the copy of a node in which `owner` finds its tokens: its own, or its tenant's."""
+    """Return the copy of a node that `owner` can match: its own, or its tenant's."""
     return copies.get((node, owner)) or copies.get((node, owner.tenant))

@@ -1,4 +1,4 @@
-"""Makes the tree smaller without changing any view: chains become one node, equal pages one page."""
+"""Shrinks the tree without changing any view: chains are joined into one node, equal pages are merged into one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tree import PageTree
 
-# A place in a subtree: a node, and how many of its pages lie before.
+# A position in a subtree: a node, and a number of its pages.
 _Cursor = tuple["Node", int]
 
 
 def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]) -> list[Node]:
-    """Compress chains and let equal private pages of different owners be one page; at an epoch boundary only.
+    """Join chains, and merge equal private pages of different owners; at an epoch boundary only.
 
     Args:
-        store: Where the nodes are.
+        store: The nodes.
         groups: Parent and first page of subtrees that have grown and are not public.
 
     Returns:
-        Nodes that were in use and could not be repointed, to be tried again.
+        Nodes that were in use and could not be repointed, for another attempt.
     """
     compress_chains(store)
     if store.config.strict_numerics:
@@ -44,7 +44,7 @@ def merge_private_subtree(store: NodeStore, groups: Iterable[tuple[Node, bytes]]
 
 
 def _elsewhere(store: NodeStore, parent: Node, page: bytes) -> list[_Cursor]:
-    """Return where the tokens up to `parent`, which is TENANT, are followed by `page` outside of its tenant."""
+    """Return the positions outside of a TENANT node's tenant where `page` follows the node's tokens."""
     tree = store.tree
     if parent.is_public:
         return []
@@ -61,7 +61,7 @@ def _elsewhere(store: NodeStore, parent: Node, page: bytes) -> list[_Cursor]:
 
 
 def _places(tree: PageTree, node: Node, key: bytes, page: bytes) -> Iterable[_Cursor]:
-    """Return where `key`, from the start of `node` on and along its owner's nodes, is followed by `page`."""
+    """Return the positions where `page` follows `key`, matched from the start of `node` along its owner's nodes."""
     while len(node.key) < len(key):
         if not key.startswith(node.key):
             return []
@@ -79,7 +79,7 @@ def _places(tree: PageTree, node: Node, key: bytes, page: bytes) -> Iterable[_Cu
 
 
 def compress_chains(store: NodeStore) -> None:
-    """Join each node that has become the parent of a single, equal child with it."""
+    """Join each node whose only child is equal in everything but its tokens with this child."""
     loose, store.loose = store.loose, {}
     for node in loose:
         upper = node
@@ -89,7 +89,7 @@ def compress_chains(store: NodeStore) -> None:
 
 
 def _only_equal_child(store: NodeStore, node: Node) -> Node | None:
-    """Return the child that a node can be one with: no row ends between them, and nothing sets them apart."""
+    """Return the child that a node can be joined with: no row ends between them, and their histories are equal."""
     if len(node.children) != 1:
         return None
     children = store.tree.children(node)
@@ -123,7 +123,7 @@ def _merge_pages(store: NodeStore, members: list[_Cursor], missed: list[Node]) -
         if len(cursors) < 2 or cursors[0][0].is_public:
             continue
         pages = common_run([_rest(store, cursor) for cursor in cursors], store.tree.page_bytes)
-        # A node in use cannot change its pages, so the others take its.
+        # A node in use cannot change its pages, so the others take over its pages.
         cursors.sort(key=lambda cursor: (cursor[0].is_soft_free, -cursor[0].lock_ref, cursor[0].node_id))
         for cursor in cursors[1:]:
             _repoint(store, cursor, cursors[0], pages, missed)
@@ -152,7 +152,7 @@ def _repoint(store: NodeStore, cursor: _Cursor, canonical: _Cursor, pages: int, 
 
 
 def _followers(store: NodeStore, cursors: list[_Cursor], pages: int) -> Iterable[list[_Cursor]]:
-    """Return what comes behind a common run, by next page."""
+    """Return the positions that follow a common run, grouped by next page."""
     by_page: dict[bytes, list[_Cursor]] = {}
     for node, offset in cursors:
         ends = offset + pages

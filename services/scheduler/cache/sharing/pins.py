@@ -11,16 +11,15 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """Owns the pinned prompts. A pin takes effect at the next epoch boundary, and lasts whether it is cached or not."""
+    """Owns the pinned prompts. A pin takes effect at the next epoch boundary, and lasts whether cached or not."""
 
     def __init__(self, page_size: int) -> None:
-        """Start without pins."""
         self._page_size = page_size
         self._pending: list[bytes] = []
         self._active: dict[bytes, dict[bytes, None]] = {}
 
     def add(self, token_ids: TokenIds) -> int:
-        """Pin a prompt's whole pages; return their tokens."""
+        """Pin a prompt's whole pages; return the number of their tokens."""
         key = self._key(token_ids)
         if key and key not in self._pending and key not in self._siblings(key):
             self._pending.append(key)
@@ -41,7 +40,7 @@ class Pins:
         return False
 
     def activate(self) -> list[bytes]:
-        """Let the pins made since the last boundary take effect; return them."""
+        """Activate the pins added since the last boundary; return them."""
         pending, self._pending = self._pending, []
         for key in pending:
             self._active.setdefault(self._first_page(key), {})[key] = None
@@ -49,7 +48,7 @@ class Pins:
 
     @property
     def active(self) -> list[bytes]:
-        """The pins that are in effect."""
+        """The pins in effect."""
         return [key for siblings in self._active.values() for key in siblings]
 
     def covered_pages(self, key: PagedKey) -> int:

@@ -1,4 +1,4 @@
-"""Watches how shared nodes are used, and takes them out of the view of subjects that seem to probe."""
+"""Probe detection: monitors the use of shared nodes, and hides them from subjects that appear to probe them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 class ProbeDetector:
     """Counts hits on shared nodes, and tests each window when it closes.
 
-    Probing shows as many hits by few subjects. That alone is no sign: three users of an app may ask ten thousand times.
-    But only hits of subjects that have not computed the text themselves are counted, and a window with as many of these
-    as a promotion asks for is healthy however many hits it has: they are the same evidence again. A suspect loses sight
-    of the node until it computes the text itself, which costs an honest one a single prefill.
+    Probing appears as many hits by few subjects. That alone is not sufficient: three users of an application may send
+    ten thousand requests. But only hits of subjects that have not computed the text themselves are counted, and a
+    window with as many of these subjects as a promotion requires is healthy regardless of its hits: they are the same
+    evidence again. The node is hidden from a suspect until the suspect computes the text itself, which costs an honest
+    one a single prefill.
 
-    Each tenant is judged by its own subjects alone, also at PUBLIC nodes: however many a rival invents, it changes
-    only its own view. When several of a tenant's subjects are quarantined at a TENANT node, that is demoted; at a
-    PUBLIC one, the whole tenant is quarantined, and only several such tenants demote it.
+    Each tenant is judged by its own subjects only, also at PUBLIC nodes: however many subjects a rival invents, it
+    changes only its own view. When several of a tenant's subjects are quarantined at a TENANT node, the node is
+    demoted; at a PUBLIC one, the whole tenant is quarantined, and only several such tenants demote it.
     """
 
     def __init__(self, store: NodeStore, demoter: Demoter) -> None:
-        """Watch the nodes of `store`."""
+        """Monitor the nodes of `store`; `demoter` demotes them."""
         self._store = store
         self._demoter = demoter
         self._enough = store.config.promotion_subjects
-        # Distinct missing continuations in this epoch, by node and subject; how many of these there are by party.
+        # Distinct missing continuations in this epoch, by node and subject, and the number of these pairs by party.
         self._tries: dict[tuple[Node, int], tuple[Account, DistinctCount]] = {}
         self._watched: Counter[Scope] = Counter()
         # PUBLIC nodes that a subject of a quarantined tenant has computed itself.
@@ -48,9 +49,9 @@ class ProbeDetector:
         """Count one request's hit on each shared node up to `node`.
 
         Args:
-            node: Where the path in the requester's view ends.
+            node: The end of the match in the requester's view.
             account: The requester.
-            missing_page: The whole page that it asked for next and `node` has not.
+            missing_page: The next whole page of the request, which is not below `node`.
         """
         deepest = node
         while not deepest.is_shared:
@@ -88,7 +89,7 @@ class ProbeDetector:
         found[1].add(crc32(missing_page))
 
     def close(self) -> None:
-        """Test the windows that end as the store's epoch begins, and begin new ones."""
+        """Test the windows that end as the store's epoch begins, and start new ones."""
         touched, self._store.touched = self._store.touched, []
         suspects: dict[Node, dict[int, str]] = {}
         for node in touched:
@@ -104,18 +105,18 @@ class ProbeDetector:
         self._tries.clear()
         self._watched.clear()
         self._end_quarantines()
-        # All are hidden before any is demoted, so that it does not matter where nodes are cut.
+        # All are quarantined before any is demoted, so that the result does not depend on the boundaries of nodes.
         for node, found in suspects.items():
             self._quarantine(node, found)
-        # A demotion takes what is below along.
+        # A demotion includes the nodes below.
         for node in sorted(suspects, key=self._store.tree.depth_pages):
             if not node.is_dead:
                 self._judge(node, set(suspects[node].values()))
 
     def admit(self, node: Node, account: Account, *, is_evidence: bool) -> None:
-        """Note that a view has computed a shared node's tokens itself: its subject learns nothing from seeing it.
+        """Record that a view has computed a shared node's tokens itself, which ends its subject's quarantine.
 
-        Only with `is_evidence` it also counts for its tenant to see the node again.
+        Only with `is_evidence` it also counts towards ending its tenant's quarantine.
         """
         if node.quarantined is not None:
             node.quarantined.pop(account.fingerprint, None)
@@ -125,7 +126,7 @@ class ProbeDetector:
         node.add_creator(account, epoch, self._store.config, evidence=epoch if is_evidence else None)
 
     def _suspects(self, node: Node) -> Iterator[tuple[int, str]]:
-        """Yield the fingerprints and tenants of subjects that seem to probe a node, as its window closes."""
+        """Yield the fingerprints and tenants of subjects that appear to probe a node, as its window closes."""
         if not node.is_public:
             window = Window(node.hit_cur, node.u_cnt_l, node.hit_pre, node.u_pre)
             parties: Iterable[tuple[Scope, Window]] = ((node.owner.scope, window),)
@@ -138,7 +139,7 @@ class ProbeDetector:
                     yield fingerprint, party[0]
 
     def _is_suspect(self, node: Node, party: Scope, window: Window) -> bool:
-        """Whether a party's hits look like probing, by the window that closes and the one before."""
+        """Whether a party's hits look like probing, by the closing window and the previous one."""
         config, users, hits = self._store.config, window.distinct_users, window.hits
         enough = self._enough * (config.repromotion_factor if node.generation else 1)
         if users >= enough or users > config.diversity_min * hits:
@@ -151,7 +152,6 @@ class ProbeDetector:
         return sum(subject[: len(party)] == party for subject in node.creators or ()) <= config.few_creators
 
     def _quarantine(self, node: Node, suspects: dict[int, str]) -> None:
-        """Hide a node from suspects."""
         store, epoch = self._store, self._store.epoch
         quarantined = node.quarantined = dict(node.quarantined or {})
         for fingerprint, tenant in sorted(suspects.items()):
@@ -160,7 +160,7 @@ class ProbeDetector:
         store.tier.distrust(sorted(suspects))
 
     def _judge(self, node: Node, tenants: set[str]) -> None:
-        """Take a node from tenants of which several subjects have been quarantined lately."""
+        """Hide a node from tenants of which several subjects have been quarantined recently, or demote it."""
         store, epoch, quarantined = self._store, self._store.epoch, node.quarantined
         assert quarantined is not None, "there are suspects"
         oldest = epoch - store.config.quarantine_epochs

@@ -1,4 +1,4 @@
-"""What is shared: chains that enough subjects of a tenant have computed themselves from their prompts."""
+"""Promotion: sharing of chains that enough subjects of a tenant have computed themselves from their prompts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ON_HOST = NodeState.ON_HOST
 
 @dataclass(slots=True)
 class _History:
-    """What is known of nodes that become one.
+    """History of nodes that become one.
 
-    `holders` are the owners of the private ones, with the epochs of their evidence, if it is any.
+    `holders` are the owners of the private ones, with the epochs of their evidence, None if there is none.
     """
 
     holders: list[tuple[Account, int | None]]
@@ -39,10 +39,10 @@ class _History:
 
 
 class Promoter:
-    """Promotes at epoch boundaries, where nodes have grown: to TENANT, and from there to PUBLIC."""
+    """Promotes nodes at epoch boundaries where the tree has grown: to TENANT, and from there to PUBLIC."""
 
     def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains) -> None:
-        """Work on the nodes of `store`, for whose holders `locks` are repointed."""
+        """Change nodes of `store` and repoint `locks` that end in them; `demoted` raises the required evidence."""
         self.reviews = Reviews(store.config, store.tree.page_size)
         self._store = store
         self._locks = locks
@@ -50,17 +50,17 @@ class Promoter:
         self._moved: dict[Node, Node] = {}
 
     def note(self, nodes: Iterable[Node]) -> None:
-        """Look at these nodes at the next boundary."""
+        """Examine these nodes at the next boundary."""
         for node in nodes:
             self._store.fresh[node] = None
 
     def take_fresh(self) -> list[Node]:
-        """Return the nodes noted since the last boundary, and forget them."""
+        """Return the nodes noted since the last boundary, and clear the list."""
         fresh, self._store.fresh = list(self._store.fresh), {}
         return fresh
 
     def groups(self, nodes: Iterable[Node]) -> list[tuple[Node, bytes]]:
-        """Return where the subtrees of the owners of `nodes` hang below others': parent and first page, each once."""
+        """Return parent and first page of the owners' topmost nodes above `nodes`, each pair once."""
         groups: dict[tuple[Node, bytes], None] = {}
         for node in nodes:
             if node.is_dead or node.is_public:
@@ -82,7 +82,7 @@ class Promoter:
         self._settle()
 
     def publish_pin(self, pin: bytes) -> None:
-        """Make public what the cache holds of a prompt that the operator has pinned."""
+        """Make the cached part of a pinned prompt public."""
         tree = self._store.tree
         node, rest = tree.root, pin
         while rest and (members := tree.group(node, rest[: tree.page_bytes])):
@@ -93,14 +93,14 @@ class Promoter:
             else:
                 node = self._share(members, pages, self._store.accounts.public, generation=node.generation)
                 self._store.emit(CacheEventKind.PROMOTED, node)
-                # What hangs below may have had the evidence, and lacked only a shared parent.
+                # Nodes below may have had enough evidence, and lacked only a shared parent.
                 self.note(child for child in tree.children(node) if not child.is_public)
             self.set_pinned(node, is_pinned=True)
             rest = rest[pages * tree.page_bytes :]
         self._settle()
 
     def set_pinned(self, node: Node, *, is_pinned: bool) -> None:
-        """Pin or unpin a public node, which moves it in the order of eviction."""
+        """Pin or unpin a public node, and update its position in the eviction order."""
         self._store.queue.discard(node)
         node.pinned = is_pinned
         self._store.offer(node)
@@ -111,7 +111,7 @@ class Promoter:
             self._moved = {}
 
     def _promote_at(self, parent: Node, page: bytes) -> list[Node]:
-        """Promote the first runs of a group of which the evidence suffices; return the promoted nodes."""
+        """Promote the leading runs of a group that have enough evidence; return the promoted nodes."""
         members = self._store.tree.group(parent, page)
         if not members or members[0].is_public:
             return []
@@ -132,7 +132,7 @@ class Promoter:
         return promoted
 
     def _try_tenant(self, parent: Node, members: list[Node], tenant: Account) -> Node | None:
-        """Let a tenant share what enough of its subjects have computed."""
+        """Promote nodes to TENANT if enough of the tenant's subjects have computed them."""
         if tenant.sharing is Sharing.NONE:
             return None
         generation = max(member.generation for member in members)
@@ -141,7 +141,7 @@ class Promoter:
         return self._try(parent, members, members, tenant, generation)
 
     def _try_public(self, parent: Node, members: list[Node]) -> Node | None:
-        """Make public what several tenants share that choose so, whatever others have."""
+        """Make nodes PUBLIC that several tenants with global sharing share, regardless of other owners' nodes."""
         sharing = [member for member in members if member.is_shared and member.owner.sharing is Sharing.GLOBAL]
         if len(sharing) < MIN_TENANTS:
             return None
@@ -150,7 +150,7 @@ class Promoter:
     def _try(
         self, parent: Node, members: list[Node], evidence: list[Node], owner: Account, generation: int
     ) -> Node | None:
-        """Share the run that `evidence` has in common with `owner`, if it suffices."""
+        """Promote the run that the `evidence` nodes have in common to `owner`, if the evidence suffices."""
         config, tree = self._store.config, self._store.tree
         if owner.is_public:
             subjects, tenants = sum(len(member.creators or ()) for member in evidence), len(evidence)
@@ -161,12 +161,12 @@ class Promoter:
         pages = common_run([member.key for member in evidence], tree.page_bytes)
         if config.content_check or len(self._demoted):
             pages, generation = self._examine(owner.scope, parent, evidence, pages, generation)
-        # Two tenants that share a text have 2k subjects anyway, so what was public by mistake needs more tenants, too.
+        # Two tenants that share a text have 2k subjects anyway, so after a demotion more tenants are required, too.
         factor = config.repromotion_factor if generation else 1
         least = MIN_TENANTS * (factor if owner.is_public else 1)
         if not pages or subjects < config.promotion_subjects * factor or tenants < least:
             return None
-        # Where others' runs end earlier, the rest follows as a group of its own.
+        # Where other members' runs end earlier, the rest follows as a separate group.
         pages = min(pages, common_run([member.key for member in members], tree.page_bytes))
         promoted = self._share(members, pages, owner, generation)
         promoted.promoted = subjects, self._store.epoch
@@ -174,7 +174,7 @@ class Promoter:
         return promoted
 
     def _evidence(self, members: Iterable[Node]) -> dict[SubjectKey, int]:
-        """Return which subjects have computed it from a prompt lately, in whichever of their views, with the epoch."""
+        """Return the subjects that have recently computed the nodes from a prompt, in any view, with the epochs."""
         oldest = self._store.epoch - self._store.config.promotion_epochs
         found: dict[SubjectKey, int] = {}
         for member in members:
@@ -184,7 +184,7 @@ class Promoter:
         return found
 
     def _examine(self, scope: Scope, parent: Node, members: list[Node], pages: int, generation: int) -> tuple[int, int]:
-        """Cut a run where a chain begins that `scope` has lost, or where the content check has not let it pass."""
+        """Cut a run at a chain that `scope` has lost by a demotion, or that the content check has not allowed."""
         tree = self._store.tree
         start = tree.depth_pages(parent)
         key = tree.path_key(parent) + members[0].key[: pages * tree.page_bytes]
@@ -197,9 +197,9 @@ class Promoter:
         return pages, generation
 
     def _share(self, members: list[Node], pages: int, owner: Account, generation: int) -> Node:
-        """Make the first `pages` pages of all members one node of `owner`, a tenant or the public.
+        """Join the first `pages` pages of all members into one node of `owner`, a tenant or the public.
 
-        The members' duplicates go, except those that running rows name; their children and locks move to the node.
+        The members' duplicate pages are released, but rows keep theirs; children and locks move to the node.
         """
         store = self._store
         halves = [store.split(member, pages) if pages < member.size else member for member in members]
@@ -219,7 +219,7 @@ class Promoter:
         return canonical
 
     def _history(self, halves: list[Node]) -> _History:
-        """Return what is known of nodes that are to become one."""
+        """Return the joint history of nodes that become one."""
         shared = [half for half in halves if half.is_shared]
         evidence = self._evidence(halves)
         private = [half.owner for half in halves if not half.is_shared]
@@ -234,7 +234,7 @@ class Promoter:
         return history
 
     def _tell(self, node: Node, history: _History) -> None:
-        """Give a shared node the history of those that it was made of."""
+        """Set the history of a shared node to that of the nodes that it was made from."""
         node.creators = history.creators
         for owner, evidence in history.holders:
             epoch = self._store.epoch if evidence is None else evidence
@@ -255,7 +255,7 @@ class Promoter:
             self._store.touched.append(node)
 
     def _revive(self, node: Node) -> None:
-        """Make a node LIVE, and those above it, of which there may be an upper half that has just been cut off."""
+        """Make a node and its ancestors LIVE, including an upper half that has just been split off."""
         at: Node | None = node
         while at is not None and at.is_soft_free:
             self._store.revive(at)
@@ -263,7 +263,7 @@ class Promoter:
             at = at.parent
 
     def _absorb(self, half: Node, canonical: Node) -> None:
-        """Let `canonical`, which holds the same tokens, take over children and locks of `half`, which goes."""
+        """Move children and locks of `half` to `canonical`, which holds the same tokens, and remove `half`."""
         store = self._store
         for child in store.tree.children(half):
             store.rehang(child, canonical)

@@ -1,7 +1,7 @@
-"""Content checks before promotion: candidates go out, verdicts come back whenever they are ready.
+"""Content checks before promotion: candidates are sent out, and verdicts arrive later.
 
-Verdicts count for the scope that they were asked for: if a tenant's text were let pass at once because another tenant's
-equal text has been, it would show that there is such a text.
+Verdicts apply only to the scope that they were requested for: if a tenant's text were allowed at once because another
+tenant's equal text had been, this would reveal the other tenant's text.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ class _Review:
 
 @dataclass(slots=True, eq=False)
 class _Book:
-    """What is known in one scope: what was asked, by the hash at its end, and verdicts by chained page hash."""
+    """Reviews of one scope: pending ones by the hash at the chain's end, and verdicts by chained page hash."""
 
     asked: dict[bytes, CandidateId] = field(default_factory=dict)
     verdicts: OrderedDict[bytes, bool] = field(default_factory=OrderedDict)
 
 
 class Reviews:
-    """Remembers what was asked, and the verdicts."""
+    """Owns the pending reviews and the verdicts."""
 
     def __init__(self, config: CacheConfig, page_size: int) -> None:
-        """Start without verdicts."""
         self._config = config
         self._page_size = page_size
         self._next = 0
@@ -52,14 +51,14 @@ class Reviews:
         self._outgoing: list[PromotionCandidate] = []
 
     def allowed_pages(self, scope: Scope, hashes: Sequence[bytes], key: bytes, members: list[Node], epoch: int) -> int:
-        """Return how many leading pages of a chain may be shared, as far as is known; ask about the rest.
+        """Return how many leading pages of a chain may be shared by the verdicts so far; request a review of the rest.
 
         Args:
-            scope: Whose the chain is to be: a tenant's or the public's.
+            scope: The chain's intended owner: a tenant or the public.
             hashes: The chain's hash at each page.
             key: Its tokens.
-            members: Nodes at its end, to be looked at again after the verdict.
-            epoch: Now.
+            members: Nodes at its end, to be examined again after the verdict.
+            epoch: The current epoch.
         """
         book = self._books.setdefault(scope, _Book())
         allowed = 0
@@ -75,7 +74,7 @@ class Reviews:
             return allowed
         asked = book.asked.get(hashes[end - 1])
         if asked is not None:
-            # Those it was asked for may have been evicted since.
+            # The earlier members may have been evicted since.
             self._pending[asked].members = members
         elif len(book.asked) < self._config.remembered_chains:
             review = _Review(book, hashes[:end], members, epoch)
@@ -83,12 +82,12 @@ class Reviews:
         return allowed
 
     def take(self) -> tuple[PromotionCandidate, ...]:
-        """Return the candidates that have not been taken, once."""
+        """Return the candidates that have not been taken yet."""
         taken, self._outgoing = tuple(self._outgoing), []
         return taken
 
     def resolve(self, candidate_id: CandidateId, allowed_tokens: int) -> Iterable[Node]:
-        """Take a verdict; return the nodes that it concerns. A late or repeated one changes nothing."""
+        """Record a verdict; return the nodes that it concerns. A late or repeated one changes nothing."""
         review = self._pending.pop(candidate_id, None)
         if review is None:
             return ()
@@ -101,7 +100,7 @@ class Reviews:
         return review.members
 
     def expire(self, epoch: int) -> list[Node]:
-        """Stop waiting for verdicts that were asked for too long ago; return the nodes to be looked at again."""
+        """Drop reviews whose verdicts are overdue; return the nodes to be examined again."""
         expired: list[Node] = []
         for candidate_id, review in list(self._pending.items()):
             if epoch - review.asked_epoch > self._config.verdict_epochs:
@@ -111,7 +110,7 @@ class Reviews:
         return expired
 
     def forget_verdicts(self) -> None:
-        """Forget all verdicts: they were given by rules that no longer hold."""
+        """Drop all verdicts, as they were given under rules that no longer apply."""
         for book in self._books.values():
             book.verdicts.clear()
 

@@ -1,4 +1,4 @@
-"""When nodes are copied to the host: the write policies."""
+"""Write policies: when nodes are copied to the host."""
 
 from __future__ import annotations
 
@@ -22,46 +22,44 @@ _ON_HOST = NodeState.ON_HOST
 
 
 class Backups:
-    """Chooses what is copied to the host next.
+    """Chooses the next nodes to copy to the host.
 
-    A node is never copied without its ancestors, so that what is on the host is closed under them.
+    A node is never copied without its ancestors, so that the nodes on the host are closed under ancestors.
     """
 
     def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: HostConfig) -> None:
-        """Start with nothing to copy."""
         self.skipped_pages = 0
         self._store = store
         self._host = host
         self._ledger = ledger
         self._config = config
         self._reserve = int(store.allocator.capacity * config.reserve_share)
-        # Nodes without a copy to look at, those noted first in front.
+        # Nodes without a copy to consider, oldest note first.
         self._noted: dict[Node, None] = {}
         self._open_pages = 0
 
     def note(self, node: Node) -> None:
-        """Take note that a node without copy has been used or marked as free."""
+        """Record that a node without a copy has been used or soft-freed."""
         if self._config.policy is not WritePolicy.WRITE_BACK or node.is_soft_free:
             self._noted[node] = None
 
     def forget_all(self) -> None:
-        """Start over."""
         self._noted.clear()
         self._open_pages = 0
 
     def ended(self, transfer: Transfer) -> None:
-        """Take note of a backup's end."""
+        """Record the end of a backup."""
         self._open_pages -= transfer.pages
 
     @property
     def is_due(self) -> bool:
-        """Whether `plan` has anything to look at."""
+        """Whether `plan` has anything to consider."""
         if self._config.policy is WritePolicy.WRITE_BACK:
             return self._store.allocator.free_pages + self._open_pages < self._reserve
         return bool(self._noted)
 
     def plan(self) -> list[Transfer]:
-        """Begin the backups that are due now, as far as the window allows."""
+        """Start the backups that are due, as far as the window allows."""
         started: list[Transfer] = []
         while self._open_pages < self._config.window_pages and (node := self._next()) is not None:
             transfer = self._begin(node)
@@ -69,7 +67,7 @@ class Backups:
                 self._open_pages += transfer.pages
                 started.append(transfer)
             elif self._config.policy is WritePolicy.WRITE_BACK and node.queued:
-                # It goes as it is; else it would be the next to go again.
+                # Soft-free it without a copy; otherwise it would be the next victim again.
                 self._store.soften(node, node.size)
                 self._noted.pop(node, None)
         return started
@@ -86,9 +84,9 @@ class Backups:
         return None
 
     def _next_to_go(self) -> Node | None:
-        """Return the next victim on the device that has no copy, while too little could be had at once.
+        """Return the next device victim without a copy, while too few pages are free or have a copy.
 
-        Victims that have one, or that the host has no room for, are marked as free on the way.
+        Victims that have one, or that do not fit on the host, are soft-freed on the way.
         """
         store = self._store
         if store.allocator.free_pages + self._open_pages >= self._reserve:
@@ -109,9 +107,9 @@ class Backups:
         return None
 
     def _begin(self, node: Node) -> Transfer | None:
-        """Begin to copy a node with those of its ancestors that have no copy; None if the host has no room."""
+        """Start to copy a node with those of its ancestors that have no copy; None if the host has no room."""
         path = self._path(node)
-        # So that making room does not drop the copies above.
+        # Prevents that making room drops the ancestors' copies.
         self._ledger.need(node, 1)
         host_pages = self._host.try_allocate(sum(part.size for part in path))
         transfer = None
@@ -138,6 +136,6 @@ class Backups:
         return sum(part.size for part in self._path(node)) <= room
 
     def _is_missing(self, node: Node) -> bool:
-        # A soft-free one is revived until its copy is made.
+        # A soft-free node is revived until its copy is made.
         is_there = not node.is_dead and node.state is not _ON_HOST
         return is_there and node.host_pages is None and self._ledger.about(node) is None

@@ -1,4 +1,4 @@
-"""Constants of the host tier, each with its default and the reason for it."""
+"""All constants of the host tier, with their defaults and reasons."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from common.errors import ConfigurationError
 class WritePolicy(Enum):
     """When a node's pages are copied to the host.
 
-    WRITE_THROUGH: as soon as no row uses it for the first time. WRITE_THROUGH_SELECTIVE: only after it has been used
-    often enough (what is private, by its owner alone). WRITE_BACK: when the device runs short of pages and the node is
-    among the next to go; what has to go before its copy is made is lost.
+    WRITE_THROUGH: when no row uses it any more for the first time. WRITE_THROUGH_SELECTIVE: only after enough uses (of
+    a private node, by its owner alone). WRITE_BACK: when the device runs short of pages and the node is among the next
+    victims; a node evicted before its copy is made is lost.
     """
 
     WRITE_THROUGH = "write_through"
@@ -23,19 +23,20 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """Rules of the host tier; without pages there is none."""
+    """Rules of the host tier; with 0 pages there is none."""
 
     pages: int = 0
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    # Under the selective policy: the first use computes a node, the second shows that it is found again.
+    # Under the selective policy: the first use computes a node, the second shows that it is matched again.
     uses: int = 2
-    # Pages of backups that are open at the same time: they hold device pages, and loads wait behind what has begun.
+    # Pages of backups in flight at the same time: they hold device pages, and loads wait for started ones.
     window_pages: int = 256
-    # Under write-back: the share of the device that is free or has a copy, so that it can be had at once.
+    # Under write-back: the share of the device's pages that are free or have a copy, so that they are available at
+    # once.
     reserve_share: float = 1 / 16
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
+        """Validate the values.
 
         Raises:
             ConfigurationError: a value is out of its range.

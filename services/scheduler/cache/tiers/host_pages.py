@@ -1,4 +1,4 @@
-"""The pages of the host tier: which node has which, and whose go first."""
+"""Pages of the host tier: their nodes and their order of eviction."""
 
 from __future__ import annotations
 
@@ -28,44 +28,38 @@ class HostEntry:
 
     @property
     def pinned(self) -> bool:
-        """The operator's pin."""
         return self.node.pinned
 
     @property
     def priority(self) -> int:
-        """Of the requests that used it."""
         return self.node.priority
 
     @property
     def epoch(self) -> int:
-        """Of its last use."""
         return self.node.epoch
 
     @property
     def last_access(self) -> int:
-        """By the logical clock."""
         return self.node.last_access
 
     @property
     def u_pre(self) -> int:
-        """Principals in the epoch before."""
         return self.node.u_pre
 
     @property
     def uses(self) -> int:
-        """Prefix locks that covered it."""
         return self.node.uses
 
 
 class HostPages:
     """Owns the host's page allocator and the `host_pages` and `host_ref` of nodes.
 
-    A node's copy is a candidate for eviction if no transfer needs the node and none of its children has a copy: so what
-    is on the host is closed under ancestors, as it is on the device. The copies of different nodes never share pages.
+    A node's copy is a candidate for eviction if no transfer needs the node and none of its children has a copy: so the
+    nodes on the host are closed under ancestors, as those on the device are. Copies of different nodes never share
+    pages.
     """
 
     def __init__(self, store: NodeStore, capacity: int) -> None:
-        """Start with `capacity` free pages."""
         self.allocator = PageAllocator(capacity)
         # Sum of all copies' pages, and of those that transfers need.
         self.references = 0
@@ -81,11 +75,11 @@ class HostPages:
         return self.references - self.needed
 
     def pages_of(self, account: Account) -> int:
-        """Return how many pages an owner has."""
+        """Return the number of an owner's pages."""
         return self._pages_of.get(account, 0)
 
     def try_allocate(self, count: int) -> PageIds | None:
-        """Take `count` pages, dropping the coldest copies as needed; None, and nothing dropped, if there are fewer."""
+        """Allocate `count` pages, evicting the coldest copies; if there are too few, return None and evict nothing."""
         if count > self.allocator.free_pages + self.evictable:
             return None
         while self.allocator.free_pages < count:
@@ -95,7 +89,7 @@ class HostPages:
         return self.allocator.try_allocate(count)
 
     def keep(self, node: Node, pages: PageIds) -> None:
-        """Let a node have a copy in `pages`, with a reference on each."""
+        """Set a node's copy to `pages`, with a reference on each."""
         assert node.host_pages is None
         assert node.parent is not None
         self.allocator.retain(pages)
@@ -108,7 +102,7 @@ class HostPages:
         self.offer(node)
 
     def drop(self, node: Node) -> int:
-        """Let a node have no copy any more; return how many pages became free."""
+        """Drop a node's copy; return how many pages became free."""
         pages, parent = node.host_pages, node.parent
         assert pages is not None
         assert parent is not None
@@ -127,7 +121,7 @@ class HostPages:
             self.keep(other, pages)
 
     def add_host_ref(self, node: Node, count: int) -> None:
-        """Change how many transfers need a node; neither of its copies is a candidate as long as there is one."""
+        """Change the number of transfers that need a node; while it is above 0, no copy of the node can be evicted."""
         before, after = node.host_ref, node.host_ref + count
         if node.is_soft_free:
             self._store.revive(node)
@@ -142,12 +136,12 @@ class HostPages:
             self.offer(node)
 
     def split(self, node: Node, upper: Node) -> None:
-        """Follow a split; the lower half keeps its place in the order of eviction."""
+        """Follow a split; the lower half keeps its position in the eviction order."""
         if node.host_pages is not None:
             self._entries[upper] = HostEntry(upper, self._entries[node].owner)
 
     def absorb(self, node: Node) -> None:
-        """Follow a merge: what was `node` is part of its only child now, with the copies of both."""
+        """Follow the joining of `node` with its only child, which has the copies of both now."""
         entry = self._entries.pop(node, None)
         if entry is not None:
             assert not entry.queued, "its child has a copy"
@@ -165,13 +159,13 @@ class HostPages:
         self.offer(node)
 
     def offer(self, node: Node) -> None:
-        """Make a copy a candidate for eviction if it can be one and is none."""
+        """Make a copy a candidate for eviction, if it can be one and is not yet."""
         entry = self._entries.get(node)
         if entry is not None and not (entry.queued or node.host_ref or node.host_children):
             self.queue.push(entry)
 
     def entry(self, node: Node) -> HostEntry:
-        """Return what stands for a node's copy in the order of eviction; for tests."""
+        """Return the entry of a node's copy in the eviction order; for tests."""
         return self._entries[node]
 
     def candidates(self) -> set[Node]:
@@ -190,7 +184,10 @@ class HostPages:
         self.queue.charge(account, pages)
 
     def _victim(self) -> Node | None:
-        """Return whose copy goes next. Nodes are touched without the queue's knowledge, so it is asked again."""
+        """Return the node whose copy is evicted next.
+
+        Stale entries are queued again, as touching nodes does not update them.
+        """
         while (entry := self.queue.first()) is not None:
             if self.queue.is_current(entry):
                 return entry.node
@@ -199,7 +196,7 @@ class HostPages:
         return None
 
     def _evict(self, node: Node, pages: int) -> None:
-        """Drop a copy, or of a node that is nowhere else up to `pages` pages at its end."""
+        """Drop a copy; of a node that is on the host only, at most `pages` pages at its end."""
         if node.state is not _ON_HOST:
             self.drop(node)
             self._store.emit(CacheEventKind.RECLAIMED, node)

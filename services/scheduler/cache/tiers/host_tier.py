@@ -1,4 +1,4 @@
-"""The host tier as the cache and the scheduler see it."""
+"""The host tier, as seen by the cache and the scheduler."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _ON_HOST = NodeState.ON_HOST
 class HostTier:
     """Copies of nodes in host memory.
 
-    A host page is written by the backup of one node, and read only by loads of nodes that name it; a node names it once
-    that backup is done on all ranks. So what somebody else left in it is overwritten before anybody can read it.
+    A host page is written by the backup of one node, and read only by loads of nodes that refer to it; a node refers to
+    it once that backup is done on all ranks. So previous content of a page is overwritten before it can be read.
     """
 
     def __init__(self, store: NodeStore, config: HostConfig, view_of: Callable[[View], Account]) -> None:
-        """Start empty, for the nodes of `store`; `view_of` returns whose view a principal has."""
+        """Start empty, for the nodes of `store`; `view_of` returns a view's account."""
         self.config = config
         self.pages = HostPages(store, config.pages)
         self.ledger = TransferLedger(store, self.pages)
         self.backed_up_pages = 0
         self.loaded_pages = 0
-        # Who records what the tier is asked and what comes of it.
+        # Records the tier's operations and their outcomes.
         self.observer: Recorder | None = None
-        # Backups that all ranks are done with, while older ones are not.
+        # Backups that all ranks have finished, while older ones are unfinished.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None
         self._store = store
@@ -60,17 +60,17 @@ class HostTier:
 
     @property
     def skipped_pages(self) -> int:
-        """Pages that were to be backed up when the host had no room."""
+        """Pages whose backup was skipped because the host had no room."""
         return self._backups.skipped_pages
 
-    # --- what the scheduler asks for ---
+    # --- called by the scheduler ---
 
     def add_storage(self, config: StorageConfig, names: PageNames) -> None:
-        """Have copies stored, and look for what is missing in storage."""
+        """Add a storage tier below: copies are stored, and missing pages looked up there."""
         self.storage = StorageTier(self._store, self.pages, self.ledger, config, names)
 
     def prefetch(self, view: View, token_ids: TokenIds) -> Fetch | None:
-        """Begin to look for what a principal's view lacks of a request's tokens in storage, if there is one."""
+        """Start to look up a request's missing pages in storage; None without a storage tier."""
         if self.storage is None:
             return None
         given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy()}
@@ -80,7 +80,7 @@ class HostTier:
         return fetch
 
     def end_prefetch(self, fetch: Fetch) -> None:
-        """Ask for nothing more: the request has started, or ended. What is under way is kept when it comes."""
+        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive."""
         assert self.storage is not None, "it has begun the fetch"
         if fetch.is_done:
             return
@@ -88,7 +88,7 @@ class HostTier:
             self.storage.give_up(fetch)
 
     def plan_storage(self, now: float) -> list[Transfer]:
-        """Begin the transfers with storage that are due."""
+        """Start the storage transfers that are due."""
         if self.storage is None or not self.storage.has_work(now):
             return []
         with self._operation("plan_storage", {"now": now}) as outcome:
@@ -97,13 +97,16 @@ class HostTier:
         return started
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
-        """Return how much of a request its view has on the device and further on the host; pure."""
+        """Return how much of a request is cached in its view on the device, and beyond that on the host.
+
+        Changes nothing.
+        """
         return self._loads.find(self._view_of(view), token_ids)
 
     def load(self, view: View, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]) -> Transfer | None:
-        """Begin to load what `find` found on the host alone; nothing happens if `allocate` returns None.
+        """Start to load the pages that `find` found on the host only; nothing happens if `allocate` returns None.
 
-        `allocate` takes a number of device pages and passes on one reference on each.
+        `allocate` takes a number of device pages and returns them with one reference on each.
         """
         given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy()}
         with self._operation("load", given) as outcome:
@@ -112,7 +115,7 @@ class HostTier:
         return transfer
 
     def plan_backups(self) -> list[Transfer]:
-        """Begin the backups that the policy asks for now."""
+        """Start the backups that are due by the policy."""
         if not self._backups.is_due:
             return []
         with self._operation("plan_backups", {}) as outcome:
@@ -121,7 +124,7 @@ class HostTier:
         return started
 
     def finish(self, ack: TransferAck) -> Transfer | None:
-        """Take in that all ranks are done with a transfer; return it, or None if it is none of the open ones."""
+        """Record that all ranks have finished a transfer; return it, or None if it is not open."""
         given: Facts = {"transfer": ack.transfer_id, "done_pages": ack.done_pages}
         with self._operation("finish", given) as outcome:
             transfer = self._finish(ack)
@@ -156,7 +159,7 @@ class HostTier:
         return count - free_before
 
     def forget_all(self) -> None:
-        """Void the open transfers and drop all copies: the workers are gone, with all that they held."""
+        """Cancel the open transfers and drop all copies: the workers are gone, with their memory."""
         with self._operation("lose_workers", {}):
             for opened in list(self.ledger.all()):
                 self.ledger.close(opened)
@@ -167,7 +170,7 @@ class HostTier:
             self.flush()
 
     def account(self) -> Accounting:
-        """Take the tier's accounts in O(1)."""
+        """Return the tier's page accounting in O(1)."""
         allocator, evictable = self.pages.allocator, self.pages.evictable
         return Accounting(
             capacity=allocator.capacity,
@@ -182,7 +185,7 @@ class HostTier:
         return nullcontext({}) if self.observer is None else self.observer.operation(name, given)
 
     def _settle_backups(self) -> None:
-        """End the backups that are done, oldest first: a copy is worth nothing before those of its ancestors."""
+        """Finish the completed backups, oldest first: a copy is useless without those of its ancestors."""
         for opened in list(self.ledger.all()):
             if opened.transfer.direction is not TransferDirection.DEVICE_TO_HOST:
                 continue
@@ -194,7 +197,7 @@ class HostTier:
             self.ledger.close(opened)
 
     def _keep(self, opened: OpenTransfer) -> int:
-        """Give nodes the copies that were made for them; return how many pages these have."""
+        """Assign copies to the nodes that they were made for; return the number of their pages."""
         kept = 0
         for node, _, host_pages in opened.in_order():
             above = node.parent
@@ -273,7 +276,7 @@ class HostTier:
             self.storage.renew(accounts)
 
     def copied(self, node: Node) -> None:
-        """Have a node's new copy stored, or a copy that has got another owner."""
+        """Store a node's new copy, or a copy whose owner has changed."""
         if self.storage is not None and node.host_pages is not None:
             self.storage.note(node)
 

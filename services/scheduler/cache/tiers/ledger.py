@@ -1,4 +1,4 @@
-"""Which transfers are open, and which nodes they are about, also while the tree changes its shape under them."""
+"""Tracks open transfers and their nodes while the tree is restructured."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Part:
 class OpenTransfer:
     """A transfer that not all ranks have acknowledged.
 
-    `end` is the deepest node that it needs; `parts` says what it brings to which node. `held` are device pages of nodes
-    that have left the tree meanwhile and which others may name, too.
+    `end` is the deepest node that it needs; `parts` maps each target node to its pages of the transfer. `held` are
+    device pages of nodes that have been removed from the tree meanwhile, to which other nodes may refer, too.
     """
 
     transfer: Transfer
@@ -51,12 +51,11 @@ class OpenTransfer:
 class TransferLedger:
     """Owns the open transfers and their references on pages of both tiers.
 
-    Every node from the root to a transfer's end counts it in `host_ref`. A node can be about to get something from one
-    transfer at most.
+    Every node from the root to a transfer's end counts the transfer in `host_ref`. A node is the target of at most one
+    transfer.
     """
 
     def __init__(self, store: NodeStore, host: HostPages) -> None:
-        """Start with none."""
         self._store = store
         self._host = host
         self._open: dict[TransferId, OpenTransfer] = {}
@@ -68,7 +67,7 @@ class TransferLedger:
         self.host_references = 0
 
     def __len__(self) -> int:
-        """Return how many are open."""
+        """Return the number of open transfers."""
         return len(self._open)
 
     def all(self) -> Iterable[OpenTransfer]:
@@ -76,28 +75,28 @@ class TransferLedger:
         return self._open.values()
 
     def get(self, transfer_id: TransferId) -> OpenTransfer | None:
-        """Return an open transfer."""
+        """Return an open transfer by its id, or None."""
         return self._open.get(transfer_id)
 
     def about(self, node: Node) -> OpenTransfer | None:
-        """Return the transfer that brings something to `node`."""
+        """Return the transfer of which `node` is a target, or None."""
         return self._by_node.get(node)
 
     def need(self, end: Node, count: int) -> None:
-        """Change by `count` how many transfers need the path from the root to `end`."""
+        """Change by `count` the number of transfers that need the path from the root to `end`."""
         at = end
         while at.parent is not None:
             self._host.add_host_ref(at, count)
             at = at.parent
 
     def retain_host(self, pages: PageIds) -> None:
-        """Take a reference on host pages for a transfer that reads them."""
+        """Add a reference on host pages for a transfer that reads them."""
         self._host.allocator.retain(pages)
 
     def open(
         self, direction: TransferDirection, nodes: Sequence[Node], device_pages: PageIds, host_pages: PageIds
     ) -> Transfer:
-        """Begin a transfer for a path of nodes, parents first; it takes over one reference on each page."""
+        """Start a transfer for a path of nodes, parents first; it takes over one reference on each page."""
         transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages)
         self._next += 1
         parts: dict[Node, Part] = {}
@@ -111,10 +110,10 @@ class TransferLedger:
         return transfer
 
     def open_stored(self, direction: TransferDirection, end: Node, host_pages: PageIds, keys: ObjectKeys) -> Transfer:
-        """Begin a transfer with storage; it takes over one reference on each page.
+        """Start a transfer with storage; it takes over one reference on each page.
 
-        It brings nothing to the path that ends in `end`, but needs it: as what is stored, or as what pages that come
-        from storage are to hang below.
+        It has no target nodes, but needs the path to `end`: as the source, or as the parent of pages that arrive from
+        storage.
         """
         transfer = Transfer(
             TransferId(self._next), direction, host_pages=host_pages, object_keys=keys.names, cipher_key=keys.cipher_key
@@ -132,7 +131,7 @@ class TransferLedger:
         self.host_references += len(opened.transfer.host_pages)
 
     def close(self, opened: OpenTransfer) -> None:
-        """End a transfer and give its references back."""
+        """End a transfer and release its references."""
         del self._open[opened.transfer.transfer_id]
         for node in opened.parts:
             del self._by_node[node]
@@ -147,13 +146,13 @@ class TransferLedger:
         self._host.allocator.release(transfer.host_pages)
 
     def tables(self) -> dict[str, PageIds]:
-        """Return the device pages of each open transfer, by a name for people."""
+        """Return the device pages of each open transfer, by a readable name."""
         return {f"transfer {key}": opened.transfer.device_pages for key, opened in self._open.items()}
 
     # --- the tree changes ---
 
     def split(self, node: Node, upper: Node) -> None:
-        """Follow a split: both halves await their share."""
+        """Follow a split: both halves remain targets of their share."""
         opened = self._by_node.get(node)
         if opened is None:
             return
@@ -163,7 +162,7 @@ class TransferLedger:
         self._by_node[upper] = opened
 
     def follow(self, node: Node, other: Node) -> None:
-        """Let what ends in a node end in another with the same parent and tokens, so that its copy stays as long."""
+        """Move the end of transfers to another node with the same parent and tokens, whose copy is kept as long."""
         ending = self._by_end.pop(node, {})
         if ending:
             self._host.add_host_ref(other, len(ending))
@@ -173,12 +172,12 @@ class TransferLedger:
             self._by_end.setdefault(other, {}).update(ending)
 
     def leave(self, leaf: Node) -> None:
-        """Follow a leaf's removal: what was on its way for it is for nobody now, and its transfers end above it."""
+        """Follow a leaf's removal: it is no longer a target, and its transfers end in its parent."""
         opened = self._by_node.pop(leaf, None)
         if opened is not None:
             part = opened.parts.pop(leaf)
             if leaf.joint and np.array_equal(leaf.pages, _cut(opened.transfer.device_pages, part)):
-                # Others may still name what the transfer reads.
+                # Other nodes may still refer to the pages that the transfer reads.
                 self._store.use.hold(leaf.pages)
                 opened.held.append(leaf.pages)
         parent = leaf.parent

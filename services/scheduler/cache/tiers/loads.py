@@ -1,4 +1,4 @@
-"""Bringing pages back from the host to the device."""
+"""Loads pages from the host back to the device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 @dataclass(frozen=True, slots=True)
 class HostMatch:
-    """How much of a request's view covers its tokens: on the device, and then further on the host alone.
+    """Cached part of a request's tokens in its view: on the device, and beyond that on the host only.
 
-    `loading` is the transfer that brings the first of the latter to the device, if one does already.
+    `loading` is the transfer that is loading the first of the latter, if there is one.
     """
 
     device_tokens: int
@@ -38,16 +38,16 @@ class HostMatch:
 
 
 class Loads:
-    """Finds what is only on the host, and makes it LIVE again."""
+    """Finds nodes that are on the host only, and makes them LIVE again."""
 
     def __init__(self, store: NodeStore, ledger: TransferLedger) -> None:
-        """Work on the nodes of `store`."""
+        """Change nodes of `store`; transfers are opened in `ledger`."""
         self._store = store
         self._ledger = ledger
         self._page_size = store.tree.page_size
 
     def find(self, viewer: Account, token_ids: TokenIds) -> HostMatch:
-        """Return what a view holds of a request's tokens; pure."""
+        """Return the cached part of a request's tokens in a view; changes nothing."""
         tree = self._store.tree
         match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
         at, end, on_device = match.partial or match.node, match.pages, match.pages
@@ -64,13 +64,13 @@ class Loads:
         )
 
     def begin(self, viewer: Account, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]) -> Transfer | None:
-        """Begin to load all that `find` finds on the host; None if `allocate` has no device pages for it."""
+        """Start to load everything that `find` finds on the host; None if `allocate` has no device pages for it."""
         tree = self._store.tree
         match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
         end = match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
         path = self._on_host(end)
         assert path, "there is something to load"
-        # From here on, making room on either tier leaves the path alone.
+        # From here on, making room on either tier spares the path.
         self._ledger.need(end, 1)
         self._store.touch(end)
         device_pages = allocate(sum(node.size for node in path))
@@ -83,9 +83,9 @@ class Loads:
         return transfer
 
     def finish(self, opened: OpenTransfer) -> int:
-        """Make nodes LIVE whose pages have been loaded; return how many pages that are.
+        """Make nodes LIVE whose pages have been loaded; return the number of these pages.
 
-        What has left the tree, or has been computed meanwhile, is not needed any more.
+        Pages are discarded if their node has been removed or computed meanwhile.
         """
         loaded = 0
         for node, device_pages, _ in opened.in_order():
@@ -98,8 +98,8 @@ class Loads:
         """Make nodes LIVE on the pages of a row that has computed them instead of loading them.
 
         Args:
-            above: The node that the row's path ends in; it is locked.
-            account: Whose view the row has.
+            above: The node in which the row's path ends; it is locked.
+            account: The account of the row's view.
             key: The row's tokens.
             first: Depth of `above` in pages.
             pages: The row's page table.
@@ -126,7 +126,7 @@ class Loads:
         return PagedKey(token_ids, self._page_size), 0, max(len(token_ids) - 1, 0) // self._page_size
 
     def _on_host(self, end: Node) -> list[Node]:
-        """Return the nodes from the first that is only on the host to `end`."""
+        """Return the nodes on the path to `end` that are on the host only, parents first."""
         path = []
         at = end
         while at.state is _ON_HOST:

@@ -1,4 +1,4 @@
-"""What the cache reports to the tiers below the device, and the stand-in for caches without such tiers."""
+"""Events that the cache reports to the tiers below the device, and a null object for caches without such tiers."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class TierObserver(Protocol):
     """Follows changes of the tree, each within the operation that makes it."""
 
     def keep(self, node: Node, host_pages: PageIds) -> None:
-        """Give a new node its copy in `host_pages`, with a reference on each."""
+        """Set a new node's copy to `host_pages`, with a reference on each."""
 
     def note(self, node: Node) -> None:
-        """Follow an unlocked node's use, or that it was soft-freed."""
+        """Follow an unlocked node's use, or its soft-freeing."""
 
     def split(self, node: Node, upper: Node) -> None:
         """Follow a split; `upper` is the new upper half."""
 
     def absorb(self, node: Node) -> None:
-        """Follow a node that its only child has taken in."""
+        """Follow the joining of a node with its only child, which remains."""
 
     def rehang(self, node: Node, old: Node) -> None:
         """Follow a node that was moved from below `old`."""
 
     def take_over(self, node: Node, other: Node) -> None:
-        """Pass on a node's copy before it leaves; `other` has the same parent and tokens, and now its children."""
+        """Pass on a node's copy before its removal to `other`, which has the same parent and tokens."""
 
     def hand_over(self, node: Node) -> None:
         """Follow a change of owner."""
 
     def leave(self, leaf: Node) -> None:
-        """Drop the copy of a leaf that is about to leave the tree."""
+        """Drop the copy of a leaf that is about to be removed."""
 
     def strip(self, top: Node) -> None:
-        """Drop the copies of a subtree that other owners are about to get: only device pages are passed on."""
+        """Drop the copies of a subtree that is about to change owners: only device pages are passed on."""
 
     def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
-        """Let nodes that are on the host alone have the pages [first, key.pages) that a row has computed."""
+        """Make nodes that are on the host only LIVE on the pages [first, key.pages) that a row has computed."""
 
     def flush(self) -> int:
         """Drop all copies that no transfer needs; return how many host pages became free."""
@@ -53,10 +53,10 @@ class TierObserver(Protocol):
         """Follow the epoch, and the subjects and tenants that are no longer active."""
 
     def pages_of(self, account: Account) -> int:
-        """Return how many host pages an owner has."""
+        """Return the number of an owner's host pages."""
 
     def revoke(self, account: Account) -> None:
-        """Destroy the storage key of a tenant or the public: some of what it shared turned out to be private."""
+        """Destroy the storage key of a tenant or the public, as some of its shared pages turned out to be private."""
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
         """Follow the quarantine of subjects."""
@@ -65,11 +65,11 @@ class TierObserver(Protocol):
         """Destroy the storage key of a subject; `accounts` are those of its views in memory."""
 
     def renew(self, accounts: Iterable[Account]) -> None:
-        """Store what these owners have left under new keys."""
+        """Store the remaining pages of these owners under new keys."""
 
 
 class NoTier:
-    """Implements `TierObserver` for a cache on the device alone."""
+    """Implements `TierObserver` for a cache on the device only."""
 
     def keep(self, node: Node, host_pages: PageIds) -> None:
         raise AssertionError("nothing is copied without a host tier")

@@ -1,4 +1,4 @@
-"""Constants of the storage tier as the scheduler sees it, and what it needs from outside."""
+"""Constants of the storage tier in the scheduler, and the interface to names and keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class PrefetchPolicy(Enum):
     """How long a request waits for its pages from storage.
 
-    OFF: they are not looked up. BEST_EFFORT: not at all; what has come when it could start is used. TIMEOUT: up to
-    `wait_s` from then on. WAIT_COMPLETE: until it is known how much there is, and all of that has come.
+    OFF: there is no lookup. BEST_EFFORT: it does not wait; pages that have arrived when it could start are used.
+    TIMEOUT: up to `wait_s` from then on. WAIT_COMPLETE: until the lookup has ended and all found pages have arrived.
     """
 
     OFF = "off"
@@ -31,23 +31,23 @@ class StorageConfig:
     """Rules of the storage tier."""
 
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    # A request that would start otherwise waits at most so long under TIMEOUT.
+    # Maximum time under TIMEOUT that a request waits which could start otherwise.
     wait_s: float = 0.5
-    # A shorter run of missing pages is computed sooner than looked up.
+    # A shorter run of missing pages is faster to compute than to look up.
     min_pages: int = 4
-    # Pages under way at the same time, writes at most half of them; they can leave neither tier meanwhile.
+    # Pages in flight at the same time, at most half of them writes; they cannot be evicted from either tier meanwhile.
     window_pages: int = 1024
     # Rate of reading; 0: no limit.
     pages_per_s: float = 0.0
-    # Whether what has been copied to the host is stored.
+    # Whether copies on the host are stored.
     writes: bool = True
 
 
 class PageNames(Protocol):
-    """Knows the names and keys of pages in storage, and destroys keys."""
+    """Supplies the names and keys of pages in storage, and destroys keys."""
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
         """Return names and key of pages of `scope` by their chained hashes."""
 
     def revoke(self, scope: Scope) -> None:
-        """Make everything that was stored for `scope`, or for another view of the same subject, unreadable."""
+        """Make all stored pages of `scope`, and of other views of the same subject, unreadable."""

@@ -1,4 +1,4 @@
-"""What is loaded from storage to the host, for requests that wait."""
+"""Loads pages from storage to the host, for waiting requests."""
 
 from __future__ import annotations
 
@@ -28,41 +28,40 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
     from services.scheduler.cache.types import Scope
 
-# Subjects whose probing is remembered.
+# Number of suspects that are remembered.
 REMEMBERED_SUSPECTS = 65_536
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Fetch:
-    """One request's look into storage. `hashes` are the chained ones of all pages that may be found."""
+    """One request's lookup in storage. `hashes` are the chained hashes of all pages that may be found."""
 
     scope: Scope
     key: PagedKey
     hashes: list[bytes]
     prefetch: Prefetch
-    # Counts requests.
+    # Sequential number of the lookup.
     number: int
-    # Since when its request could have started.
+    # Time from which its request could have started.
     awaited_since: float | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more pages will arrive."""
         return self.prefetch.is_done
 
 
 class StorageReads:
     """Loads pages into new nodes on the host, in the requester's view.
 
-    They are looked up in the names of the requester's view, its tenant and the public, never in others'. What was
-    stored as the tenant's or the public's is so here as well, unless it would put others' nodes out of their sight:
-    then it is one more private copy, and promotion by evidence goes on as if it had not been found.
+    They are looked up under the names of the requester's view, its tenant and the public, never of other views. Pages
+    stored as the tenant's or the public's become so here as well, unless this would hide other owners' nodes: then they
+    become one more private copy, and promotion by evidence proceeds as if they had not been found.
     """
 
     def __init__(
         self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
     ) -> None:
-        """Start with no request."""
         self._store = store
         self._host = host
         self._ledger = ledger
@@ -77,11 +76,11 @@ class StorageReads:
         self._suspects: OrderedDict[int, None] = OrderedDict()
 
     def has_work(self, now: float) -> bool:
-        """Whether there is more to ask for that the rate allows."""
+        """Whether there are pages to request that the rate allows."""
         return self._rate.available(now) >= 1 and any(fetch.prefetch.peek_run() for fetch in self._fetches)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
-        """Look nothing shared up for subjects that seem to have probed: what is hidden from them stays hidden."""
+        """Look up no shared pages for subjects that appear to have probed: nodes hidden from them stay hidden."""
         for fingerprint in fingerprints:
             self._suspects[fingerprint] = None
             self._suspects.move_to_end(fingerprint)
@@ -89,7 +88,7 @@ class StorageReads:
             self._suspects.popitem(last=False)
 
     def begin(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
-        """Look for what a view lacks of a request's tokens; None if that is too little, or cannot be kept."""
+        """Start to look up a request's pages missing in a view; None if they are too few, or cannot be attached."""
         tree = self._store.tree
         key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
@@ -103,7 +102,7 @@ class StorageReads:
         return fetch
 
     def _scopes(self, viewer: Account) -> list[Scope]:
-        """Return in whose names a view's pages may be stored."""
+        """Return the scopes under whose names a view's pages may be stored."""
         scopes = [viewer.scope]
         if viewer.fingerprint in self._suspects:
             return scopes
@@ -114,17 +113,17 @@ class StorageReads:
         return scopes
 
     def find(self, number: int) -> Fetch | None:
-        """Return the fetch with this number, if it goes on."""
+        """Return the lookup with this number, if it is in progress."""
         return next((fetch for fetch in self._fetches if fetch.number == number), None)
 
     def give_up(self, fetch: Fetch) -> None:
-        """Ask for nothing more; what is under way is kept when it comes."""
+        """Stop requesting pages; those in flight are kept when they arrive."""
         fetch.prefetch.stop()
         if fetch.is_done:
             self._fetches.pop(fetch, None)
 
     def plan(self, room: int, now: float) -> Iterable[Transfer]:
-        """Begin what `room` pages and the rate allow, oldest request first."""
+        """Start the transfers that `room` pages and the rate allow, oldest request first."""
         for fetch in list(self._fetches):
             while (run := fetch.prefetch.peek_run()) is not None:
                 pages = int(min(run.pages, room, self._rate.available(now)))
@@ -139,7 +138,7 @@ class StorageReads:
                 yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
-        """Take in what came; return how many pages are new on the host."""
+        """Attach the pages that arrived; return how many are new on the host."""
         fetch, run = self._runs.pop(opened)
         position = fetch.prefetch.position
         new = fetch.prefetch.arrive(run, ack.done_pages)
@@ -152,18 +151,18 @@ class StorageReads:
         return kept
 
     def forget_all(self) -> None:
-        """Start over: the transfers are void."""
+        """Start over: the transfers are cancelled."""
         for fetch in self._fetches:
             fetch.prefetch.abandon()
         self._fetches.clear()
         self._runs.clear()
 
     def _ask(self, fetch: Fetch, pages: int) -> Transfer | None:
-        """Order the first pages of what a fetch asks for next; None if there is no place for them on the host."""
+        """Request the first `pages` pages of a lookup's next run; None if there is no place for them on the host."""
         above = self._end_of(fetch, fetch.prefetch.position)
         if above is None:
             return None
-        # So that making room does not drop the path that they will hang below.
+        # Prevents that making room drops the path that they will be attached to.
         self._ledger.need(above, 1)
         host_pages = self._host.try_allocate(pages)
         transfer = None
@@ -178,7 +177,7 @@ class StorageReads:
         return transfer
 
     def _end_of(self, fetch: Fetch, position: int) -> Node | None:
-        """Return the node in the requester's view that ends at a depth of `position` pages and may get children."""
+        """Return the node in the requester's view that ends at `position` pages and may get children, or None."""
         tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
         match = tree.match(tree.root, viewer, fetch.key, 0, position, Reach.HOST)
         if match.pages < position or not _can_grow(match.partial or match.node):
@@ -186,7 +185,10 @@ class StorageReads:
         return match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
 
     def _attach(self, fetch: Fetch, first: int, pages: PageIds, scope: Scope) -> int:
-        """Hang pages [first, first + len(pages)) into the requester's view, as far as they are still missing there."""
+        """Attach the pages [first, first + len(pages)) that are still missing to the requester's view.
+
+        Return len(pages), or 0 if they cannot be attached.
+        """
         store, end = self._store, first + len(pages)
         viewer = store.accounts.view(fetch.scope)
         match = store.tree.match(store.tree.root, viewer, fetch.key, 0, end, Reach.HOST)
@@ -196,7 +198,7 @@ class StorageReads:
             return len(pages)
         above = self._end_of(fetch, match.pages)
         page = fetch.key.page(match.pages)
-        # A shared node that is hidden from the view is found again by computing it only.
+        # A shared node that is hidden from the view is matched again only after the view has computed it.
         if above is None or any(
             node.owner_id in (PUBLIC_SCOPE, fetch.scope[:1]) for node in store.tree.group(above, page)
         ):
@@ -210,7 +212,7 @@ class StorageReads:
         return len(pages)
 
     def _owner(self, viewer: Account, scope: Scope, above: Node, page: bytes) -> Account:
-        """Return whose a page stored in the name of `scope` is to be: the same's, if no other node is in the way."""
+        """Return the owner for a page stored under `scope`: the same scope, unless other nodes are in the way."""
         accounts, siblings = self._store.accounts, self._store.tree.group(above, page)
         if scope == PUBLIC_SCOPE and above.is_public and not siblings:
             return accounts.public

@@ -1,4 +1,4 @@
-"""The storage tier as the cache and the scheduler see it."""
+"""The storage tier, as seen by the cache and the scheduler."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 class StorageTier:
     """Pages that outlive the host tier, and may be shared with other schedulers.
 
-    Nothing is known here of what is there: everything is asked for, and not to get it is always right.
+    The tier keeps no index of storage: pages are requested, and a miss is always a valid outcome.
     """
 
     def __init__(
         self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
     ) -> None:
-        """Work on the host's pages, with transfers in `ledger`; `names` says what pages are called in storage."""
+        """Use the host's pages, with transfers in `ledger`; `names` supplies the names of pages in storage."""
         self.config = config
         self.stored_pages = 0
         self.fetched_pages = 0
-        # Look-ups that did not bring all that was asked for, as it is missing or damaged, or storage failed.
+        # Lookups that did not return all requested pages, because they are missing or damaged, or storage failed.
         self.misses = 0
         self._store = store
         self._names = names
         self._writes = StorageWrites(store, ledger, names)
         self._reads = StorageReads(store, host, ledger, config, names)
-        # Transfers keep pages where they are: leave most of a small tier alone.
+        # Transfers prevent the eviction of pages, so most of a small tier is left alone.
         self._window = max(1, min(config.window_pages, host.allocator.capacity // 4))
-        # Under way now.
+        # Pages in flight now.
         self.reading_pages = 0
         self.writing_pages = 0
 
-    # --- what the scheduler asks for ---
+    # --- called by the scheduler ---
 
     def prefetch(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
-        """Begin to look for what a view lacks of a request's tokens."""
+        """Start to look up a request's pages that are missing in a view."""
         if self.config.policy is PrefetchPolicy.OFF:
             return None
         return self._reads.begin(viewer, token_ids)
 
     def is_awaited(self, fetch: Fetch, now: float) -> bool:
-        """Whether a request that could start now waits for its pages nevertheless."""
+        """Whether a request that could start now must wait for its pages."""
         if fetch.is_done or self.config.policy is PrefetchPolicy.BEST_EFFORT:
             return False
         if fetch.awaited_since is None:
@@ -64,24 +64,24 @@ class StorageTier:
         return self.config.policy is PrefetchPolicy.WAIT_COMPLETE or now < fetch.awaited_since + self.config.wait_s
 
     def give_up(self, fetch: Fetch) -> None:
-        """Ask for nothing more: the request has started, or ended. What is under way is kept when it comes."""
+        """Stop requesting pages, as the request has started or ended. Pages in flight are kept when they arrive."""
         self._reads.give_up(fetch)
 
     def find(self, number: int) -> Fetch | None:
-        """Return the look-up with this number, if it goes on."""
+        """Return the lookup with this number, if it is in progress."""
         return self._reads.find(number)
 
     @property
     def is_reading(self) -> bool:
-        """Whether pages are under way that somebody may be waiting for."""
+        """Whether pages are in flight that a request may be waiting for."""
         return self.reading_pages > 0
 
     def has_work(self, now: float) -> bool:
-        """Whether `plan` has something to begin, now or when there is room."""
+        """Whether `plan` has transfers to start, now or when there is room."""
         return self._writes.has_work or self._reads.has_work(now)
 
     def plan(self, now: float) -> Iterable[Transfer]:
-        """Begin what there is room for: reads, then writes."""
+        """Start the transfers that there is room for: reads, then writes."""
         for transfer in self._reads.plan(self._window - self.reading_pages, now):
             self.reading_pages += transfer.pages
             yield transfer
@@ -90,7 +90,7 @@ class StorageTier:
             yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> None:
-        """Take in that all ranks are done with a transfer; the caller closes it."""
+        """Record that all ranks have finished a transfer; the caller closes it."""
         transfer = opened.transfer
         if transfer.direction is TransferDirection.STORAGE_TO_HOST:
             self.reading_pages -= transfer.pages
@@ -101,26 +101,26 @@ class StorageTier:
             self.stored_pages += ack.done_pages
 
     def forget_all(self) -> None:
-        """Start over: the workers are gone, and the host tier with them; storage is not."""
+        """Start over: the workers and the host tier are gone; storage is not."""
         self.reading_pages = self.writing_pages = 0
         self._reads.forget_all()
         self._writes.forget_all()
 
-    # --- what the cache tells ---
+    # --- called by the cache ---
 
     def note(self, node: Node) -> None:
-        """A node has got a copy on the host, or another owner."""
+        """Note a node whose copy on the host is new, or whose owner has changed."""
         if self.config.writes:
             self._writes.note(node)
 
     def distrust(self, fingerprints: Iterable[int]) -> None:
-        """Some subjects seem to have probed shared prompts."""
+        """Note subjects that appear to have probed shared prompts."""
         self._reads.distrust(fingerprints)
 
     def demote(self, account: Account) -> None:
-        """Destroy the key of what was stored as a tenant's or the public's, as some of it turned out to be private.
+        """Destroy the key of the pages stored as a tenant's or the public's, as some of them turned out to be private.
 
-        What they still have is stored again, under new names and a new key.
+        Their remaining pages are stored again, under new names and a new key.
         """
         self._names.revoke(account.scope)
         if account.is_public:
@@ -129,13 +129,13 @@ class StorageTier:
             self.renew((account,))
 
     def renew(self, accounts: Iterable[Account]) -> None:
-        """Store what these owners have left under their new names and keys."""
+        """Store the remaining pages of these owners under their new names and keys."""
         for account in accounts:
             for top in account.tops:
                 self._note_all((top, *self._store.tree.walk_owned(account, top=top)))
 
     def forget(self, subject: Subject, accounts: Iterable[Account]) -> None:
-        """Destroy the key of what is stored of a subject, in any view; `accounts` are those of its views in memory."""
+        """Destroy the key of a subject's stored pages, in all views; `accounts` are those of its views in memory."""
         for account in accounts:
             self._writes.drop(account)
         self._names.revoke((subject.tenant, subject.name))

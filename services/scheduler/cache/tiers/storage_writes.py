@@ -1,4 +1,4 @@
-"""What is copied from the host to storage."""
+"""Writes pages from the host to storage."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.ledger import TransferLedger
     from services.scheduler.cache.tiers.storage_config import PageNames
 
-# Names in one transfer that drops objects: 32 kB.
+# Maximum number of names in one transfer that drops objects: 32 kB.
 DROPPED_AT_ONCE = 1024
 _NO_PAGES = np.empty(0, np.int32)
 
 
 class StorageWrites:
-    """Stores nodes that have a copy on the host, each once under each owner, and drops what was stored."""
+    """Stores nodes that have a copy on the host, once under each owner, and drops stored pages."""
 
     def __init__(self, store: NodeStore, ledger: TransferLedger, names: PageNames) -> None:
-        """Start with nothing to write."""
         self._store = store
         self._ledger = ledger
         self._names = names
@@ -37,22 +36,22 @@ class StorageWrites:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is to be written or dropped."""
+        """Whether there are pages to write or to drop."""
         return bool(self._noted or self._dropped)
 
     def note(self, node: Node) -> None:
-        """Take note of a node that has got a copy on the host, or another owner."""
+        """Note a node whose copy on the host is new, or whose owner has changed."""
         self._noted[node] = None
 
     def drop(self, account: Account) -> None:
-        """Have everything dropped that is known to be stored as an account's own."""
+        """Drop all stored pages that the tree has as an account's own."""
         for top in account.tops:
             self._drop(top)
             for node, _ in self._store.tree.walk(top):
                 self._drop(node)
 
     def plan(self, room: int) -> Iterable[Transfer]:
-        """Begin what fits into `room` pages, but at least one node."""
+        """Start the writes that fit into `room` pages, but at least one node."""
         while self._dropped:
             keys = ObjectKeys(tuple(self._dropped[:DROPPED_AT_ONCE]))
             self._dropped = self._dropped[DROPPED_AT_ONCE:]
@@ -69,7 +68,7 @@ class StorageWrites:
             yield self._ledger.open_stored(direction, node, node.host_pages, self._keys(node))
 
     def forget_all(self) -> None:
-        """Start over: no copy is left. What was to be dropped still is."""
+        """Start over: no copies are left. Pending drops remain."""
         self._noted.clear()
 
     def _drop(self, node: Node) -> None:
