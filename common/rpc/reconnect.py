@@ -50,8 +50,10 @@ async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.ai
     """
     await call.wait_for_connection()
     # On a refusal, gRPC delivers the (empty) metadata before the status, so metadata alone do not mean acceptance.
+    # Not `wait_for`, which drops a cancellation that comes together with the status (until Python 3.12).
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(call.code(), VERDICT_S)
+        async with asyncio.timeout(VERDICT_S):
+            await call.code()
         await call.wait_for_connection()
 
 
