@@ -97,7 +97,7 @@ class Limits(BaseModel):
         return tenant.subjects.get(subject.name, tenant.each_subject)
 
     def sharing_of(self, tenant: str) -> Sharing:
-        """Return how widely the tenant shares text that its subjects computed."""
+        """Return the tenant's sharing level for text that its subjects computed."""
         return self.of(tenant).sharing
 
     def described(self) -> dict[str, Any]:  # JSON

@@ -86,7 +86,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is started: a mode with the user's own settings, and what an oracle needs.
+    """A deployment to start: a mode, the user's own settings, and the settings that an oracle needs.
 
     `settings` go before the user's; `principals` is the threshold of evidence, `storage` the storage's directory. The
     keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need one.

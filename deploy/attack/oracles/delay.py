@@ -84,7 +84,7 @@ def _ways(scene: Scene) -> list[Invention]:
 
 
 async def _ended_before(scene: Scene, way: Invention) -> int:
-    """Return how many long outputs of a flood end between the sending of a victim's request and its first token."""
+    """Count a flood's long outputs that end after a victim's request is sent and before its first token."""
     prober = scene.prober
     first = asyncio.ensure_future(prober.ask_as(_text(scene), way.worn(scene.user("flood"))))
     flood = [
@@ -105,7 +105,7 @@ async def _ended_before(scene: Scene, way: Invention) -> int:
 
 
 async def _overtaken(scene: Scene, way: Invention) -> int:
-    """Return how many requests of a flood are served between the victim's sending and its last answer."""
+    """Count a flood's requests that are served after the victim sends its own and before its last answer."""
     victim = scene.user("victim")
     flood = [(_text(scene), way.worn(scene.user("flood"))) for _ in range(FLOOD)]
     asked = [(_text(scene), victim) for _ in range(REQUESTS)]
@@ -131,7 +131,7 @@ async def _overtaken(scene: Scene, way: Invention) -> int:
 
 
 def count_between(sightings: list[Sighting], start: float, end: float) -> int:
-    """Return how many were served between two times."""
+    """Count requests that were served between two times."""
     return sum(start < each.first_token_at <= end for each in sightings)
 
 

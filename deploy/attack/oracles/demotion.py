@@ -27,7 +27,7 @@ PATIENCE_EPOCHS = 8
 
 @dataclass(slots=True)
 class Target:
-    """A shared prompt, who attacks it, and what a newcomer of the tenant finds of it."""
+    """A shared prompt, its attackers, and how many of its tokens a new user of the tenant finds."""
 
     text: tuple[Segment, ...]
     way: Invention
@@ -81,7 +81,7 @@ async def _hammer(scene: Scene, targets: list[Target]) -> int:
 
 
 async def _found(scene: Scene, target: Target) -> int:
-    return (await scene.prober.ask(target.text, scene.user("newcomer"))).cached_tokens or 0
+    return (await scene.prober.ask(target.text, scene.user("new-user"))).cached_tokens or 0
 
 
 def _target(scene: Scene, way: Invention) -> Target:
@@ -92,6 +92,6 @@ def _judge(oracle: str, targets: list[Target], times: int) -> Finding:
     lost = [target for target in targets if target.after < target.before]
     probes = len(targets) * NAMES * times
     if lost:
-        note = f"newcomers find {lost[0].after} tokens instead of {lost[0].before}: {lost[0].way.label}"
+        note = f"new users find {lost[0].after} tokens instead of {lost[0].before}: {lost[0].way.label}"
         return Finding(oracle, Verdict.UNBOUNDED, probes, note=note)
-    return Finding(oracle, Verdict.CLOSED, probes, note=f"newcomers go on finding {targets[0].before} tokens")
+    return Finding(oracle, Verdict.CLOSED, probes, note=f"new users still find {targets[0].before} tokens")

@@ -101,7 +101,7 @@ async def probe_forgeries(scene: Scene) -> list[Finding]:
 
 
 def judge_forgeries(outcomes: list[Outcome]) -> Finding:
-    """Return what follows; the first outcome is that of pages which were not touched."""
+    """Derive the finding; the first outcome is that of untouched pages."""
     untouched, *forged = outcomes
     accepted = [outcome for outcome in forged if outcome.is_accepted]
     if accepted:

@@ -25,14 +25,14 @@ async def probe_names(scene: Scene) -> list[Finding]:
     The victim's own name under a key that vouches for its users is no disguise: the key's holder says who they are.
     """
     credentials = scene.server.credentials
-    unnamed = [(asking, probing) for asking in nobody() for probing in strangers(credentials)]
+    unnamed = [(asking, probing) for asking in no_credential() for probing in strangers(credentials)]
     absent = await _try(scene, "absent user id", unnamed)
     named = Disguise({"user": "{name}"})
     spoofed = await _try(scene, "spoofed user id", [(named, each) for each in impostors(credentials)])
     return [absent, spoofed]
 
 
-def nobody() -> list[Disguise]:
+def no_credential() -> list[Disguise]:
     """Return ways to name no user: all of them are their credential itself."""
     return [Disguise(), Disguise({"user": ""}), Disguise({"user_id": "", "safety_identifier": ""})]
 
@@ -60,7 +60,7 @@ def impostors(credentials: Credentials) -> list[Disguise]:
     disguises: list[Disguise] = [Disguise(each) for each in fields]
     disguises.append(Disguise({"user": "someone-else"}, {USER_HEADER: "{name}"}))
     disguises.append(Disguise({}, {USER_HEADER: "{name}", TENANT_HEADER: "default"}))
-    # Under a key that does not vouch for its users, a name is nobody else's.
+    # Under a key that does not vouch for its users, a name stands for the key's own subject only.
     for key in (credentials.plain, credentials.personal):
         if key is not None:
             disguises += [Disguise({"user": "{name}"}, api_key=key), Disguise({"cache_salt": "{name}"}, api_key=key)]

@@ -116,7 +116,7 @@ class Planner:
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
         steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
-        if self._refused is not None:
+        if self._refused is not None and self._billing.counters is not None:
             self._billing.charge_idle_rows(self._refused, self._idle_rows(self._refused) * steps)
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
