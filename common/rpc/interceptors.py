@@ -15,6 +15,7 @@ import structlog
 from common.errors import PandoError
 from common.logs import get_logger
 from common.metrics import RPC_SECONDS, RPC_TOTAL
+from common.rpc.acceptance import accept_stream
 from common.rpc.callers import accept_every_caller
 from common.rpc.status import to_status
 
@@ -83,11 +84,10 @@ def _bracket_stream(call: Handler, method: str, check: CheckCaller) -> Handler:
         async with _Bracket(method, context):
             check(method, context)
             responses = call(request, context)
-            if inspect.isawaitable(responses):  # a handler that uses context.write, and sends the metadata itself
+            if inspect.isawaitable(responses):  # a handler that uses context.write, and accepts by itself
                 await responses
                 return
-            # Signals to the caller that the stream is accepted before the first response exists (see StreamLink).
-            await context.send_initial_metadata(())
+            await accept_stream(context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
-# How long after its metadata the status of a refused stream may arrive; both are sent in the same frame.
-VERDICT_S = 0.01
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -40,21 +37,6 @@ class RefusalLog:
     def clear(self) -> None:
         """Reset the log after the peer has accepted a connection."""
         self._reason = None
-
-
-async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> None:
-    """Wait until the peer has accepted a stream, that is, has sent its initial metadata.
-
-    Raises:
-        grpc.aio.AioRpcError: the peer is unreachable or has refused the stream.
-    """
-    await call.wait_for_connection()
-    # On a refusal, gRPC delivers the (empty) metadata before the status, so metadata alone do not mean acceptance.
-    # Not `wait_for`, which drops a cancellation that comes together with the status (until Python 3.12).
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(VERDICT_S):
-            await call.code()
-        await call.wait_for_connection()
 
 
 async def keep_connecting(

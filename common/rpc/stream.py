@@ -10,7 +10,8 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.reconnect import RefusalLog, keep_connecting, wait_until_accepted
+from common.rpc.acceptance import wait_until_accepted
+from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.status import describe
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import grpc
 import numpy as np
 
+from common.rpc.acceptance import wait_until_accepted
 from common.rpc.channel import open_channel
 from common.rpc.status import describe
 from common.types import (
@@ -168,9 +169,7 @@ class RingClient:
     async def _wait_for(self, name: str, call: AnyStream) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await call.initial_metadata()
-                # A failed call has empty metadata and only raises here.
-                await call.wait_for_connection()
+                await wait_until_accepted(call)
         except TimeoutError:
             raise RingError(f"the {name} at {self._addresses[name]} does not answer") from None
         except grpc.RpcError as error:

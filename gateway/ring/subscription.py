@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.logs import get_logger
-from common.rpc.reconnect import RefusalLog, keep_connecting, wait_until_accepted
+from common.rpc.acceptance import wait_until_accepted
+from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.stream import CLOSED_HERE
 from common.types import SubscriberId
 from gateway.ring.wire import delta_from_wire

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import grpc
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.rpc.acceptance import accept_stream
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.detokenizer import metrics
@@ -44,7 +45,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
     ) -> None:
         """Process the results of steps; respond with stop hits and choices without a subscriber."""
-        await context.send_initial_metadata(())
+        await accept_stream(context)
         session = self._hub.open_session()
         writer = asyncio.create_task(self._answer(session, context))
         try:
@@ -75,7 +76,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self._measure()
         try:
             # Only after the mailbox exists: from now on the gateway may submit choices that refer to this subscriber.
-            await context.send_initial_metadata(())
+            await accept_stream(context)
             while True:
                 response = deltas_to_wire(await mailbox.take())
                 async with asyncio.timeout(WRITE_TIMEOUT_S):

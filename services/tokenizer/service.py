@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from common.errors import PandoError, UnavailableError
+from common.rpc.acceptance import accept_stream
 from common.types import RequestId, Subject
 from common.wire import pooling_to_wire, subject_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -54,7 +55,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest], context: Context
     ) -> None:
         """Accept a gateway's requests and aborts; send admissions."""
-        await context.send_initial_metadata(())
+        await accept_stream(context)
         session = GatewaySession()
         writer = asyncio.create_task(_answer(session, context))
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from common.rpc.acceptance import accept_stream
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
 from common.wire import failure_to_wire, finish_to_wire
 from protos.gen.pando.v1 import (
@@ -41,7 +42,7 @@ class EchoRing(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.Detoke
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[detokenizer_pb2.SubscribeResponse]:
         mailbox = self.mailboxes.setdefault(request.subscriber_id, asyncio.Queue())
-        await context.send_initial_metadata(())
+        await accept_stream(context)
         while (message := await mailbox.get()) is not None:
             yield message
 
@@ -50,7 +51,7 @@ class EchoRing(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.Detoke
         request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
-        await context.send_initial_metadata(())
+        await accept_stream(context)
         async for message in request_iterator:
             admissions = []
             for schedule in message.schedules:

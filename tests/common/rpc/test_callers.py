@@ -18,9 +18,10 @@ from structlog.testing import capture_logs
 
 import protos.gen.pando.v1
 from common.metrics import RPC_REFUSED
+from common.rpc.acceptance import wait_until_accepted
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.interceptors import QUIET_PREFIX
-from common.rpc.reconnect import RefusalLog, wait_until_accepted
+from common.rpc.reconnect import RefusalLog
 from common.rpc.roles import CALLERS, Role
 from common.rpc.security import Security, read_security
 from common.rpc.server import RpcServer

@@ -4,10 +4,9 @@ import asyncio
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
-from common.rpc.reconnect import FIRST_PAUSE_S, MAX_PAUSE_S, keep_connecting, wait_until_accepted
+from common.rpc.reconnect import FIRST_PAUSE_S, MAX_PAUSE_S, keep_connecting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,22 +39,3 @@ async def test_pauses_grow_up_to_a_bound_while_the_peer_stays_away() -> None:
 async def test_a_connection_that_was_there_is_tried_again_soon() -> None:
     pauses = await pauses_after([False] * 5 + [True])
     assert pauses[-1] == FIRST_PAUSE_S
-
-
-async def test_a_cancellation_that_comes_together_with_a_status_is_not_dropped() -> None:
-    status: asyncio.Future[grpc.StatusCode] = asyncio.get_running_loop().create_future()
-
-    class Call:
-        async def wait_for_connection(self) -> None:
-            return
-
-        async def code(self) -> grpc.StatusCode:
-            return await status
-
-    waiting = asyncio.create_task(wait_until_accepted(Call()))  # type: ignore[arg-type]  # what it uses of a call
-    for _ in range(3):
-        await asyncio.sleep(0)
-    status.set_result(grpc.StatusCode.PERMISSION_DENIED)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
