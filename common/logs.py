@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.settings import LogSettings
 
 # At debug level these loggers write dozens of lines per call about their own internals.
-TALKATIVE = ("asyncio", "grpc", "httpcore")
+VERBOSE_LOGGERS = ("asyncio", "grpc", "httpcore")
 
 
 def configure_logging(service: str, settings: LogSettings) -> None:
@@ -67,10 +67,10 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def _set_library_levels(level: str) -> None:
-    """Set the level of the standard library's loggers; those in `TALKATIVE` never go below info."""
+    """Set the level of the standard library's loggers; those in `VERBOSE_LOGGERS` never go below info."""
     root = logging.getLogger()
     root.setLevel(level.upper())
-    for name in TALKATIVE:
+    for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(max(root.level, logging.INFO))
 
 

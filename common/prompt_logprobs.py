@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.types import TokenIds
 
 # Log probabilities in one part; with all other fields, a part has some hundreds of kilobytes on the wire.
 MAX_PART_VALUES = 16_384
@@ -50,7 +49,7 @@ class PromptLogprobSpan:
     """
 
     first: int
-    token_ids: TokenIds
+    token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     ranks: NDArray[np.int32]
     top_ids: NDArray[np.int32]

@@ -23,10 +23,10 @@ from gateway.identity.tokens import SignedTokens, TokenRules
 from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
+from gateway.pipeline.model_pipelines import ModelPipelines
 from gateway.probes import ProbeServer
 from gateway.quotas.quotas import Quotas
 from gateway.resume import ResumePolicy
-from gateway.ring.model_rings import ModelRings
 from gateway.server import HttpServer
 from gateway.state.state import open_state
 
@@ -62,9 +62,9 @@ class Gateway:
         metrics = GatewayMetrics(registry)
         self._services = open_models(settings, metrics, security)
         backends = Backends([each.backend for each in self._services.values()], settings.default_model)
-        ring = ModelRings({name: each.ring for name, each in self._services.items() if name is not None})
+        pipeline = ModelPipelines({name: each.pipeline for name, each in self._services.items() if name is not None})
         self._generations = Generations(
-            self._services[None].ring if None in self._services else ring,
+            self._services[None].pipeline if None in self._services else pipeline,
             Journal(),
             resume_policy(settings),
             metrics,
@@ -99,10 +99,10 @@ class Gateway:
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set and all open requests have ended or `drain_s` has passed."""
         settings = self._settings
-        rings = [each.ring.run() for each in self._services.values()]
+        pipelines = [each.pipeline.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
         state = [work() for work in self._state.background]
-        background = (*rings, *probes, *state, self._generations.watch_silence(settings.silence_timeout_s))
+        background = (*pipelines, *probes, *state, self._generations.watch_silence(settings.silence_timeout_s))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
@@ -146,10 +146,10 @@ class ReloadedKeys:
     """Implements `gateway.identity.identity.Keys` with a file that is reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
-        self._ring = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
+        self._pipeline = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
 
     def find(self, secret: str) -> ApiKey | None:
-        return self._ring.value.find(secret)
+        return self._pipeline.value.find(secret)
 
 
 def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:

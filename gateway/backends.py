@@ -11,8 +11,8 @@ from common.errors import ConfigurationError, InvalidRequestError, ModelNotFound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.ring.messages import ModelInfo
-    from gateway.ring.port import Administration, Model, Readiness
+    from gateway.pipeline.messages import ModelInfo
+    from gateway.pipeline.port import Administration, Model, Readiness
     from gateway.served_model import ServedModel
 
 NOTHING_NAMED = "You must provide a 'model' parameter."

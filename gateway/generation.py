@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from common.types import Admission
     from gateway.journal import ChoiceRecord, ChoiceUpdate, JournalEntry
     from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.port import Pipeline
     from gateway.resume import ResumePolicy
-    from gateway.ring.port import Ring
 
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
 MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
@@ -65,7 +65,7 @@ class Generation:
 
     def __init__(
         self,
-        ring: Ring,
+        pipeline: Pipeline,
         entries: Sequence[JournalEntry],
         policy: ResumePolicy,
         metrics: GatewayMetrics,
@@ -82,7 +82,7 @@ class Generation:
         self._unsent = deque(entries)
         # Called once if more than `buffer_bytes` wait for the reader; by then the generation has failed.
         self.on_overflow: Callable[[], None] = lambda: None
-        self._ring = ring
+        self._pipeline = pipeline
         self._policy = policy
         self._metrics = metrics
         self._pace = Pace(metrics, entries[0].request.model, asyncio.get_running_loop().time)
@@ -142,7 +142,7 @@ class Generation:
             self._metrics.aborts.labels(cause).inc()
         self._end(failure)
 
-    # --- callbacks of the pipeline (gateway.ring.port.Listener) -------------------------------------------------------
+    # --- callbacks of the pipeline (gateway.pipeline.port.Listener) ---
 
     def on_admission(self, admission: Admission) -> None:
         """Record an acceptance; treat a rejection as a failure of all choices of that submission."""
@@ -222,10 +222,10 @@ class Generation:
             entry = self._unsent.popleft()
             choices = {choice.number: choice for choice in entry.choices}
             self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
-            self._ring.submit(entry.request, self)
+            self._pipeline.submit(entry.request, self)
 
     def _give_up(self, request_id: RequestId, failure: RequestFailure) -> None:
-        self._ring.abort(request_id)
+        self._pipeline.abort(request_id)
         self.on_lost(request_id, failure)
 
     def _note_admission(self, route: _Route) -> None:
@@ -237,7 +237,7 @@ class Generation:
 
     def _count_values(self, entry: JournalEntry) -> None:
         """Fail the response if its prompts' log probabilities, counted from their lengths, exceed the limit."""
-        self._prompt_values += entry.told_values
+        self._prompt_values += entry.prompt_values
         if self._prompt_values > MAX_PROMPT_VALUES:
             message = (
                 f"The prompts of a request can have at most {MAX_PROMPT_VALUES} log probabilities, counted for each "
@@ -274,7 +274,7 @@ class Generation:
         self._metrics.resumptions.labels(entry.request.model).inc()
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
         elapsed_ms = round((self._loop.time() - self._opened_at) * 1000)
-        self._ring.submit(choice.continuation(request_id, elapsed_ms), self)
+        self._pipeline.submit(choice.continuation(request_id, elapsed_ms), self)
 
     def _end(self, failure: RequestFailure | None) -> None:
         self._over = True
@@ -283,7 +283,7 @@ class Generation:
         self._timers.clear()
         routes, self._routes = self._routes, {}
         for request_id in routes:
-            self._ring.abort(request_id)
+            self._pipeline.abort(request_id)
         self._outbox.end(failure)
 
 

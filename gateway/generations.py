@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from common.types import Subject, View
     from gateway.journal import Journal
     from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.port import Pipeline
     from gateway.resume import ResumePolicy
-    from gateway.ring.port import Ring
 
 RETRY_AFTER_MS = 1000
 # One request may contain thousands of texts; submitted all at once, they would fill the scheduler's queue.
@@ -37,11 +37,17 @@ class Generations:
     """Opens and closes generations. While `draining` is set, new ones are refused and the open ones finish."""
 
     def __init__(
-        self, ring: Ring, journal: Journal, policy: ResumePolicy, metrics: GatewayMetrics, *, max_open_requests: int
+        self,
+        pipeline: Pipeline,
+        journal: Journal,
+        policy: ResumePolicy,
+        metrics: GatewayMetrics,
+        *,
+        max_open_requests: int,
     ) -> None:
         """At most `max_open_requests` prompts are open at a time."""
         self.draining = False
-        self._ring = ring
+        self._pipeline = pipeline
         self._journal = journal
         self._policy = policy
         self._metrics = metrics
@@ -64,7 +70,7 @@ class Generations:
         entries = list(_numbered(requests))
         window = EMBEDDING_WINDOW if requests[0].pooling is not None else None
         generation = Generation(
-            self._ring, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
+            self._pipeline, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
         )
         for entry in entries:
             self._journal.open(entry)

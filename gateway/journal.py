@@ -175,7 +175,7 @@ class JournalEntry:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
-    def told_values(self) -> int:
+    def prompt_values(self) -> int:
         """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
         wanted = self.request.prompt_logprobs
         if wanted is None:

@@ -56,7 +56,7 @@ class GatewayMetrics:
         )
         self.completion_tokens = Counter(
             "pando_gateway_completion_tokens_total",
-            "Generated tokens received from the ring.",
+            "Generated tokens received from the pipeline.",
             ["model"],
             registry=registry,
         )

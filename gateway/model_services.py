@@ -10,11 +10,11 @@ from common.rpc.sessions import SessionsClient
 from common.secret_files import read_secret
 from common.settings import BackendSettings
 from gateway.backends import Backend
-from gateway.ring.administration import GrpcAdministration
-from gateway.ring.client import GrpcRing
-from gateway.ring.model import GrpcModel
-from gateway.ring.readiness import RingReadiness
-from gateway.ring.scheduler_groups import SchedulerGroups
+from gateway.pipeline.administration import GrpcAdministration
+from gateway.pipeline.client import GrpcPipeline
+from gateway.pipeline.model import GrpcModel
+from gateway.pipeline.readiness import PipelineReadiness
+from gateway.pipeline.scheduler_groups import SchedulerGroups
 from gateway.served_model import ServedModel
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
@@ -46,11 +46,13 @@ class ModelServices:
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
         model = GrpcModel(tokenizer, SessionsClient(self._tokenizer))
         served = ServedModel(model, name)
-        self.ring = GrpcRing(tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire, model=name or "")
+        self.pipeline = GrpcPipeline(
+            tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire, model=name or ""
+        )
         self.backend = Backend(
             served=served,
             model=model,
-            readiness=RingReadiness(self.ring, self._tokenizer),
+            readiness=PipelineReadiness(self.pipeline, self._tokenizer),
             administration=GrpcAdministration(self._schedulers, admin_token),
             name=name,
             aliases=settings.aliases,

@@ -11,7 +11,7 @@ from common.errors import RequestFailedError
 from common.types import ErrorCode, RequestFailure
 from gateway.middleware import add_headers
 from gateway.render.prompt_logprobs import PromptScores
-from gateway.render.shapes import WholeChoice, collect, told_values
+from gateway.render.shapes import WholeChoice, collect, count_logprobs
 from gateway.watch import ClientWatch
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class WholeDelivery:
         values = 0
         while (updates := await generation.next_updates()) is None or updates:
             collect(updates or (), choices)
-            values += told_values(updates or ())
+            values += count_logprobs(updates or ())
             if values > MAX_WHOLE_VALUES:
                 raise RequestFailedError(TOO_MANY_VALUES)
         body = self._renderer.body(choices, generation.usage)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from common.errors import PandoError, UnavailableError
 
 if TYPE_CHECKING:
-    from gateway.ring.messages import ModelInfo
-    from gateway.ring.port import Model
+    from gateway.pipeline.messages import ModelInfo
+    from gateway.pipeline.port import Model
 
 
 class ServedModel:

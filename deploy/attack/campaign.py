@@ -106,8 +106,8 @@ class Plan:
     seed: int
 
 
-async def attack(url: str, api_key: str | None, server: Server, plan: Plan, tell: Callable[[str], None]) -> Report:
-    """Run the oracles of `plan` against the server at `url`; `tell` is told what runs.
+async def attack(url: str, api_key: str | None, server: Server, plan: Plan, progress: Callable[[str], None]) -> Report:
+    """Run the oracles of `plan` against the server at `url`; `progress` is called with a line on what runs.
 
     Raises:
         TargetError: nothing there that could be asked.
@@ -121,7 +121,7 @@ async def attack(url: str, api_key: str | None, server: Server, plan: Plan, tell
         if server.sibling_url is not None:
             scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed)
         for name in plan.oracles:
-            tell(f"{server.mode}: {name}")
+            progress(f"{server.mode}: {name}")
             findings += await ORACLES[name](scene)
     return Report(server.mode, prober.model, tuple(findings))
 

@@ -107,13 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.attack.report import finding_table, write_findings
     from deploy.attack.runs import attack_launched, attack_running
 
-    console, progress = output_console(), Console(stderr=True)
+    console, status = output_console(), Console(stderr=True)
 
-    def tell(line: str) -> None:
-        progress.print(line, style="dim", highlight=False)
+    def progress(line: str) -> None:
+        status.print(line, style="dim", highlight=False)
 
     try:
-        reports = attack_launched(arguments, tell) if arguments.launch else attack_running(arguments, tell)
+        reports = attack_launched(arguments, progress) if arguments.launch else attack_running(arguments, progress)
     except (AttackError, TargetError, LaunchError, ValueError) as error:
         print_failure(PROGRAM, error)
         return 2

@@ -46,7 +46,7 @@ ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "long-outputs", "forgeries")
 
 
-def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[Report]:
+def attack_running(arguments: argparse.Namespace, progress: Callable[[str], None]) -> list[Report]:
     """Attack the server at --url.
 
     Raises:
@@ -76,20 +76,20 @@ def attack_running(arguments: argparse.Namespace, tell: Callable[[str], None]) -
         sibling_url=arguments.sibling_url,
         storage=arguments.storage,
     )
-    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), tell))]
+    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), progress))]
 
 
-def attack_launched(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[Report]:
+def attack_launched(arguments: argparse.Namespace, progress: Callable[[str], None]) -> list[Report]:
     """Start a server for each mode in turn, and attack it.
 
     Raises:
         LaunchError: a server does not start.
         TargetError, AttackError: see `attack`.
     """
-    return [_attack_mode(arguments, mode, tell) for mode in arguments.modes or MODES]
+    return [_attack_mode(arguments, mode, progress) for mode in arguments.modes or MODES]
 
 
-def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str], None]) -> Report:
+def _attack_mode(arguments: argparse.Namespace, mode: str, progress: Callable[[str], None]) -> Report:
     plan = plan_of(arguments)
     if mode != SWEPT_MODE:
         plan = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle not in MODE_INDEPENDENT))
@@ -102,8 +102,8 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str],
     def add(what: str, launch: Launch, oracles: Sequence[str], servers: int = 1) -> None:
         chosen = tuple(oracle for oracle in oracles if oracle in plan.oracles)
         if chosen:
-            tell(f"{mode}: start{what}")
-            parts.append(_attack_launch(launch, replace(plan, oracles=chosen), servers, tell))
+            progress(f"{mode}: start{what}")
+            parts.append(_attack_launch(launch, replace(plan, oracles=chosen), servers, progress))
 
     add("", launch, first)
     add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
@@ -113,7 +113,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, tell: Callable[[str],
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
     findings = [finding for part in parts for finding in part.findings]
     if mode == SWEPT_MODE and "sybils" in plan.oracles:
-        findings += [each for k in arguments.thresholds for each in _sweep(model_free, plan, k, tell)]
+        findings += [each for k in arguments.thresholds for each in _sweep(model_free, plan, k, progress)]
     if not parts:
         raise ValueError(f"none of the chosen oracles depends on the mode, so that {mode} need not be attacked")
     return Report(mode, parts[0].model, tuple(findings))
@@ -128,16 +128,16 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(oracles, effort, arguments.text_tokens, arguments.seed)
 
 
-def _attack_launch(launch: Launch, plan: Plan, servers: int, tell: Callable[[str], None]) -> Report:
+def _attack_launch(launch: Launch, plan: Plan, servers: int, progress: Callable[[str], None]) -> Report:
     """Attack a server; the second one of two is its sibling over the same storage."""
     with ExitStack() as stack:
         own, *others = [stack.enter_context(launched(launch)) for _ in range(servers)]
         server = replace(own.server, sibling_url=others[0].url) if others else own.server
-        return asyncio.run(attack(own.url, own.api_key, server, plan, tell))
+        return asyncio.run(attack(own.url, own.api_key, server, plan, progress))
 
 
-def _sweep(launch: Launch, plan: Plan, principals: int, tell: Callable[[str], None]) -> list[Finding]:
-    tell(f"{launch.mode}: start with k = {principals}")
+def _sweep(launch: Launch, plan: Plan, principals: int, progress: Callable[[str], None]) -> list[Finding]:
+    progress(f"{launch.mode}: start with k = {principals}")
     with_k = replace(launch, principals=principals)
-    report = _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, tell)
+    report = _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, progress)
     return [replace(found, oracle=f"{found.oracle}, another k") for found in report.findings]

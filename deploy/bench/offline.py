@@ -15,11 +15,11 @@ from common.errors import ConfigurationError
 from common.types import CacheMode
 from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.bench.figures import Spread
+from deploy.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
 from deploy.bench.progress import following_tokens
 from deploy.bench.prompts import PromptMaker
 from deploy.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.bench.ring_client import ChoiceRecord, RingClient, RingError, schedule_requests
 from deploy.bench.serve_arguments import add_result_arguments, positive_float, positive_int
 from deploy.bench.workloads.random_text import random_sessions
 from deploy.bench.workloads.w1 import TEMPERATURE, w1_requests
@@ -91,9 +91,9 @@ def run_offline(arguments: argparse.Namespace) -> int:
                 addresses = (deployment.address_of("scheduler"), deployment.address_of("detokenizer"))
                 model = arguments.model or deployment.model
             else:
-                addresses, model = find_ring(arguments)
+                addresses, model = find_pipeline(arguments)
             runs = asyncio.run(_measure(arguments, requests, addresses))
-    except (RingError, ConfigurationError, LaunchError, ValueError) as error:
+    except (PipelineError, ConfigurationError, LaunchError, ValueError) as error:
         print_failure("pando bench offline", error)
         return 2
     console.print(_table(runs, f"{arguments.workload}, {len(requests)} requests, {model}"))
@@ -115,7 +115,7 @@ def build_requests(arguments: argparse.Namespace) -> list[BenchRequest]:
     return [session.requests[0] for session in sessions]
 
 
-def find_ring(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
+def find_pipeline(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
     """Return the addresses of scheduler and detokenizer, and the model's name.
 
     Raises:
@@ -140,7 +140,7 @@ async def _measure(
         temperature = TEMPERATURE if arguments.workload == "w1" else 0.0
     cache_mode = CacheMode.NONE if arguments.no_cache else CacheMode.DEFAULT
     prompts = PromptMaker()
-    async with RingClient(*addresses) as client:
+    async with PipelineClient(*addresses) as client:
         warm_up = random_sessions(WARM_UP_REQUESTS, WARM_UP_TOKENS, WARM_UP_TOKENS, name="warm-up")
         first = [session.requests[0] for session in warm_up]
         runs: list[OfflineRun] = []
@@ -157,14 +157,14 @@ def evaluate(requests: Sequence[BenchRequest], records: Sequence[ChoiceRecord]) 
     """Return the figures of one pass.
 
     Raises:
-        RingError: a request failed, or none had output.
+        PipelineError: a request failed, or none had output.
     """
     for record in records:
         if record.failure is not None:
-            raise RingError(f"a request failed: {record.failure}")
+            raise PipelineError(f"a request failed: {record.failure}")
     last = max((record.last_s for record in records if record.last_s is not None), default=None)
     if last is None:
-        raise RingError("no request had output")
+        raise PipelineError("no request had output")
     firsts = [record.first_s - record.submitted_s for record in records if record.first_s is not None]
     rates = [rate for record in records if (rate := record.decode_tokens_per_s) is not None]
     return OfflineRun(

@@ -86,17 +86,21 @@ def run_trace(arguments: argparse.Namespace) -> int:
     shape = M1Shape(users=arguments.users, apps=arguments.apps, scale=arguments.scale)
     sessions = m1_stream(shape, arguments.rate, arguments.burstiness, arguments.seed)
     names, ideal = BlockNames(), IdealCache(keeps_answers=False)
-    total = own = anybody = 0
+    total = own = shared_by_all = 0
     try:
         with arguments.file.open("wb") as file:
             for arrival in islice(by_time(sessions, TOKEN_S), arguments.requests):
                 file.write(orjson.dumps(trace_row(arrival, names), option=orjson.OPT_APPEND_NEWLINE))
                 hit = ideal.ask(arrival.request)
-                total, own, anybody = total + arrival.request.input_tokens, own + hit.own, anybody + hit.anybody
+                total, own, shared_by_all = (
+                    total + arrival.request.input_tokens,
+                    own + hit.own,
+                    shared_by_all + hit.shared_by_all,
+                )
     except OSError as error:
         print_failure("pando bench trace", error)
         return 2
-    within, across = own / total, (anybody - own) / total
+    within, across = own / total, (shared_by_all - own) / total
     line = f"{arguments.requests:,} requests, {total:,} prompt tokens; ideal hit rate {within:.1%} within users"
     output_console().print(f"{line}, {across:.1%} more across them", highlight=False)
     return 0

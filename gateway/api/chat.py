@@ -19,15 +19,15 @@ from gateway.schemas import refusals
 from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.chat_grammar import chat_grammar
 from gateway.schemas.parse import parse
-from gateway.schemas.structure import refuse_beside
+from gateway.schemas.structure import refuse_with_grammar
 
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from gateway.api.context import Context
     from gateway.identity.caller import Requester
     from gateway.parsing.answers import Reading
+    from gateway.pipeline.messages import ModelInfo
     from gateway.render.shapes import ResponseHead, StreamRenderer, WholeRenderer
-    from gateway.ring.messages import ModelInfo
 
 
 def create_router(context: Context) -> APIRouter:
@@ -83,7 +83,7 @@ def chat_request(
     generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))
     grammar = chat_grammar(body, reading)
     if grammar != generate.sampling.grammar:
-        refuse_beside(grammar, allowed_token_ids=body.allowed_token_ids)
+        refuse_with_grammar(grammar, allowed_token_ids=body.allowed_token_ids)
         generate = replace(generate, sampling=replace(generate.sampling, grammar=grammar))
     if reading.needs_special_tokens and body.skip_special_tokens is None:
         generate = replace(generate, skip_special_tokens=False)

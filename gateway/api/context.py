@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.messages import Tokenization
     from gateway.quotas.quotas import Lease, Quotas
     from gateway.render.shapes import PiecewiseRenderer, StreamRenderer, WholeRenderer
     from gateway.responses import Delivery
-    from gateway.ring.messages import Tokenization
     from gateway.schemas.chat import ChatCompletionBody
     from gateway.schemas.completions import CompletionBody
     from gateway.state.aborts import Aborts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from common.requests import Prompt
     from gateway.api.context import Context
     from gateway.identity.caller import Requester
-    from gateway.ring.messages import ModelInfo
+    from gateway.pipeline.messages import ModelInfo
     from gateway.schemas.embeddings import EmbeddingFields
 
 

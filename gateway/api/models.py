@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 if TYPE_CHECKING:
     from gateway.api.context import Context
     from gateway.backends import Backend
-    from gateway.ring.messages import ModelInfo
+    from gateway.pipeline.messages import ModelInfo
 
 
 def create_router(context: Context) -> APIRouter:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from common.types import Subject
     from gateway.api.context import Context
     from gateway.backends import Backend
-    from gateway.ring.messages import Tokenization
+    from gateway.pipeline.messages import Tokenization
 
 
 def create_router(context: Context) -> APIRouter:

@@ -61,7 +61,7 @@ def free_calls(
     more = [_more(notation, tools)] if in_parallel else []
     start = notation.start.removeprefix(MISTRAL_TOKEN)
     calls = _sequence(*opening, *_const(start), first, *more, *_const(notation.end))
-    return _either([calls, content or _text_beside(style)])
+    return _either([calls, content or _text_around_calls(style)])
 
 
 def after_reasoning(format_: Format, *, is_open: bool) -> Format:
@@ -158,7 +158,7 @@ def _more(notation: _Notation, tools: Sequence[BoundTool]) -> Format:
     return {"type": "star", "content": again}
 
 
-def _text_beside(style: ToolStyle) -> Format:
+def _text_around_calls(style: ToolStyle) -> Format:
     """Return the format of texts that the style's parser does not parse as calls."""
     match style:
         case ToolStyle.HERMES | ToolStyle.MISTRAL:

@@ -45,7 +45,7 @@ class _State(Enum):
     LEAD = auto()
     NAME = auto()
     CALL = auto()
-    BEHIND = auto()
+    AFTER = auto()
     # After a call's end mark; white space there is dropped.
     GAP = auto()
 
@@ -70,7 +70,7 @@ class ObjectCallParser:
             _State.LEAD: self._step_lead,
             _State.NAME: self._step_name,
             _State.CALL: self._step_call,
-            _State.BEHIND: self._step_behind,
+            _State.AFTER: self._step_after,
             _State.GAP: self._step_gap,
         }
 
@@ -182,11 +182,11 @@ class ObjectCallParser:
         self._calls += reader.has_started
         if reader.is_over:
             self._prefix = ""
-            self._state = _State.BEHIND
+            self._state = _State.AFTER
         else:
             self._give_up("" if reader.has_started else self._prefix + reader.raw)
 
-    def _step_behind(self) -> bool:
+    def _step_after(self) -> bool:
         notation, rest = self._notation, self._held.lstrip()
         if not rest:
             self._held = ""

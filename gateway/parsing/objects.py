@@ -53,7 +53,7 @@ class ObjectScanner:
             case "value":
                 return self._step_value(character, first=False)
             case _:  # after a value
-                return self._behind_value(character)
+                return self._after_value(character)
 
     def _expect(self, character: str, wanted: str, then: str) -> Scan:
         if character == wanted:
@@ -97,7 +97,7 @@ class ObjectScanner:
             if not self._depth:
                 self._state = "behind value"
 
-    def _behind_value(self, character: str) -> Scan:
+    def _after_value(self, character: str) -> Scan:
         return Scan.WRONG if character not in ",}" and not character.isspace() else self._end_value(character)
 
     def _end_value(self, character: str) -> Scan:

@@ -58,8 +58,8 @@ class NativeShape:
             meta["output_token_logprobs"] = [_triple(entry) for entry in choice.logprobs]
             meta["output_top_logprobs"] = [native_top(entry) for entry in choice.logprobs]
             # In a stream, only the last event contains the prompt's log probabilities.
-            is_told = choice.prompt is not None and finish is not None
-            scores = choice.prompt if choice.prompt is not None and is_told else PromptScores()
+            is_last = choice.prompt is not None and finish is not None
+            scores = choice.prompt if choice.prompt is not None and is_last else PromptScores()
             meta["input_token_logprobs"] = native_triples(scores)
             meta["input_top_logprobs"] = native_tops(scores)
             if self.asked:

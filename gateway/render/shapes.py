@@ -101,7 +101,7 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
             choice.embedding = update.finish.embedding
 
 
-def told_values(updates: Iterable[ChoiceUpdate]) -> int:
+def count_logprobs(updates: Iterable[ChoiceUpdate]) -> int:
     """Return the number of log probabilities of generated tokens in `updates`."""
     return sum(1 + len(entry.top) + len(entry.asked) for update in updates for entry in update.logprobs)
 

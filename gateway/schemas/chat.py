@@ -15,7 +15,7 @@ from gateway.schemas.tools import MAX_TOOLS, Choice, Tools, names_of, reading_of
 
 if TYPE_CHECKING:
     from gateway.parsing.answers import Reading
-    from gateway.ring.messages import ModelInfo
+    from gateway.pipeline.messages import ModelInfo
 
 MAX_MESSAGES = 10_000
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -14,7 +14,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.sampling import MASK_64
 from common.types import CacheMode, SamplingParams, StopConditions
 from gateway.schemas.parse import Schema
-from gateway.schemas.structure import StructureFields, refuse_beside
+from gateway.schemas.structure import StructureFields, refuse_with_grammar
 
 MAX_CHOICES = 128
 MAX_STOP_TEXTS = 16
@@ -170,7 +170,7 @@ class GenerationFields(StructureFields):
         Raises:
             InvalidRequestError: another field contradicts the grammar.
         """
-        refuse_beside(self.grammar, allowed_token_ids=self.allowed_token_ids)
+        refuse_with_grammar(self.grammar, allowed_token_ids=self.allowed_token_ids)
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),

@@ -73,7 +73,7 @@ class StructureFields(Schema):
         return found[0] if found else None
 
 
-def refuse_beside(grammar: Grammar | None, **others: object) -> None:
+def refuse_with_grammar(grammar: Grammar | None, **others: object) -> None:
     """Refuse fields that may end a constrained output early, which clients could not distinguish from a complete one.
 
     Raises:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from common.types import ToolStyle
-    from gateway.ring.messages import ModelInfo
+    from gateway.pipeline.messages import ModelInfo
 
 MAX_TOOLS = 256
 MAX_TOOL_NAME_CHARACTERS = 256

@@ -78,7 +78,7 @@ class Choice:
         if self._usage is not None:
             self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
 
-    def tell_prompt(self, part: PromptLogprobsText) -> Delta:
+    def add_prompt_logprobs(self, part: PromptLogprobsText) -> Delta:
         """Return a delta with log probabilities of the prompt."""
         usage, self._usage = self._usage, None
         return Delta(self._request_id, self._index, self.tokens, (), "", (), usage, None, part)

@@ -54,7 +54,7 @@ class PushSession:
                 started.start(cached_tokens)
         posts: dict[Mailbox, list[Delta]] = {}
         for part in push.prompt_logprobs:
-            self._tell_prompt(part, posts)
+            self._post_prompt_logprobs(part, posts)
         touched = self._distribute(push)
         finishes = push.finishes
         for choice in touched:
@@ -132,10 +132,10 @@ class PushSession:
                 touched.append(choice)
         return touched
 
-    def _tell_prompt(self, part: PromptPart, posts: dict[Mailbox, list[Delta]]) -> None:
+    def _post_prompt_logprobs(self, part: PromptPart, posts: dict[Mailbox, list[Delta]]) -> None:
         choice = self._choices.get(part.handle)
         if choice is not None:
-            posts.setdefault(choice.mailbox, []).append(choice.tell_prompt(self._spell_part(part)))
+            posts.setdefault(choice.mailbox, []).append(choice.add_prompt_logprobs(self._spell_part(part)))
 
     def _distribute_logprobs(self, push: Push) -> None:
         for index, logprob in push.logprobs.items():

@@ -229,7 +229,7 @@ class WorkerGroup:
             if len(readers) > 1:
                 # A failing rank makes others fail, and their errors may arrive first; only its own error has the cause.
                 done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done
-            raise _most_telling([error for task in done if (error := task.exception()) is not None])
+            raise _most_informative([error for task in done if (error := task.exception()) is not None])
         finally:
             for task in (*readers, watch):
                 task.cancel()
@@ -263,7 +263,7 @@ class WorkerGroup:
                 raise GroupLostError(f"no result for {silence:.0f} s")
 
 
-def _most_telling(errors: list[BaseException]) -> BaseException:
+def _most_informative(errors: list[BaseException]) -> BaseException:
     """Return the root cause among the errors of several ranks."""
     return next((error for error in errors if isinstance(error, GroupLostError) and error.out_of_memory), errors[0])
 

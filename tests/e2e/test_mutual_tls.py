@@ -1,4 +1,4 @@
-"""The whole ring over TCP with mutual TLS and a token: each service has its own certificate, and may call its peers."""
+"""The whole pipeline over TCP with mutual TLS and a token, each service with a certificate of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAME = "localhost"
 TOKEN = "a-secret-of-all-services"
 
 
-class TlsRing:
+class TlsPipeline:
     """The five services as processes, each with a certificate of its own."""
 
     def __init__(self, directory: Path) -> None:
@@ -116,53 +116,53 @@ class TlsRing:
 
 
 @pytest.fixture(scope="module")
-def ring() -> Iterator[TlsRing]:
+def pipeline() -> Iterator[TlsPipeline]:
     directory = Path(tempfile.mkdtemp(prefix="pando-tls-"))
-    ring = TlsRing(directory)
+    pipeline = TlsPipeline(directory)
     try:
-        ring.start()
-        yield ring
+        pipeline.start()
+        yield pipeline
     finally:
-        ring.stop()
+        pipeline.stop()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_a_completion_goes_through_the_encrypted_ring(ring: TlsRing) -> None:
+def test_a_completion_goes_through_the_encrypted_pipeline(pipeline: TlsPipeline) -> None:
     body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 5}
-    with ring.https() as http:
-        answer = http.post(f"{ring.url}/v1/completions", json=body)
+    with pipeline.https() as http:
+        answer = http.post(f"{pipeline.url}/v1/completions", json=body)
     assert answer.status_code == httpx.codes.OK, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 5
 
 
-def test_the_gateway_finds_the_scheduler_by_dns_and_knows_it_by_its_name(ring: TlsRing) -> None:
-    with ring.https() as http:
-        flushed = http.post(f"{ring.url}/flush_cache")
-        info = http.get(f"{ring.url}/get_server_info").json()
+def test_the_gateway_finds_the_scheduler_by_dns_and_knows_it_by_its_name(pipeline: TlsPipeline) -> None:
+    with pipeline.https() as http:
+        flushed = http.post(f"{pipeline.url}/flush_cache")
+        info = http.get(f"{pipeline.url}/get_server_info").json()
     assert (flushed.status_code, info["internal_states"][0]["worker_group"]) == (httpx.codes.OK, "READY")
-    by_address = f"{HOST}:{ring.ports['scheduler']}"
-    assert check(by_address, credentials(ring.identities["gateway"])) is grpc.StatusCode.UNAVAILABLE
+    by_address = f"{HOST}:{pipeline.ports['scheduler']}"
+    assert check(by_address, credentials(pipeline.identities["gateway"])) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_the_gateway_speaks_no_plaintext(ring: TlsRing) -> None:
+def test_the_gateway_speaks_no_plaintext(pipeline: TlsPipeline) -> None:
     with pytest.raises(httpx.HTTPError), httpx.Client(trust_env=False) as http:
-        http.get(ring.url.replace("https", "http") + "/health")
+        http.get(pipeline.url.replace("https", "http") + "/health")
 
 
 @pytest.mark.parametrize("who", ["stranger", "expired", "nobody"])
-def test_others_are_refused_by_the_gateway(ring: TlsRing, who: str) -> None:
+def test_others_are_refused_by_the_gateway(pipeline: TlsPipeline, who: str) -> None:
     shown = {
-        "stranger": ring.stranger.issue("guest", believes=ring.authority.path),
-        "expired": ring.authority.issue("late", expired=True),
+        "stranger": pipeline.stranger.issue("guest", believes=pipeline.authority.path),
+        "expired": pipeline.authority.issue("late", expired=True),
         "nobody": None,
     }[who]
-    with ring.https_without(shown) as http, pytest.raises(httpx.TransportError):
-        http.get(f"{ring.url}/health")
+    with pipeline.https_without(shown) as http, pytest.raises(httpx.TransportError):
+        http.get(f"{pipeline.url}/health")
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_ports_for_probes_answer_nothing_but_health(ring: TlsRing, service: str) -> None:
-    address = f"{HOST}:{ring.probe_ports[service]}"
+def test_ports_for_probes_answer_nothing_but_health(pipeline: TlsPipeline, service: str) -> None:
+    address = f"{HOST}:{pipeline.probe_ports[service]}"
     if service == "gateway":
         with httpx.Client(trust_env=False, base_url=f"http://{address}") as http:
             assert http.get("/ready").status_code == httpx.codes.OK
@@ -179,46 +179,46 @@ def test_ports_for_probes_answer_nothing_but_health(ring: TlsRing, service: str)
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
 @pytest.mark.parametrize("who", ["stranger", "expired", "nobody", "plaintext"])
-def test_others_are_refused_at_each_port(ring: TlsRing, service: str, who: str) -> None:
-    assert check(ring.address(service), credentials(ring.identities["gateway"])) is None
+def test_others_are_refused_at_each_port(pipeline: TlsPipeline, service: str, who: str) -> None:
+    assert check(pipeline.address(service), credentials(pipeline.identities["gateway"])) is None
     match who:
         case "stranger":
-            identity = ring.stranger.issue("guest", believes=ring.authority.path)
-            refused = check(ring.address(service), credentials(identity))
+            identity = pipeline.stranger.issue("guest", believes=pipeline.authority.path)
+            refused = check(pipeline.address(service), credentials(identity))
         case "expired":
-            refused = check(ring.address(service), credentials(ring.authority.issue("late", expired=True)))
+            refused = check(pipeline.address(service), credentials(pipeline.authority.issue("late", expired=True)))
         case "nobody":
-            bare = grpc.ssl_channel_credentials(ring.authority.path.read_bytes())
-            refused = check(ring.address(service), bare)
+            bare = grpc.ssl_channel_credentials(pipeline.authority.path.read_bytes())
+            refused = check(pipeline.address(service), bare)
         case _:
-            refused = check(ring.address(service), None)
+            refused = check(pipeline.address(service), None)
     assert refused is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
-def test_a_certificate_without_the_token_is_not_enough(ring: TlsRing, service: str) -> None:
+def test_a_certificate_without_the_token_is_not_enough(pipeline: TlsPipeline, service: str) -> None:
     method = "/pando.v1.Operations/SetLogLevel"
-    with grpc.secure_channel(ring.address(service), credentials(ring.operator)) as channel:
+    with grpc.secure_channel(pipeline.address(service), credentials(pipeline.operator)) as channel:
         assert code_of(channel, method) is grpc.StatusCode.UNAUTHENTICATED
         # With the token, the empty request is read and found wanting.
         assert code_of(channel, method, TOKEN) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
-def test_each_method_is_refused_to_callers_of_every_other_role(ring: TlsRing, service: str) -> None:
+def test_each_method_is_refused_to_callers_of_every_other_role(pipeline: TlsPipeline, service: str) -> None:
     callers = CALLERS[f"pando.v1.{service.capitalize()}"]
-    for role, identity in ring.callers.items():
+    for role, identity in pipeline.callers.items():
         wrong = [method for method in callers if role not in callers[method]]
         assert wrong
-        with grpc.secure_channel(ring.address(service), credentials(identity)) as channel:
+        with grpc.secure_channel(pipeline.address(service), credentials(identity)) as channel:
             refused = {method: code_of(channel, method, TOKEN) for method in wrong}
         assert refused == dict.fromkeys(wrong, grpc.StatusCode.PERMISSION_DENIED), role
 
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
-def test_every_method_that_a_service_offers_is_in_the_table(ring: TlsRing, service: str) -> None:
-    own = read_security(ring.operator.settings(token=TOKEN))
-    with grpc.secure_channel(ring.address(service), own.channel_credentials(own.load())) as channel:
+def test_every_method_that_a_service_offers_is_in_the_table(pipeline: TlsPipeline, service: str) -> None:
+    own = read_security(pipeline.operator.settings(token=TOKEN))
+    with grpc.secure_channel(pipeline.address(service), own.channel_credentials(own.load())) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         names = database.get_services()
         pool = DescriptorPool(database)
@@ -228,48 +228,48 @@ def test_every_method_that_a_service_offers_is_in_the_table(ring: TlsRing, servi
     assert methods - health == CALLERS[f"pando.v1.{service.capitalize()}"].keys()
 
 
-def test_what_is_refused_is_seen_by_the_service_that_refuses(ring: TlsRing) -> None:
-    with grpc.secure_channel(ring.address("worker"), credentials(ring.identities["gateway"])) as channel:
+def test_what_is_refused_is_seen_by_the_service_that_refuses(pipeline: TlsPipeline) -> None:
+    with grpc.secure_channel(pipeline.address("worker"), credentials(pipeline.identities["gateway"])) as channel:
         assert code_of(channel, "/pando.v1.Worker/Execute", TOKEN) is grpc.StatusCode.PERMISSION_DENIED
-    log = (ring.directory / "worker.log").read_text()
+    log = (pipeline.directory / "worker.log").read_text()
     [line] = [line for line in log.splitlines() if "rpc.refused" in line and "Execute" in line and "gateway" in line][
         :1
     ]
     assert "spiffe://pando.internal/pando/gateway" in line
-    metrics = httpx.get(f"http://{HOST}:{ring.metrics_port}/metrics", trust_env=False).text
+    metrics = httpx.get(f"http://{HOST}:{pipeline.metrics_port}/metrics", trust_env=False).text
     assert 'pando_rpc_refused_total{method="/pando.v1.Worker/Execute",role="gateway"}' in metrics
 
 
-def test_a_command_with_the_certificate_of_a_service_is_refused_what_is_an_operators(ring: TlsRing) -> None:
-    own = ring.identities["detokenizer"]
+def test_a_command_with_the_certificate_of_a_service_is_refused_what_is_an_operators(pipeline: TlsPipeline) -> None:
+    own = pipeline.identities["detokenizer"]
     variables = {f"PANDO_RPC__{name.upper()}": str(getattr(own, name)) for name in ("certificate", "key", "authority")}
-    state = pando("state", "--scheduler", ring.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
+    state = pando("state", "--scheduler", pipeline.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
     assert state.returncode == 1
     assert "the role detokenizer may not call /pando.v1.Scheduler/GetState" in state.stderr
 
 
-def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(ring: TlsRing) -> None:
-    own = ring.operator
+def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(pipeline: TlsPipeline) -> None:
+    own = pipeline.operator
     shown = ["--authority", own.authority, "--certificate", own.certificate, "--key", own.key]
-    chat = pando("chat", "--url", ring.url, "--max-tokens", "5", "--prompt", "Hello", *shown)
+    chat = pando("chat", "--url", pipeline.url, "--max-tokens", "5", "--prompt", "Hello", *shown)
     assert (chat.returncode, "5 tokens" in chat.stderr) == (0, True), chat.stderr
-    assert pando("chat", "--url", ring.url, "--prompt", "Hello", *shown[:2]).returncode == 1
+    assert pando("chat", "--url", pipeline.url, "--prompt", "Hello", *shown[:2]).returncode == 1
     variables = {f"PANDO_RPC__{name.upper()}": str(getattr(own, name)) for name in ("certificate", "key", "authority")}
-    state = pando("state", "--scheduler", ring.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
+    state = pando("state", "--scheduler", pipeline.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
     assert (state.returncode, "READY" in state.stdout) == (0, True), state.stderr
-    without_token = pando("state", "--scheduler", ring.address("scheduler"), **variables)
+    without_token = pando("state", "--scheduler", pipeline.address("scheduler"), **variables)
     assert without_token.returncode == 1
 
 
-def test_renewed_certificates_of_all_services_are_used_without_a_restart(ring: TlsRing) -> None:
-    for name, identity in ring.identities.items():
-        renewed = ring.authority.issue(f"{name}-renewed", hosts=[NAME] if name == "scheduler" else [], roles=[name])
+def test_renewed_certificates_of_all_services_are_used_without_a_restart(pipeline: TlsPipeline) -> None:
+    for name, identity in pipeline.identities.items():
+        renewed = pipeline.authority.issue(f"{name}-renewed", hosts=[NAME] if name == "scheduler" else [], roles=[name])
         for old, new in ((identity.key, renewed.key), (identity.certificate, renewed.certificate)):
             shutil.copy(new, old)
     # A call that the gateway makes over a new connection, and one through streams that stay open.
-    with ring.https() as http:
-        assert http.post(f"{ring.url}/flush_cache").status_code == httpx.codes.OK
-    test_a_completion_goes_through_the_encrypted_ring(ring)
+    with pipeline.https() as http:
+        assert http.post(f"{pipeline.url}/flush_cache").status_code == httpx.codes.OK
+    test_a_completion_goes_through_the_encrypted_pipeline(pipeline)
 
 
 def code_of(channel: grpc.Channel, method: str, token: str | None = None) -> grpc.StatusCode | None:

@@ -95,7 +95,7 @@ def as_installed(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ring(run_root: Path) -> Iterator[Served]:
+def pipeline(run_root: Path) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(load_format="fake"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
@@ -106,15 +106,15 @@ def ring(run_root: Path) -> Iterator[Served]:
     yield from serve(settings, run_root)
 
 
-def test_every_command_answers_as_the_page_says(ring: Served, tmp_path: Path) -> None:
+def test_every_command_answers_as_the_page_says(pipeline: Served, tmp_path: Path) -> None:
     watched: list[Watched] = []
     try:
         for number, recipe in enumerate(recipes()):
             if recipe.is_stream:
-                watched.append(Watched(recipe, ring, tmp_path / str(number)))
+                watched.append(Watched(recipe, pipeline, tmp_path / str(number)))
                 watched[-1].wait_until_begun()
             else:
-                run(recipe, ring)
+                run(recipe, pipeline)
         for stream in watched:
             stream.wait_for_words()
     finally:
@@ -122,10 +122,10 @@ def test_every_command_answers_as_the_page_says(ring: Served, tmp_path: Path) ->
             stream.end()
 
 
-def run(recipe: Recipe, ring: Served) -> None:
+def run(recipe: Recipe, pipeline: Served) -> None:
     done = subprocess.run(
         as_installed(recipe.command),
-        cwd=ring.deployment.run_directory,
+        cwd=pipeline.deployment.run_directory,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -139,13 +139,13 @@ def run(recipe: Recipe, ring: Served) -> None:
 class Watched:
     """A stream in a terminal of its own."""
 
-    def __init__(self, recipe: Recipe, ring: Served, output: Path) -> None:
+    def __init__(self, recipe: Recipe, pipeline: Served, output: Path) -> None:
         self._recipe, self._output = recipe, output
-        self._metrics_port = ring.deployment.layout.find("detokenizer").settings.detokenizer.metrics_port
+        self._metrics_port = pipeline.deployment.layout.find("detokenizer").settings.detokenizer.metrics_port
         with output.open("wb") as sink:
             self._process = subprocess.Popen(
                 as_installed(recipe.command),
-                cwd=ring.deployment.run_directory,
+                cwd=pipeline.deployment.run_directory,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
             )

@@ -19,7 +19,7 @@ from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, S
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cache.debug.replay import replay
 from tests.e2e.conftest import serve
-from tests.e2e.ring import ask
+from tests.e2e.pipeline import ask
 from tests.fakes.redis_process import RedisProcess
 from tests.waiting import wait_until
 

@@ -13,7 +13,7 @@ import httpx
 import orjson
 
 from tests.e2e.processes import Processes
-from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -128,7 +128,7 @@ async def two_gateways(directory: Path, **settings: object) -> AsyncIterator[Two
     ports, metrics_ports = [free_port(), free_port()], [free_port(), free_port()]
     processes = Processes(directory)
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(ring_servers(directory))
+        services = await stack.enter_async_context(pipeline_servers(directory))
         stack.callback(processes.stop)
         addresses = {"tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
         for number, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True)):

@@ -19,7 +19,7 @@ from gateway.journal import Journal
 from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel
 from gateway.state.state import open_state
-from tests.fakes.ring import FakeAdministration, FakeModel, FakeReadiness, FakeRing, Script, says
+from tests.fakes.pipeline import FakeAdministration, FakeModel, FakePipeline, FakeReadiness, Script, says
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,9 +31,9 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @dataclass
 class FakedGateway:
-    """An application over a fake ring."""
+    """An application over a fake pipeline."""
 
-    ring: FakeRing
+    pipeline: FakePipeline
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     model: FakeModel = field(default_factory=FakeModel)
     readiness: FakeReadiness = field(default_factory=FakeReadiness)
@@ -48,7 +48,7 @@ class FakedGateway:
         self.metrics = GatewayMetrics(CollectorRegistry())
         policy = resume_policy(self.settings)
         self.generations = Generations(
-            self.ring, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
+            self.pipeline, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
         self.context = Context(
@@ -94,7 +94,7 @@ def gateway_saying(*words: str, **settings: Any) -> FakedGateway:
 
 
 def faked(script: Script | None, **settings: Any) -> FakedGateway:
-    return FakedGateway(FakeRing(script), GatewaySettings(**settings))
+    return FakedGateway(FakePipeline(script), GatewaySettings(**settings))
 
 
 def stable(text: str) -> str:

@@ -11,9 +11,9 @@ from common.errors import ConfigurationError, UnavailableError
 from common.settings import GatewaySettings
 from common.types import ErrorCode, RequestFailure
 from gateway.backends import Backend, Backends
-from gateway.ring.model_rings import ModelRings
+from gateway.pipeline.model_pipelines import ModelPipelines
 from gateway.served_model import ServedModel
-from tests.fakes.ring import CARD, FakeAdministration, FakeModel, FakeReadiness, FakeRing, says
+from tests.fakes.pipeline import CARD, FakeAdministration, FakeModel, FakePipeline, FakeReadiness, says
 from tests.gateway.support import HELLO, FakedGateway, error_of
 
 
@@ -22,7 +22,7 @@ class FakedModel:
     """One model with all that stands behind it."""
 
     name: str
-    ring: FakeRing
+    pipeline: FakePipeline
     aliases: tuple[str, ...] = ()
     is_encoder: bool = False
     readiness: FakeReadiness = field(default_factory=FakeReadiness)
@@ -41,12 +41,12 @@ class TwoModels(FakedGateway):
     """`small` and `large`, of which each says its name; `extra` come on top."""
 
     def __init__(self, *extra: FakedModel, **settings: object) -> None:
-        self.small = FakedModel("small", FakeRing(says("small")), aliases=("gpt-4o-mini", "org/small"))
-        self.large = FakedModel("large", FakeRing(says("large")))
+        self.small = FakedModel("small", FakePipeline(says("small")), aliases=("gpt-4o-mini", "org/small"))
+        self.large = FakedModel("large", FakePipeline(says("large")))
         models = (self.small, self.large, *extra)
-        rings = ModelRings({model.name: model.ring for model in models})
+        pipelines = ModelPipelines({model.name: model.pipeline for model in models})
         super().__init__(
-            rings,  # type: ignore[arg-type]  # as good a ring
+            pipelines,  # type: ignore[arg-type]  # as good a pipeline
             GatewaySettings(**settings),  # type: ignore[arg-type]  # checked by pydantic
             model=self.small.model,
             readiness=self.small.readiness,
@@ -94,7 +94,7 @@ async def test_without_a_name_the_default_answers_if_there_is_one() -> None:
 
 
 async def test_all_models_are_listed_with_what_they_are() -> None:
-    encoder = FakedModel("minilm", FakeRing(), is_encoder=True)
+    encoder = FakedModel("minilm", FakePipeline(), is_encoder=True)
     gateway = TwoModels(encoder)
     listed = (await gateway.get("/v1/models")).json()["data"]
     assert [(card["id"], card["kind"], card["max_model_len"]) for card in listed] == [
@@ -107,7 +107,7 @@ async def test_all_models_are_listed_with_what_they_are() -> None:
 
 
 async def test_an_encoder_generates_nothing() -> None:
-    gateway = TwoModels(FakedModel("minilm", FakeRing(), is_encoder=True))
+    gateway = TwoModels(FakedModel("minilm", FakePipeline(), is_encoder=True))
     for response in (
         await gateway.chat(model="minilm"),
         await gateway.complete(model="minilm"),
@@ -130,16 +130,16 @@ async def test_a_model_whose_services_are_away_is_a_503_and_the_others_go_on() -
 
 async def test_an_interrupted_choice_is_resumed_at_its_own_model() -> None:
     gateway = TwoModels()
-    gateway.large.ring.script = None
+    gateway.large.pipeline.script = None
     async with gateway.client() as client:
         body = {"model": "large", "messages": HELLO}
         answer = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        (first,) = await gateway.large.ring.submissions(1)
-        gateway.large.ring.script = says("large")
-        gateway.large.ring.lose(first.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True))
+        (first,) = await gateway.large.pipeline.submissions(1)
+        gateway.large.pipeline.script = says("large")
+        gateway.large.pipeline.lose(first.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True))
         assert text_of((await answer).json()) == "large"
-    assert len(gateway.large.ring.submitted) == 2
-    assert not gateway.small.ring.submitted
+    assert len(gateway.large.pipeline.submitted) == 2
+    assert not gateway.small.pipeline.submitted
 
 
 async def test_readiness_tells_of_each_model() -> None:
@@ -198,7 +198,7 @@ async def test_stored_responses_keep_their_model() -> None:
 
 
 def test_names_are_unique_and_the_default_is_one_of_them() -> None:
-    small, large = FakedModel("small", FakeRing()), FakedModel("large", FakeRing(), aliases=("small",))
+    small, large = FakedModel("small", FakePipeline()), FakedModel("large", FakePipeline(), aliases=("small",))
     with pytest.raises(ConfigurationError, match="two models"):
         Backends([small.backend, large.backend])
     with pytest.raises(ConfigurationError, match="huge"):

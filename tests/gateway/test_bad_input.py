@@ -83,7 +83,7 @@ async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, par
     assert error["param"] == param
     assert words in error["message"]
     assert param in error["message"]
-    assert gateway.ring.submitted == []
+    assert gateway.pipeline.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ async def test_json_too_deep_to_pass_on_is_refused(gateway: FakedGateway) -> Non
 
 async def test_nul_inside_a_prompt_is_text_like_any_other(gateway: FakedGateway) -> None:
     assert (await gateway.complete(prompt="a\u0000b")).status_code == 200
-    assert gateway.ring.submitted[0].prompt == "a\u0000b"
+    assert gateway.pipeline.submitted[0].prompt == "a\u0000b"
 
 
 async def test_unknown_model_is_404(gateway: FakedGateway) -> None:

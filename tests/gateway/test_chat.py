@@ -8,7 +8,7 @@ import pytest
 from common.requests import ChatMessage, ChatPrompt
 from common.types import CacheMode, SamplingParams, StopConditions, Subject, View
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.ring import LENGTH, PROMPT, logprob, says
+from tests.fakes.pipeline import LENGTH, PROMPT, logprob, says
 from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def test_choices_are_numbered_and_their_tokens_summed() -> None:
     assert body["usage"]["prompt_tokens"] == PROMPT.prompt_tokens
 
 
-async def test_every_field_reaches_the_ring() -> None:
+async def test_every_field_reaches_the_pipeline() -> None:
     gateway = gateway_saying("x")
     response = await gateway.chat(
         temperature=0.5,
@@ -78,7 +78,7 @@ async def test_every_field_reaches_the_ring() -> None:
         prompt_cache_key="thread-7",
     )
     assert response.status_code == 200
-    (request,) = gateway.ring.submitted
+    (request,) = gateway.pipeline.submitted
     assert request.sampling == SamplingParams(0.5, 0.9, 40, 0.05, 1.1, 0.2, -0.3, 7, {5: -100.0, 6: 1.5}, 3)
     assert request.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
     assert (request.n, request.priority, request.cache_mode) == (2, -4, CacheMode.NONE)
@@ -92,7 +92,7 @@ async def test_every_field_reaches_the_ring() -> None:
 async def test_defaults_are_those_of_openai() -> None:
     gateway = gateway_saying("x")
     await gateway.chat()
-    (request,) = gateway.ring.submitted
+    (request,) = gateway.pipeline.submitted
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, None)
     assert request.stop == StopConditions()
     assert request.sampling.top_logprobs is None
@@ -127,21 +127,21 @@ async def test_requests_without_a_seed_get_different_ones() -> None:
     gateway = gateway_saying("x")
     await gateway.chat()
     await gateway.chat()
-    first, second = gateway.ring.submitted
+    first, second = gateway.pipeline.submitted
     assert first.sampling.seed != second.sampling.seed
 
 
 async def test_negative_seed_is_taken_modulo_two_to_the_64() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(seed=-1)
-    assert gateway.ring.submitted[0].sampling.seed == 2**64 - 1
+    assert gateway.pipeline.submitted[0].sampling.seed == 2**64 - 1
 
 
 async def test_top_p_of_zero_keeps_the_most_likely_token() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(top_p=0)
     # The wire carries single precision and reads 0 as "unset", so something small but positive must be sent.
-    assert 0 < gateway.ring.submitted[0].sampling.top_p <= 1e-5
+    assert 0 < gateway.pipeline.submitted[0].sampling.top_p <= 1e-5
 
 
 async def test_messages_reach_the_template_as_they_are() -> None:
@@ -160,7 +160,7 @@ async def test_messages_reach_the_template_as_they_are() -> None:
         chat_template_kwargs={"enable_thinking": False},
     )
     assert response.status_code == 200
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.messages == (
         ChatMessage("system", "Be kind."),
@@ -178,7 +178,7 @@ async def test_messages_reach_the_template_as_they_are() -> None:
 async def test_tools_stay_out_of_the_prompt_if_none_may_be_chosen() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none")
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools_json == ()
 
@@ -194,7 +194,7 @@ async def test_tools_stay_out_of_the_prompt_if_none_may_be_chosen() -> None:
 async def test_generation_prompt_flags(fields: dict[str, Any], generation_prompt: bool, continues: bool) -> None:
     gateway = gateway_saying("x")
     await gateway.chat(**fields)
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (generation_prompt, continues)
 
@@ -229,13 +229,13 @@ async def test_journal_is_empty_when_all_is_done() -> None:
     await gateway.chat()
     await gateway.chat(stream=True)
     assert len(gateway.journal) == 0
-    assert gateway.ring.aborted == []
+    assert gateway.pipeline.aborted == []
 
 
 async def views_of(gateway: FakedGateway, *bodies: dict[str, str]) -> list[View]:
     for fields in bodies:
         await gateway.chat(messages=HELLO, **fields)
-    return [request.view for request in gateway.ring.submitted]
+    return [request.view for request in gateway.pipeline.submitted]
 
 
 async def test_the_three_fields_for_a_user_narrow_alike_and_make_no_subject() -> None:
@@ -264,7 +264,7 @@ async def test_users_are_people_where_the_credential_vouches_for_them(tmp_path: 
         for user in ("ann", "bob"):
             body = {"model": "tiny", "messages": HELLO, "user": user}
             await gateway.post("/v1/chat/completions", body, {"authorization": f"Bearer {secret}"})
-    assert [request.view for request in gateway.ring.submitted] == [
+    assert [request.view for request in gateway.pipeline.submitted] == [
         View(Subject("acme", "user/ann")),
         View(Subject("acme", "user/bob")),
         View(Subject("acme", "key/plain"), "user=ann"),

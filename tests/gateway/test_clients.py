@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.ring import says
+from tests.fakes.pipeline import says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, faked
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"

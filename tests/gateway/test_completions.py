@@ -8,7 +8,7 @@ import pytest
 from common.deltas import Delta, PromptUsage
 from common.requests import TokenPrompt
 from gateway import responses
-from tests.fakes.ring import STOP, Event, logprob, says
+from tests.fakes.pipeline import STOP, Event, logprob, says
 from tests.gateway.support import error_of, events, faked, gateway_saying
 
 
@@ -26,7 +26,7 @@ async def test_max_tokens_defaults_to_16() -> None:
     gateway = gateway_saying("x")
     await gateway.complete()
     await gateway.complete(max_tokens=5)
-    assert [request.stop.max_tokens for request in gateway.ring.submitted] == [16, 5]
+    assert [request.stop.max_tokens for request in gateway.pipeline.submitted] == [16, 5]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ async def test_all_four_forms_of_a_prompt(prompt: Any, expected: list[object]) -
     gateway = gateway_saying("x")
     response = await gateway.complete(prompt=prompt)
     assert response.status_code == 200
-    assert [request.prompt for request in gateway.ring.submitted] == expected
-    assert len({request.request_id for request in gateway.ring.submitted}) == len(expected)
+    assert [request.prompt for request in gateway.pipeline.submitted] == expected
+    assert len({request.request_id for request in gateway.pipeline.submitted}) == len(expected)
 
 
 async def test_choices_of_several_prompts_are_numbered_through() -> None:

@@ -44,7 +44,7 @@ async def test_a_request_that_takes_long_is_not_taken_for_headers_that_never_end
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_S", 0.5)
     gateway = gateway_saying("a", "b", "c")
-    gateway.ring.pause_s = 0.2
+    gateway.pipeline.pause_s = 0.2
     async with listening(gateway) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head(len(BODY)) + BODY)

@@ -29,7 +29,7 @@ async def send_request(port: int, *, stream: bool, **fields: Any) -> tuple[async
 async def seconds_until_aborted(gateway: FakedGateway, count: int = 1) -> float:
     started = time.perf_counter()
     async with asyncio.timeout(30):
-        while len(gateway.ring.aborted) < count:  # noqa: ASYNC110  (what is measured is the abort itself)
+        while len(gateway.pipeline.aborted) < count:  # noqa: ASYNC110  (what is measured is the abort itself)
             await asyncio.sleep(0.001)
     return time.perf_counter() - started
 
@@ -39,33 +39,33 @@ async def test_client_that_leaves_while_its_prompt_is_computed_is_aborted(stream
     gateway = faked(None)
     async with listening(gateway) as port:
         _, writer = await send_request(port, stream=stream)
-        (request,) = await gateway.ring.submissions(1)
+        (request,) = await gateway.pipeline.submissions(1)
         writer.close()
         # The target is 100 ms; the bound leaves room for a machine that is busy with other things.
         assert await seconds_until_aborted(gateway) < 10
-    assert gateway.ring.aborted == [request.request_id]
+    assert gateway.pipeline.aborted == [request.request_id]
     assert len(gateway.journal) == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_leaves_in_the_middle_of_its_answer_is_aborted(stream: bool) -> None:
     gateway = gateway_saying(*LONG)
-    gateway.ring.pause_s = 0.002
+    gateway.pipeline.pause_s = 0.002
     async with listening(gateway) as port:
         reader, writer = await send_request(port, stream=stream)
-        await gateway.ring.submissions(1)
+        await gateway.pipeline.submissions(1)
         if stream:
             await reader.readuntil(b"word3")
         writer.transport.abort()
         assert await seconds_until_aborted(gateway) < 10
-    assert len(gateway.ring.aborted) == 1
+    assert len(gateway.pipeline.aborted) == 1
     assert len(gateway.journal) == 0
     assert b'pando_gateway_aborts_total{cause="disconnect"} 1.0' in gateway.metrics.exposition()
 
 
 async def test_only_the_client_that_left_is_aborted() -> None:
     gateway = gateway_saying(*LONG[:100])
-    gateway.ring.pause_s = 0.002
+    gateway.pipeline.pause_s = 0.002
     async with listening(gateway) as port:
         staying, _ = await send_request(port, stream=True)
         leaving, writer = await send_request(port, stream=True)
@@ -74,7 +74,7 @@ async def test_only_the_client_that_left_is_aborted() -> None:
         await seconds_until_aborted(gateway)
         rest = await staying.readuntil(b"[DONE]")
     assert b"word99" in rest
-    assert gateway.ring.aborted == [gateway.ring.submitted[1].request_id]
+    assert gateway.pipeline.aborted == [gateway.pipeline.submitted[1].request_id]
 
 
 async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() -> None:
@@ -123,10 +123,10 @@ async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> No
         "http_version": "1.1", "root_path": "",
     }  # fmt: skip
     task = asyncio.create_task(gateway.app(scope, receive, send))
-    await gateway.ring.submissions(1)
+    await gateway.pipeline.submissions(1)
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(gateway.ring.aborted) == 1
+    assert len(gateway.pipeline.aborted) == 1
     assert b'pando_gateway_aborts_total{cause="shutdown"} 1.0' in gateway.metrics.exposition()

@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/score and /v1/rerank over a ring that embeds texts as it is told."""
+"""/v1/embeddings, /v1/score and /v1/rerank over a pipeline that embeds texts as it is told."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.types import (
     RequestId,
 )
 from gateway.generations import EMBEDDING_WINDOW
-from tests.fakes.ring import CARD, rejects
+from tests.fakes.pipeline import CARD, rejects
 from tests.gateway.support import FakedGateway, error_of, faked
 from tests.gateway.test_openai_sdk import sdk
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import httpx
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
 DIMENSIONS = 4
 ENCODER = replace(CARD, is_encoder=True, pooling=Pooling.MEAN, embedding_dimensions=DIMENSIONS)
@@ -71,7 +71,7 @@ async def ask(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], list[Gen
     assert response.status_code == 200, response.text
     assert len(made.journal) == 0
     answer: dict[str, Any] = response.json()
-    return answer, made.ring.submitted
+    return answer, made.pipeline.submitted
 
 
 async def test_an_answer_is_as_openai_sends_it() -> None:
@@ -124,7 +124,7 @@ async def test_fewer_dimensions_are_the_first_ones_at_length_one() -> None:
     assert answer["data"][0]["embedding"] == VECTORS["cat"]
 
 
-async def test_pooling_cache_mode_and_names_reach_the_ring() -> None:
+async def test_pooling_cache_mode_and_names_reach_the_pipeline() -> None:
     body = {"input": "cat", "pooling": "cls", "cache_mode": "none", "user": "ann", "session_id": "s", "priority": 3}
     _, (request,) = await ask("/v1/embeddings", body)
     assert request.pooling is Pooling.FIRST
@@ -170,18 +170,18 @@ async def test_what_is_wrong_is_refused_by_its_name(path: str, param: str, body:
     made = gateway()
     error = error_of(await made.post(path, {"model": "tiny", **body}), 400)
     assert (error["param"] or "").partition("[")[0] == param
-    assert not made.ring.submitted
+    assert not made.pipeline.submitted
 
 
 async def test_a_text_that_the_ring_refuses_refuses_the_request_and_ends_the_others() -> None:
     made = gateway(None)
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": ["cat", "long"]}))
-    first, second = await made.ring.submissions(2)
+    first, second = await made.pipeline.submissions(2)
     failure = RequestFailure(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "too long", "input")
-    made.ring.tell(Admission(second.request_id, 0, failure))
+    made.pipeline.tell(Admission(second.request_id, 0, failure))
     error = error_of(await asking, 400)
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
-    assert made.ring.aborted == [first.request_id]
+    assert made.pipeline.aborted == [first.request_id]
 
 
 async def test_a_full_queue_invites_to_come_back() -> None:
@@ -196,13 +196,13 @@ async def test_thousands_of_inputs_go_round_a_few_at_a_time() -> None:
     made = gateway(None)
     count = EMBEDDING_WINDOW + 40
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": ["cat"] * count}))
-    await made.ring.submissions(EMBEDDING_WINDOW)
+    await made.pipeline.submissions(EMBEDDING_WINDOW)
     await asyncio.sleep(0.01)
-    assert len(made.ring.submitted) == EMBEDDING_WINDOW
+    assert len(made.pipeline.submitted) == EMBEDDING_WINDOW
     for number in range(count):
-        (request, *_) = (await made.ring.submissions(number + 1))[number:]
+        (request, *_) = (await made.pipeline.submissions(number + 1))[number:]
         for event in embeds(request):
-            made.ring.tell(event)
+            made.pipeline.tell(event)
     answer = (await asking).json()
     assert len(answer["data"]) == count
     assert answer["usage"]["prompt_tokens"] == 5 * count
@@ -211,14 +211,14 @@ async def test_thousands_of_inputs_go_round_a_few_at_a_time() -> None:
 async def test_a_service_that_dies_is_waited_for_and_the_input_goes_round_again() -> None:
     made = gateway(None)
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": "cat"}))
-    (first,) = await made.ring.submissions(1)
-    made.ring.tell(Admission(first.request_id, 5))
-    made.ring.lose(first.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "gone", retryable=True))
-    _, again = await made.ring.submissions(2)
+    (first,) = await made.pipeline.submissions(1)
+    made.pipeline.tell(Admission(first.request_id, 5))
+    made.pipeline.lose(first.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "gone", retryable=True))
+    _, again = await made.pipeline.submissions(2)
     assert again.request_id != first.request_id
     assert (again.prompt, again.pooling, again.resume) == ("cat", Pooling.MEAN, None)
     for event in embeds(again):
-        made.ring.tell(event)
+        made.pipeline.tell(event)
     assert (await asking).json()["data"][0]["embedding"] == VECTORS["cat"]
 
 
@@ -272,8 +272,8 @@ async def test_score_and_rerank_need_no_model_where_there_is_one() -> None:
 async def test_a_client_that_leaves_has_all_its_inputs_aborted() -> None:
     made = gateway(None)
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": ["cat", "car"]}))
-    requests = await made.ring.submissions(2)
+    requests = await made.pipeline.submissions(2)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert set(made.ring.aborted) == {RequestId(request.request_id) for request in requests}
+    assert set(made.pipeline.aborted) == {RequestId(request.request_id) for request in requests}
     assert len(made.journal) == 0

@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import UnavailableError
 from common.types import ErrorCode, RequestFailure
-from tests.fakes.ring import rejects
+from tests.fakes.pipeline import rejects
 from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
-from tests.fakes.ring import says
+from tests.fakes.pipeline import says
 
 WORDS = tuple(f"w{number} " for number in range(300))
 
@@ -40,7 +40,7 @@ async def bystander(port: int) -> str:
 
 async def flood(count: int, seed: int) -> FakedGateway:
     gateway = faked(script, anonymous="vouched")
-    gateway.ring.pause_s = 0.001
+    gateway.pipeline.pause_s = 0.001
     async with listening(gateway) as port:
         undisturbed = asyncio.create_task(bystander(port))
         tally = await fuzz(port, count, seed)
@@ -55,7 +55,7 @@ async def flood(count: int, seed: int) -> FakedGateway:
         )
     assert len(gateway.journal) == 0
     assert gateway.generations.open_requests == 0
-    gateway.ring.submitted.clear()
+    gateway.pipeline.submitted.clear()
     return gateway
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.types import ReplyTo, SubscriberId
-from gateway.ring.wire import generate_to_wire
+from gateway.pipeline.wire import generate_to_wire
 from gateway.schemas.chat import ChatCompletionBody
 from gateway.schemas.completions import CompletionBody
 from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
@@ -104,9 +104,9 @@ async def _check(gateway: FakedGateway, path: str, body: dict[str, Any]) -> None
         response = await client.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400, 404), response.text
     # What is accepted can also be sent: no value overflows its type on the wire.
-    for request in gateway.ring.submitted:
+    for request in gateway.pipeline.submitted:
         generate_to_wire(request, ReplyTo(SubscriberId("test")))
-    gateway.ring.submitted.clear()
+    gateway.pipeline.submitted.clear()
     if response.status_code != 200:
         _check_error(response)
 

@@ -112,7 +112,7 @@ def test_journal_holds_what_is_open() -> None:
 
 @given(st.lists(st.integers(min_value=1, max_value=4), max_size=12), st.data())
 def test_whatever_is_replayed_the_client_gets_each_token_once(sizes: list[int], data: st.DataObject) -> None:
-    """After a break the ring replays from any earlier delta on; judged and applied, nothing doubles or is lost."""
+    """After a break the pipeline replays from any earlier delta on; judged and applied, nothing doubles or is lost."""
     stream, first = [], 0
     for size in sizes:
         stream.append(delta(first, "x" * size, *range(first, first + size)))

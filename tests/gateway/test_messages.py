@@ -11,7 +11,7 @@ import pytest
 from common.requests import ChatPrompt
 from common.types import Finish, FinishReason, Subject, ToolStyle, View
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.ring import CARD, LENGTH, FakeModel, FakeRing, says
+from tests.fakes.pipeline import CARD, LENGTH, FakeModel, FakePipeline, says
 from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 def thinking(*words: str) -> FakedGateway:
     card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, has_reasoning=True)
-    return FakedGateway(FakeRing(says(*words)), model=FakeModel(card))
+    return FakedGateway(FakePipeline(says(*words)), model=FakeModel(card))
 
 
 async def post(gateway: FakedGateway, **fields: Any) -> httpx.Response:
@@ -65,7 +65,7 @@ async def test_conversations_with_tools_reach_the_template() -> None:
     ]
     response = await post(gateway, messages=turns, system="Be kind.", tools=[TOOL], metadata={"user_id": "ann"})
     assert response.status_code == 200, response.text
-    [request] = gateway.ring.submitted
+    [request] = gateway.pipeline.submitted
     assert isinstance(request.prompt, ChatPrompt)
     assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant", "tool"]
     assert request.stop.max_tokens == 9
@@ -100,7 +100,7 @@ async def test_tokens_are_counted_without_a_limit_of_the_answer() -> None:
     body = {"model": "tiny", "system": "Be", "messages": [{"role": "user", "content": "Hello"}], "tools": [TOOL]}
     response = await gateway.post("/v1/messages/count_tokens", body)
     assert response.json() == {"input_tokens": len("<system>Be<user>Hello")}
-    assert not gateway.ring.submitted
+    assert not gateway.pipeline.submitted
 
 
 async def test_an_error_says_so_where_clients_of_this_api_look() -> None:
@@ -128,4 +128,4 @@ async def test_metadata_names_a_person_only_where_the_credential_vouches(
     }
     response = await gateway.post("/v1/messages", body, {"x-api-key": "secret"})
     assert response.status_code == 200, response.text
-    assert [request.view for request in gateway.ring.submitted] == [view]
+    assert [request.view for request in gateway.pipeline.submitted] == [view]

@@ -10,7 +10,7 @@ import pytest
 
 from common.requests import TokenPrompt
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.ring import LENGTH, logprob, says
+from tests.fakes.pipeline import LENGTH, logprob, says
 from tests.gateway.support import FakedGateway, error_of, events, faked, gateway_saying
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ async def test_one_text_gives_one_object_with_its_account() -> None:
     assert answer == {"text": " Paris.", "output_ids": [1000, 1001]}
     assert meta["finish_reason"] == {"type": "length", "length": 2}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (7, 2, 4)
-    [request] = gateway.ring.submitted
+    [request] = gateway.pipeline.submitted
     assert (request.stop.max_tokens, request.sampling.temperature) == (2, 0)
 
 
@@ -42,7 +42,7 @@ async def test_a_batch_and_several_choices_give_lists() -> None:
     assert len((await generate(gateway, text=["a"])).json()) == 1
     assert len((await generate(gateway, text="a", sampling_params={"n": 3})).json()) == 3
     assert len((await generate(gateway, input_ids=[[1, 2], [3]])).json()) == 2
-    assert gateway.ring.submitted[-1].prompt == TokenPrompt((3,))
+    assert gateway.pipeline.submitted[-1].prompt == TokenPrompt((3,))
     assert (await generate(gateway, input_ids=[1, 2])).json()["text"] == "x"
 
 
@@ -83,12 +83,12 @@ async def test_what_is_wrong_is_named(body: dict[str, Any], param: str | None) -
 async def test_a_request_is_aborted_by_its_exact_id_only() -> None:
     gateway = faked(None)
     asking = asyncio.create_task(generate(gateway, text="x", rid="job-1"))
-    await gateway.ring.submissions(1)
+    await gateway.pipeline.submissions(1)
     for rid in ("job", "job-", "job-11", "JOB-1"):
         assert (await gateway.post("/abort_request", {"rid": rid})).json() == {"aborted": 0}
     assert (await gateway.post("/abort_request", {"rid": "job-1"})).json() == {"aborted": 1}
     assert "aborted" in error_of(await asking, 400)["message"]
-    assert len(gateway.ring.aborted) == 1
+    assert len(gateway.pipeline.aborted) == 1
 
 
 async def test_an_id_to_abort_that_no_request_can_have_is_refused() -> None:
@@ -104,7 +104,7 @@ async def test_nobody_aborts_or_administrates_for_others(tmp_path: Path) -> None
         return {"authorization": f"Bearer {name}"}
 
     asking = asyncio.create_task(gateway.post("/generate", {"text": "x", "rid": "j"}, bearer("ann")))
-    await gateway.ring.submissions(1)
+    await gateway.pipeline.submissions(1)
     assert (await gateway.post("/abort_request", {"rid": "j"}, bearer("bob"))).json() == {"aborted": 0}
     for path in ("/flush_cache", "/get_server_info", "/server_info"):
         assert (await gateway.get(path)).status_code == 401
@@ -133,4 +133,4 @@ async def test_health_and_information() -> None:
     assert (await gateway.get("/get_server_info")).json()["internal_states"] == [{"running_rows": 0}]
     gateway.readiness.lacking = ["tokenizer: not connected"]
     assert (await gateway.get("/health_generate")).status_code == 503
-    assert not gateway.ring.submitted
+    assert not gateway.pipeline.submitted

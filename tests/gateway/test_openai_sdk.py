@@ -10,7 +10,7 @@ import pytest
 
 from common.deltas import Delta
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
-from tests.fakes.ring import logprob, rejects, says
+from tests.fakes.pipeline import logprob, rejects, says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, faked, gateway_saying
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
 
 @asynccontextmanager
@@ -115,14 +115,14 @@ async def test_client_tries_again_when_the_queue_was_full() -> None:
     gateway = faked(None)
 
     def script(request: GenerateRequest) -> Iterable[Event]:
-        answers = rejects(full) if len(gateway.ring.submitted) == 1 else says("ok")
+        answers = rejects(full) if len(gateway.pipeline.submitted) == 1 else says("ok")
         yield from answers(request)
 
-    gateway.ring.script = script
+    gateway.pipeline.script = script
     async with sdk(gateway, max_retries=2) as client:
         answer = await client.completions.create(model="tiny", prompt="x")
     assert answer.choices[0].text == "ok"
-    assert len(gateway.ring.submitted) == 2
+    assert len(gateway.pipeline.submitted) == 2
 
 
 async def test_client_does_not_repeat_what_would_fail_again() -> None:
@@ -130,7 +130,7 @@ async def test_client_does_not_repeat_what_would_fail_again() -> None:
     async with sdk(gateway, max_retries=2) as client:
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(model="tiny", prompt="x")
-    assert len(gateway.ring.submitted) == 1
+    assert len(gateway.pipeline.submitted) == 1
 
 
 def _failing(request: GenerateRequest) -> list[Event]:

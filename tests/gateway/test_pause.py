@@ -13,20 +13,20 @@ AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=T
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_sees_only_a_pause(stream: bool) -> None:
-    """The same answer comes whether or not the ring breaks in the middle, streamed or whole."""
+    """The same answer comes whether or not the pipeline breaks in the middle, streamed or whole."""
     undisturbed = await gateway_saying("Hel", "lo", " wor", "ld").chat(stream=stream, n=2, seed=1)
     gateway = gateway_saying("Hel", "lo", " wor", "ld")
-    gateway.ring.pause_s = 0.05
+    gateway.pipeline.pause_s = 0.05
 
     async def disturb() -> None:
-        await gateway.ring.submissions(1)
+        await gateway.pipeline.submissions(1)
         await asyncio.sleep(0.08)
-        gateway.ring.lose(gateway.ring.submitted[0].request_id, AWAY)
+        gateway.pipeline.lose(gateway.pipeline.submitted[0].request_id, AWAY)
 
     disturbing = asyncio.create_task(disturb())
     response = await gateway.chat(stream=stream, n=2, seed=1)
     await disturbing
-    assert len(gateway.ring.submitted) > 1
+    assert len(gateway.pipeline.submitted) > 1
     assert _contents(response.text) == _contents(undisturbed.text)
 
 

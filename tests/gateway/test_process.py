@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from common.settings import GatewaySettings
 from gateway.assembly import Gateway
-from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.gateway.support import HELLO, events
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ async def test_ready_only_when_a_request_would_be_served(tmp_path: Path) -> None
         response = await client.get("/ready")
         assert response.status_code == 503
         assert len(response.json()["missing"]) == 2
-        async with ring_servers(tmp_path):
+        async with pipeline_servers(tmp_path):
             await until_ready(client)
 
 
 async def test_answer_through_real_streams(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, gateway_over(services) as client:
+    async with pipeline_servers(tmp_path) as services, gateway_over(services) as client:
         await until_ready(client)
         whole = (await client.post("/v1/chat/completions", json=BODY)).json()
         assert whole["choices"][0]["message"]["content"] == "Hello world"
@@ -68,7 +68,7 @@ async def test_answer_through_real_streams(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("service", [TOKENIZER, DETOKENIZER])
 async def test_client_sees_only_a_pause_when_a_service_is_restarted(tmp_path: Path, service: str) -> None:
-    async with ring_servers(tmp_path, automatic=2) as services, gateway_over(services) as client:
+    async with pipeline_servers(tmp_path, automatic=2) as services, gateway_over(services) as client:
         await until_ready(client)
         text = ""
         async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True, "n": 2}) as response:
@@ -89,7 +89,7 @@ async def test_client_sees_only_a_pause_when_a_service_is_restarted(tmp_path: Pa
 
 
 async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, gateway_over(services) as client:
+    async with pipeline_servers(tmp_path) as services, gateway_over(services) as client:
         await until_ready(client)
         assert (await client.get("/v1/models")).status_code == 200
         await services.kill(TOKENIZER)
@@ -102,7 +102,7 @@ async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -
 
 
 async def test_ring_that_stays_away_is_503_in_time(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, gateway_over(services, admission_deadline_s=0.3) as client:
+    async with pipeline_servers(tmp_path) as services, gateway_over(services, admission_deadline_s=0.3) as client:
         await until_ready(client)
         assert (await client.get("/v1/models")).status_code == 200
         await services.kill(DETOKENIZER)
@@ -113,8 +113,8 @@ async def test_ring_that_stays_away_is_503_in_time(tmp_path: Path) -> None:
     assert "detokenizer" in response.json()["error"]["message"]
 
 
-async def test_disconnect_reaches_the_ring_as_an_abort(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path, automatic=1) as services, gateway_over(services) as client:
+async def test_a_disconnect_reaches_the_pipeline_as_an_abort(tmp_path: Path) -> None:
+    async with pipeline_servers(tmp_path, automatic=1) as services, gateway_over(services) as client:
         await until_ready(client)
         async with client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
             async for line in response.aiter_lines():

@@ -11,14 +11,14 @@ from common.deltas import Delta, LogprobText, PromptLogprobsText, TokenText
 from common.prompt_logprobs import PromptLogprobs
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation import MAX_PROMPT_VALUES
-from tests.fakes.ring import LENGTH, PROMPT
+from tests.fakes.pipeline import LENGTH, PROMPT
 from tests.gateway.support import FakedGateway, faked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
 TEXTS = [b"The", b" cap", b"ital", b" of"]
 IDS = [10, 11, 12, 13]
@@ -93,7 +93,7 @@ async def test_scoring_alone_generates_nothing() -> None:
     assert (choice["text"], choice["finish_reason"]) == ("The capital of", "length")
     assert choice["logprobs"] == SCORED
     assert body["usage"]["completion_tokens"] == 0
-    (sent,) = fake.ring.submitted
+    (sent,) = fake.pipeline.submitted
     assert sent.stop.max_tokens == 0
     assert sent.prompt_logprobs == PromptLogprobs(0, 1)
 
@@ -136,14 +136,14 @@ async def test_prompt_logprobs_are_told_by_id(endpoint: str) -> None:
         "11": {"logprob": -1.0, "rank": 2, "decoded_token": " cap"},
     }
     assert len(told) == 4
-    assert fake.ring.submitted[0].prompt_logprobs == PromptLogprobs(0, 2)
+    assert fake.pipeline.submitted[0].prompt_logprobs == PromptLogprobs(0, 2)
 
 
 async def test_who_asks_for_none_is_told_none() -> None:
     fake = gateway()
     assert "prompt_logprobs" not in (await fake.chat()).json()
     assert "prompt_logprobs" not in (await fake.complete()).json()["choices"][0]
-    assert [request.prompt_logprobs for request in fake.ring.submitted] == [None, None]
+    assert [request.prompt_logprobs for request in fake.pipeline.submitted] == [None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,7 +172,7 @@ async def test_native_answers_have_input_and_output_apart(stream: bool) -> None:
     assert meta["output_token_logprobs"] == [[-3.0, 50, " Fr"]]
     assert meta["output_token_ids_logprobs"] == [[[-7.0, 5, None], [-7.0, 6, None]]]
     assert meta["prompt_tokens"] == PROMPT.prompt_tokens
-    (sent,) = fake.ring.submitted
+    (sent,) = fake.pipeline.submitted
     assert sent.prompt_logprobs == PromptLogprobs(1, 2, (5, 6))
     assert sent.sampling.logprob_token_ids == (5, 6)
 
@@ -181,7 +181,7 @@ async def test_native_answers_tell_of_the_output_alone_unless_asked() -> None:
     fake = gateway()
     meta = (await fake.post("/generate", {"text": "x", "return_logprob": True})).json()["meta_info"]
     assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
-    assert fake.ring.submitted[0].prompt_logprobs is None
+    assert fake.pipeline.submitted[0].prompt_logprobs is None
 
 
 async def test_what_was_interrupted_goes_on_where_it_was() -> None:
@@ -200,7 +200,10 @@ async def test_what_was_interrupted_goes_on_where_it_was() -> None:
     fake = faked(breaking)
     body = (await fake.complete(prompt="The capital of", echo=True, logprobs=1, max_tokens=0)).json()
     assert body["choices"][0]["logprobs"] == SCORED
-    assert [request.prompt_logprobs for request in fake.ring.submitted] == [PromptLogprobs(0, 1), PromptLogprobs(1, 1)]
+    assert [request.prompt_logprobs for request in fake.pipeline.submitted] == [
+        PromptLogprobs(0, 1),
+        PromptLogprobs(1, 1),
+    ]
 
 
 async def test_what_is_complete_is_not_asked_for_again() -> None:
@@ -216,7 +219,7 @@ async def test_what_is_complete_is_not_asked_for_again() -> None:
     body = (await fake.complete(prompt="The capital of", prompt_logprobs=1, max_tokens=1)).json()
     assert len(body["choices"][0]["prompt_logprobs"]) == 4
     assert body["choices"][0]["text"] == " Fr"
-    first, second = fake.ring.submitted
+    first, second = fake.pipeline.submitted
     assert first.request_id != RequestId(second.request_id)
     assert second.prompt_logprobs is None
 

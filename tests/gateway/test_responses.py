@@ -13,7 +13,7 @@ from common.deltas import Delta
 from common.requests import ChatPrompt
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, ToolStyle
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.ring import CARD, LENGTH, FakeModel, FakeRing, says
+from tests.fakes.pipeline import CARD, LENGTH, FakeModel, FakePipeline, says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
 
@@ -36,7 +36,7 @@ async def sdk(gateway: FakedGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def thinking(*words: str) -> FakedGateway:
     card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, has_reasoning=True)
-    return FakedGateway(FakeRing(says(*words)), model=FakeModel(card))
+    return FakedGateway(FakePipeline(says(*words)), model=FakeModel(card))
 
 
 async def post(gateway: FakedGateway, key: str | None = None, **fields: Any) -> Any:
@@ -63,7 +63,7 @@ async def test_created_retrieved_continued_and_deleted() -> None:
         with pytest.raises(openai.BadRequestError) as unknown:
             await client.responses.create(model="tiny", input="And?", previous_response_id=first.id)
         assert unknown.value.param == "previous_response_id"
-    prompts = [request.prompt for request in gateway.ring.submitted]
+    prompts = [request.prompt for request in gateway.pipeline.submitted]
     assert all(isinstance(prompt, ChatPrompt) for prompt in prompts)
     assert [(m.role, m.content) for m in prompts[0].messages] == [("developer", "Be kind."), ("user", "Hello")]  # type: ignore[union-attr]
     # Instructions hold for one response only.
@@ -107,11 +107,11 @@ async def test_tool_results_go_back_in_one_conversation() -> None:
         first = await client.responses.create(model="tiny", input="Add", tools=[TOOL])
         call = first.output[-1]
         assert call.type == "function_call"
-        gateway.ring.script = says("2")
+        gateway.pipeline.script = says("2")
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
         second = await client.responses.create(model="tiny", input=[result], previous_response_id=first.id)
     assert second.output_text == "2"
-    prompt = gateway.ring.submitted[-1].prompt
+    prompt = gateway.pipeline.submitted[-1].prompt
     assert isinstance(prompt, ChatPrompt)
     assert [message.role for message in prompt.messages] == ["user", "assistant", "tool"]
     assert prompt.messages[1].reasoning_content == "Hm"
@@ -123,7 +123,7 @@ async def test_an_answer_cut_by_the_limit_is_incomplete() -> None:
     gateway = faked(says("Hi", finish=LENGTH))
     body = (await post(gateway, max_output_tokens=1)).json()
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert gateway.ring.submitted[0].stop.max_tokens == 1
+    assert gateway.pipeline.submitted[0].stop.max_tokens == 1
 
 
 async def test_a_failure_in_the_middle_is_an_event() -> None:

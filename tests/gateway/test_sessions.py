@@ -25,7 +25,7 @@ async def test_a_session_is_opened_used_and_closed() -> None:
     params = {"id": session, "rid": first, "offset": -1, "replace": True}
     second = await gateway.post("/generate", {"text": "y", "rid": "mine", "session_params": params})
     assert second.json()["meta_info"]["id"] == "mine"
-    one, two = gateway.ring.submitted
+    one, two = gateway.pipeline.submitted
     assert one.session == two.session == session
     assert one.turn == SessionTurn(first)
     assert two.turn == SessionTurn("mine", after=first, offset=-1, replace=True)
@@ -54,8 +54,8 @@ async def test_chats_and_completions_name_it_by_session_id() -> None:
     await gateway.complete(session_id=session)
     await gateway.post("/generate", {"text": "x", "session_id": session})
     ((view, _),) = gateway.model.sessions
-    assert len(gateway.ring.submitted) == 3
-    for request in gateway.ring.submitted:
+    assert len(gateway.pipeline.submitted) == 3
+    for request in gateway.pipeline.submitted:
         assert (request.session, request.view, request.turn) == (session, view, None)
 
 
@@ -70,7 +70,7 @@ async def test_a_session_of_a_user_is_that_user_s() -> None:
     await gateway.chat(session_id=session, user_id="ann")
     await gateway.chat(session_id=session, user_id="bob")
     ((view, _),) = gateway.model.sessions
-    mine, theirs = gateway.ring.submitted
+    mine, theirs = gateway.pipeline.submitted
     assert mine.view == view == View(Subject("default", "local"), "user=ann")
     assert theirs.view == View(Subject("default", "local"), "user=bob")
     assert error_of(await gateway.post("/close_session", {"session_id": session, "user_id": "bob"}), 400)

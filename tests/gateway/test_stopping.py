@@ -9,23 +9,23 @@ import orjson
 
 from common.deltas import Delta
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure
-from tests.fakes.ring import PROMPT, logprob, says
+from tests.fakes.pipeline import PROMPT, logprob, says
 from tests.gateway.support import HELLO, events, faked, gateway_saying
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.requests import GenerateRequest
-    from tests.fakes.ring import Event
+    from tests.fakes.pipeline import Event
 
 AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True)
 
 
-async def test_stop_conditions_reach_the_ring() -> None:
+async def test_stop_conditions_reach_the_pipeline() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(stop_regex="a+b", no_stop_trim=True, ignore_eos=True, min_tokens=2, stop_token_ids=[7])
     await gateway.complete(stop_regex=["a", "b"])
-    chat, completion = (request.stop for request in gateway.ring.submitted)
+    chat, completion = (request.stop for request in gateway.pipeline.submitted)
     assert chat.stop_patterns == ("a+b",)
     assert (chat.include_stop_text, chat.ignore_eos, chat.min_tokens, chat.stop_token_ids) == (True, True, 2, (7,))
     assert completion.stop_patterns == ("a", "b")
@@ -55,22 +55,22 @@ async def test_best_of_returns_the_most_likely_choices_and_counts_all() -> None:
     answer = (await gateway.complete(best_of=3, n=2)).json()
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "1"), (1, "2")]
     assert answer["usage"]["completion_tokens"] == 3
-    assert gateway.ring.submitted[0].n == 3
+    assert gateway.pipeline.submitted[0].n == 3
     assert answer["choices"][0]["logprobs"] is None
 
 
 async def test_time_that_has_passed_counts_when_a_choice_is_resumed() -> None:
     gateway = faked(None, request_timeout_s=10.0)
     asking = asyncio.create_task(gateway.complete())
-    [first] = await gateway.ring.submissions(1)
+    [first] = await gateway.pipeline.submissions(1)
     assert first.timeout_ms == 10_000
     await asyncio.sleep(0.2)
-    gateway.ring.lose(first.request_id, AWAY)
-    _, second = await gateway.ring.submissions(2)
+    gateway.pipeline.lose(first.request_id, AWAY)
+    _, second = await gateway.pipeline.submissions(2)
     assert second.timeout_ms is not None
     assert 5_000 < second.timeout_ms <= 9_800
     for event in says("x")(second):
-        gateway.ring.tell(event)
+        gateway.pipeline.tell(event)
     assert (await asking).status_code == 200
 
 
@@ -79,10 +79,10 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
     asking = asyncio.create_task(
         gateway.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, "stream": True})
     )
-    [request] = await gateway.ring.submissions(1)
+    [request] = await gateway.pipeline.submissions(1)
     await asyncio.sleep(0.5)
     for event in says("Hi")(request):
-        gateway.ring.tell(event)
+        gateway.pipeline.tell(event)
     response = await asking
     assert response.text.count(": keep-alive\n\n") >= 2
     assert '"content":"Hi"' in response.text
@@ -92,9 +92,9 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
 async def test_a_failure_behind_comments_is_an_event() -> None:
     gateway = faked(None, keep_alive_s=0.01)
     asking = asyncio.create_task(gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}))
-    [request] = await gateway.ring.submissions(1)
+    [request] = await gateway.pipeline.submissions(1)
     await asyncio.sleep(0.3)
-    gateway.ring.tell(Admission(request.request_id, 0, RequestFailure(ErrorCode.TIMEOUT, "too late")))
+    gateway.pipeline.tell(Admission(request.request_id, 0, RequestFailure(ErrorCode.TIMEOUT, "too late")))
     response = await asking
     assert response.status_code == 200
     assert '"message":"too late"' in response.text

@@ -7,7 +7,7 @@ import pytest
 
 from common.deltas import Delta
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure
-from tests.fakes.ring import LENGTH, PROMPT, STOP, Event, logprob, says
+from tests.fakes.pipeline import LENGTH, PROMPT, STOP, Event, logprob, says
 from tests.gateway.support import events, faked, gateway_saying, stable
 
 if TYPE_CHECKING:

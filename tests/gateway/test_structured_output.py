@@ -1,4 +1,4 @@
-"""What forms of output mean for the ring, and which are refused before it hears of them."""
+"""What forms of output mean for the pipeline, and which are refused before it hears of them."""
 
 from __future__ import annotations
 

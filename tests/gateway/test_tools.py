@@ -12,7 +12,7 @@ import pytest
 
 from common.requests import ChatPrompt
 from common.types import FinishReason, ToolStyle
-from tests.fakes.ring import CARD, LENGTH, FakeModel, logprob, says
+from tests.fakes.pipeline import CARD, LENGTH, FakeModel, logprob, says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, error_of, events, faked
 
@@ -33,7 +33,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 def gateway_of(words: Sequence[str], style: ToolStyle | None = ToolStyle.HERMES, **card: Any) -> FakedGateway:
     gateway = faked(says(*words))
     model = FakeModel(dataclasses.replace(CARD, tool_style=style, **card))
-    return FakedGateway(gateway.ring, model=model)
+    return FakedGateway(gateway.pipeline, model=model)
 
 
 async def chunks_of(gateway: FakedGateway, **fields: Any) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ async def test_whole_answer_with_a_call() -> None:
     [call] = message["tool_calls"]
     assert call["id"].startswith("call_")
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert [json.loads(tool) for tool in prompt.tools_json] == [WEATHER]
 
@@ -72,7 +72,7 @@ async def test_streamed_call_has_id_and_name_once_and_then_only_arguments() -> N
 
 async def test_a_call_cut_off_by_the_limit_says_length() -> None:
     gateway = gateway_of([])
-    gateway.ring.script = says(CALL[:50], finish=LENGTH)
+    gateway.pipeline.script = says(CALL[:50], finish=LENGTH)
     [choice] = (await gateway.chat(tools=[WEATHER])).json()["choices"]
     assert choice["finish_reason"] == FinishReason.LENGTH.value
     assert choice["message"]["tool_calls"]
@@ -83,7 +83,7 @@ async def test_tools_that_must_not_be_called_are_not_shown_to_the_model_and_noth
     [choice] = (await gateway.chat(tools=[WEATHER], tool_choice="none")).json()["choices"]
     assert choice["message"]["content"] == CALL
     assert choice["finish_reason"] == "stop"
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools_json == ()
 
@@ -104,7 +104,7 @@ async def test_a_call_that_must_be_made_is_begun_in_the_prompt(choice: object, p
     response = await gateway.chat(tools=[WEATHER], tool_choice=choice)
     [call] = response.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": "{}"}
-    prompt = gateway.ring.submitted[0].prompt
+    prompt = gateway.pipeline.submitted[0].prompt
     assert isinstance(prompt, ChatPrompt)
     assert prompt.assistant_prefix == prefix
 
@@ -145,7 +145,7 @@ async def test_marks_that_are_special_tokens_are_asked_for() -> None:
     await gateway.chat(tools=[WEATHER])
     await gateway.chat()
     await gateway.chat(tools=[WEATHER], skip_special_tokens=True)
-    assert [request.skip_special_tokens for request in gateway.ring.submitted] == [False, True, True]
+    assert [request.skip_special_tokens for request in gateway.pipeline.submitted] == [False, True, True]
 
 
 async def test_reasoning_is_separated_and_counted() -> None:
@@ -166,7 +166,7 @@ async def test_reasoning_is_separated_and_counted() -> None:
 async def test_a_template_that_opens_the_block_unless_it_is_told_not_to() -> None:
     gateway = gateway_of(["Hm</think>Yes"], has_reasoning=True, begins_with_reasoning=True)
     assert (await gateway.chat()).json()["choices"][0]["message"]["reasoning_content"] == "Hm"
-    gateway.ring.script = says("Yes")
+    gateway.pipeline.script = says("Yes")
     answer = await gateway.chat(chat_template_kwargs={"enable_thinking": False})
     assert answer.json()["choices"][0]["message"]["content"] == "Yes"
 
@@ -174,7 +174,7 @@ async def test_a_template_that_opens_the_block_unless_it_is_told_not_to() -> Non
 async def test_log_probabilities_beside_calls_are_all_sent() -> None:
     gateway = gateway_of([])
     words = ["Hi ", *CALL.partition("name")]
-    gateway.ring.script = says(*words, logprobs=[logprob(word, -1.0) for word in words])
+    gateway.pipeline.script = says(*words, logprobs=[logprob(word, -1.0) for word in words])
     chunks = await chunks_of(gateway, tools=[WEATHER], logprobs=True)
     entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [token["token"] for entry in entries if entry for token in entry["content"]] == words

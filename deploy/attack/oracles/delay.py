@@ -117,14 +117,14 @@ async def _overtaken(scene: Scene, way: Invention) -> int:
         finally:
             is_served.set()
 
-    async def wait_beside() -> tuple[float, list[Sighting]]:
+    async def wait_meanwhile() -> tuple[float, list[Sighting]]:
         await is_served.wait()
         await scene.prober.clock.sleep(AHEAD_S)
         return scene.prober.clock.now(), await scene.prober.ask_at_once(asked)
 
     flooding = asyncio.gather(*(flood_with(*each) for each in flood))
     try:
-        sent_at, waiting = await wait_beside()
+        sent_at, waiting = await wait_meanwhile()
         return count_between(await flooding, sent_at, max(each.first_token_at for each in waiting))
     finally:
         flooding.cancel()

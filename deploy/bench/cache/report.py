@@ -56,7 +56,7 @@ def sheet_of(
     sheet = ResultSheet(benchmark, "none", 1, provenance, mode)
     sheet.add("hit_rate", figures.hit_rate, "share")
     sheet.add("ideal_hits_within_users", figures.ideal_own / max(figures.input_tokens, 1), "share")
-    across = figures.ideal_anybody - figures.ideal_own
+    across = figures.ideal_shared - figures.ideal_own
     sheet.add("ideal_hits_across_users", across / max(figures.input_tokens, 1), "share")
     sheet.add("crossing_tokens", figures.crossing_tokens, "tokens")
     sheet.add("fairness", figures.fairness, "Jain's index")
@@ -80,7 +80,7 @@ def sheet_of(
 def _cells(figures: CacheFigures, shared: CacheFigures | None) -> dict[str, str]:
     hits, pages = figures.hit_tokens, figures.mean_pages
     waits = figures.promoted_after_s
-    ideal = figures.ideal_anybody / max(figures.input_tokens, 1)
+    ideal = figures.ideal_shared / max(figures.input_tokens, 1)
     return {
         "requests, of users": f"{figures.requests:,}, {figures.users:,}",
         "prompt tokens": f"{figures.input_tokens:,}",

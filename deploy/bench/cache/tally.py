@@ -51,7 +51,7 @@ class CacheFigures:
     input_tokens: int
     hit_tokens: int
     ideal_own: int
-    ideal_anybody: int
+    ideal_shared: int
     crossing_tokens: int
     """Tokens found in prompts of others without sufficient evidence; must be 0 in all modes but shared."""
     fairness: float
@@ -92,7 +92,7 @@ class Rules:
 @dataclass(slots=True)
 class _Sums:
     ideal_own: int = 0
-    ideal_anybody: int = 0
+    ideal_shared: int = 0
     crossing: int = 0
     refused: int = 0
 
@@ -126,7 +126,7 @@ class Tally:
         """Record the start of a request with `matched` cached tokens."""
         hit = self._ideal.ask(request)
         self._sums.ideal_own += hit.own
-        self._sums.ideal_anybody += hit.anybody
+        self._sums.ideal_shared += hit.shared_by_all
         first = request.segments[0]
         evident = hit.evident if self._rules.by_evidence else 0
         pinned = first.tokens if self._rules.by_pins and first.role == "system" else 0
@@ -166,7 +166,7 @@ class Tally:
             input_tokens=int(asked.sum()),
             hit_tokens=int(found.sum()),
             ideal_own=self._sums.ideal_own,
-            ideal_anybody=self._sums.ideal_anybody,
+            ideal_shared=self._sums.ideal_shared,
             crossing_tokens=self._sums.crossing,
             fairness=jain_index(found / np.maximum(asked, 1)),
             users=len(self._users),

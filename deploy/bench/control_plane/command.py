@@ -14,13 +14,13 @@ from rich.table import Table
 
 from deploy.bench.control_plane.latency import measure_abort_latency, measure_added_latency
 from deploy.bench.control_plane.memory import measure_memory
-from deploy.bench.control_plane.observed_ring import ObservedRing, RingStateError
+from deploy.bench.control_plane.observed_pipeline import ObservedPipeline, PipelineStateError
 from deploy.bench.control_plane.pipeline import measure_pipeline
 from deploy.bench.control_plane.scheduler_step import STEP_MS, measure_scheduler_step
 from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
+from deploy.bench.pipeline_client import PipelineError
 from deploy.bench.report import output_console, print_failure, spread_text
 from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.bench.ring_client import RingError
 from deploy.bench.serve_arguments import add_result_arguments, positive_int
 from deploy.bench.target import TargetError
 from deploy.supervisor.layout import free_port
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from deploy.bench.control_plane.figure import Figure
 
-    Measure = Callable[[ObservedRing], Awaitable[list[Figure]]]
+    Measure = Callable[[ObservedPipeline], Awaitable[list[Figure]]]
 
 IDLE_STEP_MS = 2.0
 OPEN_FILES = 8192
@@ -57,7 +57,7 @@ def run_control_plane(arguments: argparse.Namespace) -> int:
         for step_ms, measures in plan_parts(arguments):
             part, model = _measure_in_deployment(arguments, step_ms, measures)
             figures += part
-    except (LaunchError, RingError, RingStateError, TargetError, grpc.RpcError, psutil.Error) as error:
+    except (LaunchError, PipelineError, PipelineStateError, TargetError, grpc.RpcError, psutil.Error) as error:
         print_failure("pando bench control-plane", error)
         return 2
     console.print(figure_table(figures, f"control plane, {arguments.rows} rows, {model}; median (least-largest)"))
@@ -121,7 +121,7 @@ def _measure_in_deployment(
     with LaunchedDeployment(arguments.config, arguments.overrides, defaults) as deployment:
 
         async def measure_all() -> list[Figure]:
-            async with ObservedRing(deployment) as observed:
+            async with ObservedPipeline(deployment) as observed:
                 return [figure for measure in measures for figure in await measure(observed)]
 
         return asyncio.run(measure_all()), deployment.model

@@ -6,14 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from deploy.bench.control_plane.figure import Figure
-from deploy.bench.control_plane.observed_ring import RingStateError
+from deploy.bench.control_plane.observed_pipeline import PipelineStateError
 from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.openai_stream import AnswerReader
 from deploy.bench.records import BenchRequest, Segment
 from deploy.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
     from protos.gen.pando.v1 import scheduler_pb2
 
 PROMPT_TOKENS = 32
@@ -25,7 +25,7 @@ CHUNKS_BEFORE_LEAVING = 5
 POLL_S = 0.001
 
 
-async def measure_added_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_added_latency(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Send one chat at a time and subtract the time of the worker's forward pass, by the worker's clock."""
     bench = await Bench.connect(TargetOptions(observed.url, endpoint="chat"))
     added: list[float] = []
@@ -39,14 +39,14 @@ async def measure_added_latency(observed: ObservedRing, repeats: int) -> list[Fi
             step_s = (after.compute_s - before.compute_s) / (after.passes - before.passes)
             firsts = [first for record in result.records if (first := record.time_to_first_s) is not None]
             if len(firsts) < len(sessions):
-                raise RingStateError("a request had no output")
+                raise PipelineStateError("a request had no output")
             added += [(first - step_s) * 1000 for first in firsts]
     finally:
         await bench.close()
     return [Figure.of("added_ttft", "added to the first token by all hops, idle", added, "ms", TARGET_ADDED_MS)]
 
 
-async def measure_abort_latency(observed: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_abort_latency(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Disconnect in the middle of an answer and poll until the scheduler has freed its row and pages."""
     bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     times: list[float] = []
@@ -84,7 +84,7 @@ async def _leave_midway(bench: Bench, number: int) -> None:
     try:
         await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
-            raise RingStateError(f"an answer ended before it could be aborted: {asking.result()}")
+            raise PipelineStateError(f"an answer ended before it could be aborted: {asking.result()}")
     finally:
         asking.cancel()
         leaving.cancel()

@@ -12,7 +12,7 @@ from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
     from deploy.bench.records import Session
 
 PROMPT_TOKENS = 256
@@ -22,7 +22,7 @@ SETTLE_S = 0.5
 TARGET_KIB = 64.0
 
 
-async def measure_memory(observed: ObservedRing) -> list[Figure]:
+async def measure_memory(observed: ObservedPipeline) -> list[Figure]:
     """Hold increasing numbers of requests open while the scheduler is paused, and fit a line to the memory."""
     bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     sessions = random_sessions(COUNTS[-1], PROMPT_TOKENS, 8, name="memory")
@@ -51,7 +51,7 @@ def slope(memory_bytes: list[int]) -> float:
 
 
 async def _hold(
-    observed: ObservedRing, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
+    observed: ObservedPipeline, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
 ) -> dict[str, int]:
     """Open further requests until all `sessions` wait in the scheduler, and return each service's memory in bytes."""
     count = len(sessions)

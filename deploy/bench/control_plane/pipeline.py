@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from deploy.bench.control_plane.figure import Figure
-from deploy.bench.control_plane.observed_ring import RingStateError
+from deploy.bench.control_plane.observed_pipeline import PipelineStateError
 from deploy.bench.measure import Bench, TargetOptions
 from deploy.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 256
@@ -19,7 +19,7 @@ STREAMS = 64
 WAVES = 3
 
 
-async def measure_pipeline(observed: ObservedRing, repeats: int) -> list[Figure]:
+async def measure_pipeline(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Stream at full speed; report tokens per second, and per second of processor time."""
     bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
     rates: list[float] = []
@@ -35,7 +35,7 @@ async def measure_pipeline(observed: ObservedRing, repeats: int) -> list[Figure]
             result = await bench.closed_loop(sessions, STREAMS)
             after, client_after = observed.cpu_seconds(), time.process_time()
             if failed := [record for record in result.records if record.error is not None]:
-                raise RingStateError(f"{len(failed)} requests failed, such as: {failed[0].message}")
+                raise PipelineStateError(f"{len(failed)} requests failed, such as: {failed[0].message}")
             tokens = sum(record.output_tokens for record in result.records)
             rates.append(tokens / result.duration_s)
             per_core.append(tokens / (sum(after.values()) - sum(before.values())))

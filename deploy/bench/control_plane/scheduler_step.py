@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from common.types import CacheMode
 from deploy.bench.control_plane.figure import Figure
+from deploy.bench.pipeline_client import PipelineClient, schedule_requests
 from deploy.bench.prompts import PromptMaker
-from deploy.bench.ring_client import RingClient, schedule_requests
 from deploy.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_ring import ObservedRing
+    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
 
 # About the duration of a step of an 8B model with this many rows on a GPU, and long enough for the other services,
 # which share the processor, to finish the previous step.
@@ -21,14 +21,14 @@ WINDOW_STEPS = 60
 TARGET_US = 400.0
 
 
-async def measure_scheduler_step(observed: ObservedRing, rows: int, repeats: int) -> list[Figure]:
+async def measure_scheduler_step(observed: ObservedPipeline, rows: int, repeats: int) -> list[Figure]:
     """Keep `rows` rows decoding and divide the scheduler's time by the number of steps, in `repeats` windows."""
     steps = WINDOW_STEPS * (repeats + 1) + 100
     requests = [session.requests[0] for session in random_sessions(rows, PROMPT_TOKENS, steps, name="step")]
     addresses = (observed.deployment.address_of("scheduler"), observed.deployment.address_of("detokenizer"))
     handling: list[float] = []
     process: list[float] = []
-    async with RingClient(*addresses) as client:
+    async with PipelineClient(*addresses) as client:
         records = await client.start(schedule_requests(requests, PromptMaker(), 0.0, CacheMode.DEFAULT))
         await observed.wait_for("every row to decode", lambda _: all(record.tokens for record in records))
         for _ in range(repeats):
@@ -45,6 +45,6 @@ async def measure_scheduler_step(observed: ObservedRing, rows: int, repeats: int
     ]
 
 
-async def _wait_for_steps(observed: ObservedRing, count: int) -> None:
+async def _wait_for_steps(observed: ObservedPipeline, count: int) -> None:
     last = (await observed.state()).finished_steps + count
     await observed.wait_for(f"{count} steps", lambda state: state.finished_steps >= last, 0.05)

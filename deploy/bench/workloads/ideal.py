@@ -18,7 +18,7 @@ class IdealHit:
     """Tokens of one prompt that were sent before: by its user, by any user, and by enough users to be public."""
 
     own: int
-    anybody: int
+    shared_by_all: int
     evident: int
 
 
@@ -62,8 +62,8 @@ class IdealCache:
                     goes_on[kind] = goes_on[kind] and is_seen and shared == segment.tokens
             chain = hash((chain, segment.key, segment.tokens))
         limit = max(request.input_tokens - 1, 0)
-        own, anybody, evident = (min(tokens, limit) // self._page_tokens * self._page_tokens for tokens in found)
-        return IdealHit(own, anybody, evident)
+        own, shared_by_all, evident = (min(tokens, limit) // self._page_tokens * self._page_tokens for tokens in found)
+        return IdealHit(own, shared_by_all, evident)
 
     def _learn(self, prefix: int, segment: Segment, user: str) -> tuple[int, bool, int]:
         """Return a segment's known tokens, whether `user` has sent it, and its number of users; then add `user`."""
@@ -82,12 +82,12 @@ class IdealCache:
 def ideal_rates(requests: Iterable[BenchRequest], *, keeps_answers: bool) -> IdealRates:
     """Return the hit rates of an unlimited cache for requests in this order."""
     cache = IdealCache(keeps_answers=keeps_answers)
-    total = own = anybody = 0
+    total = own = shared_by_all = 0
     for request in requests:
         hit = cache.ask(request)
         total += request.input_tokens
         own += hit.own
-        anybody += hit.anybody
+        shared_by_all += hit.shared_by_all
     if not total:
         return IdealRates(0, 0.0, 0.0)
-    return IdealRates(total, own / total, (anybody - own) / total)
+    return IdealRates(total, own / total, (shared_by_all - own) / total)

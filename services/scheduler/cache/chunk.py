@@ -42,7 +42,7 @@ class ChunkCache:
         self.page_size = page_size
         self.epoch = 0
         self.events = CacheEvents()
-        self._next_lease = 0
+        self._next_lock = 0
         self._locks: set[LockId] = set()
 
     def view_of(self, view: View) -> None:
@@ -64,8 +64,8 @@ class ChunkCache:
         return self.commit_nothing(view)
 
     def commit_nothing(self, view: View) -> PrefixLock:
-        lock = PrefixLock(LockId(self._next_lease), view, 0, _NO_PAGES)
-        self._next_lease += 1
+        lock = PrefixLock(LockId(self._next_lock), view, 0, _NO_PAGES)
+        self._next_lock += 1
         self._locks.add(lock.lock_id)
         return lock
 

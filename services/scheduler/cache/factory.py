@@ -31,10 +31,10 @@ def make_allocator(name: CacheName, pages: int, page_size: int, window: WindowPo
     allocator = PageAllocator(pages)
     if window is None:
         return allocator
-    allocator.twins = twins = WindowPages(
+    allocator.windows = windows = WindowPages(
         window.pages, pages, page_size=page_size, window_tokens=window.window_tokens, keeps=name != "chunk"
     )
-    least = min(twins.row_pages(page_size), pages)
+    least = min(windows.row_pages(page_size), pages)
     if window.pages < least:
         raise ConfigurationError(
             f"{window.pages} pages for the layers with a window of {window.window_tokens} tokens, but one row needs "

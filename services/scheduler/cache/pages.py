@@ -43,7 +43,7 @@ class PageAllocator:
         self.capacity = capacity
         self.observer: PageObserver | None = None
         # Set once, before the first allocation, for models with sliding-window layers.
-        self.twins: WindowPages | None = None
+        self.windows: WindowPages | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
         # A stack: [0, free_pages) are the free pages, the last is allocated first.
@@ -119,8 +119,8 @@ class PageAllocator:
         assert len(old) == len(new)
         # In this order, the count of a page that is in both never becomes 0.
         self.retain(new)
-        if self.twins is not None:
-            self.twins.adopt(old, new)
+        if self.windows is not None:
+            self.windows.adopt(old, new)
         freed = self._release(old)
         if self.observer is not None:
             self.observer.exchanged(old, new, freed)
@@ -135,8 +135,8 @@ class PageAllocator:
         self._free[: len(free)] = free
         self._free_pages = len(free)
         self._references = int(counts.sum())
-        if self.twins is not None:
-            self.twins.forget(np.flatnonzero(counts == 0).astype(np.int32))
+        if self.windows is not None:
+            self.windows.forget(np.flatnonzero(counts == 0).astype(np.int32))
         if self.observer is not None:
             self.observer.restored(counts)
 
@@ -160,8 +160,8 @@ class PageAllocator:
         freed = pages[counts == 0]
         self._free[self._free_pages : self._free_pages + len(freed)] = freed
         self._free_pages += len(freed)
-        if self.twins is not None:
-            self.twins.forget(freed)
+        if self.windows is not None:
+            self.windows.forget(freed)
         return len(freed)
 
     def _are_distinct(self, pages: PageIds) -> bool:

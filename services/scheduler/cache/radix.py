@@ -374,16 +374,16 @@ class RadixCache:
         # The last token must be computed, for its logits.
         end = max(tokens - 1, 0) // self.page_size
         match = self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
-        twins = self.store.allocator.twins
-        return match if twins is None else self._usable(match, twins)
+        windows = self.store.allocator.windows
+        return match if windows is None else self._usable(match, windows)
 
-    def _usable(self, match: Match, twins: WindowPages) -> Match:
+    def _usable(self, match: Match, windows: WindowPages) -> Match:
         """Return the part of a match that a row can continue from: its sliding-window layers need their pages, too."""
         tree = self.store.tree
         pages = tree.path_pages(match.node, tree.root)
         if match.partial is not None:
             pages = np.concatenate([pages, match.partial.pages[: match.partial_pages]])
-        return tree.shortened(match, twins.usable_pages(pages))
+        return tree.shortened(match, windows.usable_pages(pages))
 
     def _end_of(self, match: Match) -> Node:
         """Return the node that ends where the match ends, splitting a longer one if necessary; the caller locks it."""

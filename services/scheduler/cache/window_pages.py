@@ -3,7 +3,7 @@
 A window page holds the same tokens as its page, for the sliding-window layers. So a row's second page table follows
 from its first, a node needs no second list of pages, and freeing a page frees its window page. Window pages come and go
 while their pages stay: a row needs those in its window; the others are kept for later matches until room is needed.
-README.md describes the design. In code, a window page is called the twin of its page.
+README.md describes the design.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WindowPages:
         self.window_tokens = window_tokens
         self._page_size = page_size
         self._keeps = keeps
-        self._twins: NDArray[np.int32] = np.full(device_pages, _NONE, np.int32)
+        self._window_page: NDArray[np.int32] = np.full(device_pages, _NONE, np.int32)
         # Number of rows' windows that each page lies in.
         self._needed: NDArray[np.int32] = np.zeros(device_pages, np.int32)
         self._free = list(range(capacity - 1, -1, -1))
@@ -96,15 +96,15 @@ class WindowPages:
         count = len(pages)
         lengths = np.arange(1, count + 1) * self._page_size
         firsts = np.maximum(lengths - self.window_tokens + 1, 0) // self._page_size
-        gaps = np.where(self._twins[pages] >= 0, _NONE, np.arange(count))
+        gaps = np.where(self._window_page[pages] >= 0, _NONE, np.arange(count))
         usable = np.flatnonzero(np.maximum.accumulate(gaps) < firsts) if count else gaps
         return int(usable[-1]) + 1 if len(usable) else 0
 
-    def twins_of(self, pages: PageIds) -> PageIds:
+    def window_pages_of(self, pages: PageIds) -> PageIds:
         """Return the window pages of pages that all have one, [pages] int32."""
-        twins = self._twins[pages]
-        assert (twins >= 0).all(), f"pages {pages[twins < 0]} have no twin"
-        return twins
+        windows = self._window_page[pages]
+        assert (windows >= 0).all(), f"pages {pages[windows < 0]} have no window page"
+        return windows
 
     # --- rows ---
 
@@ -113,15 +113,15 @@ class WindowPages:
         assert len(pages) <= self.available_pages, "asked before"
         while len(self._free) < len(pages):
             self._drop(next(iter(self._idle)))
-        assert (self._twins[pages] < 0).all(), "new pages have no twin"
+        assert (self._window_page[pages] < 0).all(), "new pages have no window page"
         taken = self._free[len(self._free) - len(pages) :]
         del self._free[len(self._free) - len(pages) :]
-        self._twins[pages] = taken[::-1]
+        self._window_page[pages] = taken[::-1]
         self._needed[pages] = 1
 
     def need(self, pages: PageIds) -> None:
         """Count one more row that needs the window pages of pages, which must exist."""
-        assert (self._twins[pages] >= 0).all(), "what a row needs is there"
+        assert (self._window_page[pages] >= 0).all(), "what a row needs is there"
         for page in pages[self._needed[pages] == 0].tolist():
             del self._idle[page]
         self._needed[pages] += 1
@@ -140,14 +140,14 @@ class WindowPages:
     def forget(self, pages: PageIds) -> None:
         """Free the window pages of pages that are free."""
         assert not self._needed[pages].any(), "a row's pages are not free"
-        for page in pages[self._twins[pages] >= 0].tolist():
+        for page in pages[self._window_page[pages] >= 0].tolist():
             self._drop(page)
 
     def adopt(self, old: PageIds, new: PageIds) -> None:
         """Move window pages that no row needs from `old` to those of the equal pages `new` that have none."""
-        moves = (self._twins[new] < 0) & (self._twins[old] >= 0) & (self._needed[old] == 0)
+        moves = (self._window_page[new] < 0) & (self._window_page[old] >= 0) & (self._needed[old] == 0)
         for page, heir in zip(old[moves].tolist(), new[moves].tolist(), strict=True):
-            self._twins[heir], self._twins[page] = self._twins[page], _NONE
+            self._window_page[heir], self._window_page[page] = self._window_page[page], _NONE
             del self._idle[page]
             self._idle[heir] = None
 
@@ -162,22 +162,22 @@ class WindowPages:
 
         O(capacity), for audits.
         """
-        twins = self._twins[self._twins >= 0]
+        windows = self._window_page[self._window_page >= 0]
         found = []
-        if len(np.unique(np.concatenate([twins, np.array(self._free, np.int32)]))) != self.capacity:
-            found.append("twins and free pages are not each page of the pool once")
-        if len(twins) + len(self._free) != self.capacity:
-            found.append(f"{len(twins)} twins and {len(self._free)} free pages of {self.capacity}")
+        if len(np.unique(np.concatenate([windows, np.array(self._free, np.int32)]))) != self.capacity:
+            found.append("assigned and free window pages are not each page of the pool once")
+        if len(windows) + len(self._free) != self.capacity:
+            found.append(f"{len(windows)} assigned and {len(self._free)} free window pages of {self.capacity}")
         if (self._needed != needed).any():
             found.append(
                 f"pages {np.flatnonzero(self._needed != needed).tolist()} are needed by other rows than counted"
             )
-        idle = np.flatnonzero((self._twins >= 0) & (self._needed == 0))
+        idle = np.flatnonzero((self._window_page >= 0) & (self._needed == 0))
         if sorted(self._idle) != idle.tolist():
             found.append("what no row needs is not what may go")
         return found
 
     def _drop(self, page: int) -> None:
         del self._idle[page]
-        self._free.append(int(self._twins[page]))
-        self._twins[page] = _NONE
+        self._free.append(int(self._window_page[page]))
+        self._window_page[page] = _NONE

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
     from common.types import Subject
     from services.scheduler.core.billing import Billing
+    from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
-    from services.scheduler.core.twins import Twins
 
 K = TypeVar("K")
 
@@ -40,7 +40,7 @@ class RowPreemption(Protocol):
         """Record that memory did not suffice to admit a sequence."""
 
     def make_room(
-        self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
+        self, most_rows: int, in_flight: Callable[[], InFlightPrefixes], retract: Callable[[Sequence], None]
     ) -> Sequence | None:
         """Retract rows for a waiting sequence if at most `most_rows` may run; return the sequence to admit."""
 
@@ -88,7 +88,7 @@ class FairRows:
         self._lacks_memory = True
 
     def make_room(
-        self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]
+        self, most_rows: int, in_flight: Callable[[], InFlightPrefixes], retract: Callable[[Sequence], None]
     ) -> Sequence | None:
         """Retract rows for the policy's first waiting sequence, if it is entitled to them and they suffice."""
         self._plans += 1
@@ -105,7 +105,7 @@ class FairRows:
         if lacks_rows and not self._has_spare_rows():
             return None
         self._billing.settle()
-        waiting = twins()
+        waiting = in_flight()
         candidates = self._queue.candidates(self._memory.match)
         first = next((sequence for sequence in candidates if not waiting.is_awaited(sequence)), None)
         if first is None:

@@ -53,7 +53,7 @@ class KvMemory:
         self.cache = cache
         self._has_pages = has_pages
         # None if all layers share one pool.
-        self.windows = RowWindows(allocator.twins) if allocator.twins is not None else None
+        self.windows = RowWindows(allocator.windows) if allocator.windows is not None else None
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -168,7 +168,7 @@ class KvMemory:
 
     def window_pages_of(self, pages: PageIds) -> PageIds:
         """Return the window pages of a row's new pages; empty without a sliding-window pool."""
-        return NO_PAGES if self.windows is None else self.windows.pool.twins_of(pages)
+        return NO_PAGES if self.windows is None else self.windows.pool.window_pages_of(pages)
 
     def begin_window(self, sequence: Sequence, rows: RowTable) -> PageIds:
         """Return the window pages at the end of an admitted row's prefix; empty without a sliding-window pool."""

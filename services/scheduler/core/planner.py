@@ -11,10 +11,10 @@ from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.types import StepId
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.granting import Granting
+from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
-from services.scheduler.core.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ class Planner:
         # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
-        steps = 1 if is_short else self._extend(decoding, self._lease_steps(decode_step_s), grants)
+        steps = 1 if is_short else self._extend(decoding, self._most_steps(decode_step_s), grants)
         if self._refused is not None and self._billing.counters is not None:
             self._billing.charge_idle_rows(self._refused, self._idle_rows(self._refused) * steps)
         closes, replacements = self._tenancy.take_changes()
@@ -150,7 +150,9 @@ class Planner:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
         if self.paused or not len(self._queue):
             return None
-        return self.preemption.make_room(self.limits.rows, lambda: Twins(self._rows, self._memory), self._retract)
+        return self.preemption.make_room(
+            self.limits.rows, lambda: InFlightPrefixes(self._rows, self._memory), self._retract
+        )
 
     def _is_moving_pages(self, now: float) -> bool:
         """Whether the workers have transfers to start or to report as finished."""
@@ -179,7 +181,7 @@ class Planner:
         sequences = [sequence for row in rows if (sequence := self._rows.sequences[row]) is not None]
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
-    def _lease_steps(self, decode_step_s: float | None) -> int:
+    def _most_steps(self, decode_step_s: float | None) -> int:
         """Return how many steps of a multi-step decode fill `lease_s`; 1 while the step time is unmeasured."""
         if not decode_step_s:
             return 1
@@ -287,14 +289,14 @@ class Planner:
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
-        twins = Twins(self._rows, self._memory)
+        in_flight = InFlightPrefixes(self._rows, self._memory)
         held_back = 0
         for sequence in self._candidates(first):
             if budget <= 0 or self._free_slots <= held_back:
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
                 break
-            if twins.is_awaited(sequence):
+            if in_flight.is_awaited(sequence):
                 continue
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
                 held_back += 1
@@ -305,7 +307,7 @@ class Planner:
                 self.preemption.note_refusal(sequence)
                 break
             opens.append(self._open(sequence, lock, now))
-            twins.add(sequence)
+            in_flight.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.twins import Twins
 
 
 class Preemption:
@@ -40,7 +40,9 @@ class Preemption:
         """Record that memory did not suffice to admit a sequence."""
         self._misjudged = sequence.handle
 
-    def make_room(self, most_rows: int, twins: Callable[[], Twins], retract: Callable[[Sequence], None]) -> None:
+    def make_room(
+        self, most_rows: int, in_flight: Callable[[], InFlightPrefixes], retract: Callable[[Sequence], None]
+    ) -> None:
         """Retract rows of lower priority until the next waiting sequence fits."""
         highest = self._queue.highest_priority
         if not self._limit or highest is None:
@@ -53,7 +55,7 @@ class Preemption:
         if not movable:
             return
         first = next(iter(self._queue.candidates(self._memory.match)), None)
-        if first is None or twins().is_awaited(first):
+        if first is None or in_flight().is_awaited(first):
             return
         lower = [sequence for sequence in movable if sequence.request.priority < first.request.priority]
         lower.sort(key=lambda sequence: (sequence.request.priority, -sequence.handle))

@@ -61,7 +61,7 @@ class ResultHandler:
     def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
         """Store new tokens, pass them to the output, and finish rows that stopped."""
         if result.partial:
-            self._tell_scores(result)
+            self._report_scores(result)
             return
         chunks, vacated = self._recall(result)
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
@@ -125,7 +125,7 @@ class ResultHandler:
         self.jumped_tokens += len(rows)
         self._output.tokens(table.handle[rows].astype(np.int32), token_ids, [])
 
-    def _tell_scores(self, result: StepResult) -> None:
+    def _report_scores(self, result: StepResult) -> None:
         for row, span in result.prompt_logprobs:
             sequence = self._rows.sequences[row]
             if sequence is not None and sequence.scoring is not None and self._is_current(row, result.step_id):

@@ -45,7 +45,7 @@ class RowWindows:
     def begin(self, row: RowSlot, lock: PrefixLock, rows: RowTable) -> PageIds:
         """Transfer the references of `enter` to a row; return the window pages."""
         rows.window_first[row] = first = self._first_seen(lock)
-        return self.pool.twins_of(lock.pages[first:])
+        return self.pool.window_pages_of(lock.pages[first:])
 
     def slide(self, rows: RowTable) -> None:
         """Release the window pages that the next passes of running rows no longer need."""
@@ -66,7 +66,7 @@ class RowWindows:
     def after_repointing(self, row: RowSlot, first: int, count: int, rows: RowTable) -> PageIds:
         """Reference the window pages of the new pages; return those the row needs of the `count` from `first` on."""
         self.pool.need(self._needed(row, rows, first))
-        return self.pool.twins_of(rows.pages[row, max(first, int(rows.window_first[row])) : first + count])
+        return self.pool.window_pages_of(rows.pages[row, max(first, int(rows.window_first[row])) : first + count])
 
     def faults(self, rows: RowTable, locks: Iterable[PrefixLock], device_pages: int) -> list[str]:
         """Return inconsistencies of the pool; besides rows, `locks` hold the pages that their next token attends to."""

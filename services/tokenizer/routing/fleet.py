@@ -116,7 +116,7 @@ class Fleet:
         loads = {name: r.load for name, r in self._replicas.items() if r.can_serve and name not in away}
         if not loads:
             self.abort(sent)
-            raise _nobody()
+            raise _no_scheduler()
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
             if request.session is not None:
@@ -132,9 +132,9 @@ class Fleet:
     def _home_of(self, view: View, session: str) -> Replica:
         serving = [name for name, replica in self._replicas.items() if replica.can_serve]
         if not serving:
-            raise _nobody()
+            raise _no_scheduler()
         return self._replicas[favourite(session_key(view, session), serving)]
 
 
-def _nobody() -> UnavailableError:
+def _no_scheduler() -> UnavailableError:
     return UnavailableError("no scheduler would serve now", retry_after_ms=1000)

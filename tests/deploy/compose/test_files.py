@@ -84,7 +84,7 @@ def test_containers_restart_within_limits_and_change_nothing_of_their_image(name
 
 
 def test_nobody_but_the_gateway_can_be_reached_from_outside() -> None:
-    assert load("compose.yaml")["networks"]["ring"] == {"internal": True}
+    assert load("compose.yaml")["networks"]["pipeline"] == {"internal": True}
     for name in RING:
         assert ("ports" in SERVICES[name]) == (name == "gateway")
         assert ("edge" in SERVICES[name]["networks"]) == (name == "gateway")
@@ -194,13 +194,13 @@ def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypat
     models = settings_of("gateway").gateway.models
     assert list(models) == ["smollm2-135m-instruct", "big"]
     for prefix, (name, backend) in zip(("", "second-"), models.items(), strict=True):
-        ring = {part: settings_of(f"{prefix}{part}") for part in RING[:-1]}
-        assert {settings.model.name for settings in ring.values()} == {name}
+        pipeline = {part: settings_of(f"{prefix}{part}") for part in RING[:-1]}
+        assert {settings.model.name for settings in pipeline.values()} == {name}
         assert backend.tokenizer == f"{prefix}tokenizer:50051"
-        assert backend.detokenizer == ring["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"
-        assert backend.scheduler == ring["tokenizer"].tokenizer.scheduler == f"{prefix}scheduler:50052"
-        assert ring["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
-        assert str(ring["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")
+        assert backend.detokenizer == pipeline["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"
+        assert backend.scheduler == pipeline["tokenizer"].tokenizer.scheduler == f"{prefix}scheduler:50052"
+        assert pipeline["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
+        assert str(pipeline["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")
     for name, service in overlay.items():
         if "extends" in service:
             waits = SERVICES[service["extends"]["service"]].get("depends_on", {})
@@ -223,7 +223,7 @@ def test_two_gateways_share_a_server_that_only_the_ring_reaches(monkeypatch: pyt
     first, last = re.findall(r"8\d{3}", published.removesuffix(":8000"))
     assert int(last) - int(first) + 1 == gateway["deploy"]["replicas"]
     assert "127.0.0.1" in published
-    assert server["networks"] == ["ring"]
+    assert server["networks"] == ["pipeline"]
     assert "ports" not in server
     assert server["read_only"] is True
     assert server["cap_drop"] == ["ALL"]

@@ -23,7 +23,7 @@ MODEL = "smollm2-135m-instruct"
 ADMIN_TOKEN = "open-sesame-please"
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_S + UP_S)]
 
-# Runs in a container of the ring: what the scheduler says to somebody with these files, and to somebody without.
+# Runs in a container of the pipeline: what the scheduler says to somebody with these files, and to somebody without.
 CALL = """
 import grpc, sys
 from pathlib import Path

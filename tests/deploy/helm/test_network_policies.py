@@ -1,4 +1,4 @@
-"""Who can talk to whom: exactly the ring's arrows, worked out from the policies as a network plugin would."""
+"""Who can talk to whom: exactly the pipeline's arrows, worked out from the policies as a network plugin would."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ENFORCED = [name for name, values in VALUE_SETS.items() if values.get("networkPo
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_open_edges_are_those_of_the_ring(name: str) -> None:
+def test_open_edges_are_those_of_the_pipeline(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    assert open_edges(objects) == ring_of(objects)
+    assert open_edges(objects) == pipeline_of(objects)
 
 
 @pytest.mark.parametrize("name", ENFORCED)
@@ -119,13 +119,13 @@ def test_the_gateway_of_two_releases_reaches_what_it_asks_in_both() -> None:
         for model in models.values()
         for address in (model.tokenizer, model.detokenizer, model.scheduler or "")
     }
-    within = ring_of(releases["front"]) | ring_of(releases["large"])
+    within = pipeline_of(releases["front"]) | pipeline_of(releases["large"])
     assert open_edges([*releases["front"], *releases["large"]]) == within | {
         (source, target, int(port)) for source, target, port in asked
     }
 
 
-def ring_of(objects: list[Manifest]) -> set[Edge]:
+def pipeline_of(objects: list[Manifest]) -> set[Edge]:
     """Return the connections that the services of a release open between pods, as their settings say."""
     edges: set[Edge] = set()
     for each in running(objects):

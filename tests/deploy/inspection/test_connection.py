@@ -21,7 +21,7 @@ TOKEN = "a-secret-of-all-services"
 NAME = "scheduler.llm.svc"
 
 
-class Ring(scheduler_pb2_grpc.SchedulerServicer, tokenizer_pb2_grpc.TokenizerServicer):  # type: ignore[misc]  # both have Submit
+class Pipeline(scheduler_pb2_grpc.SchedulerServicer, tokenizer_pb2_grpc.TokenizerServicer):  # type: ignore[misc]  # both have Submit
     """Keeps what it was shown."""
 
     def __init__(self) -> None:
@@ -49,19 +49,19 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def served(authority: Authority) -> Iterator[tuple[Ring, str]]:
+def served(authority: Authority) -> Iterator[tuple[Pipeline, str]]:
     """A scheduler and tokenizer at one port, which ask for certificates and have one for NAME."""
     own = authority.issue("scheduler", hosts=[NAME])
     credentials = grpc.ssl_server_credentials(
         [(own.key.read_bytes(), own.certificate.read_bytes())], own.authority.read_bytes(), True
     )
-    ring = Ring()  # type: ignore[abstract]  # the generated base answers what it doesn't
+    pipeline = Pipeline()  # type: ignore[abstract]  # the generated base answers what it doesn't
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    scheduler_pb2_grpc.add_SchedulerServicer_to_server(ring, server)
-    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(ring, server)
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(pipeline, server)
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(pipeline, server)
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
-    yield ring, f"127.0.0.1:{port}"
+    yield pipeline, f"127.0.0.1:{port}"
     server.stop(None).wait()
 
 
@@ -72,33 +72,33 @@ def settings_of(identity: Identity, path: Path) -> Path:
 
 
 def test_settings_of_the_services_open_their_ports(
-    served: tuple[Ring, str], authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: tuple[Pipeline, str], authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ring, address = served
+    pipeline, address = served
     config = settings_of(authority.issue("operator"), tmp_path / "pando.toml")
     assert main(["state", "--scheduler", address, "--server-name", NAME, "--config", str(config)]) == 0
     assert "READY" in capsys.readouterr().out
-    assert ring.shown[0][TOKEN_KEY] == TOKEN
+    assert pipeline.shown[0][TOKEN_KEY] == TOKEN
     # The address has another name than the certificate.
     assert main(["state", "--scheduler", address, "--config", str(config)]) == 1
 
 
 def test_the_environment_does_as_well_and_the_tokenizer_is_asked_likewise(
-    served: tuple[Ring, str], authority: Authority, monkeypatch: pytest.MonkeyPatch
+    served: tuple[Pipeline, str], authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring, address = served
+    pipeline, address = served
     identity = authority.issue("operator")
     for name in ("certificate", "key", "authority"):
         monkeypatch.setenv(f"PANDO_RPC__{name.upper()}", str(getattr(identity, name)))
     monkeypatch.setenv("PANDO_RPC__TOKEN", TOKEN)
     places = ["--scheduler", address, "--tokenizer", address, "--server-name", NAME]
     assert main(["cache", "pin", "--text", "Be kind.", *places]) == 0
-    assert [shown[TOKEN_KEY] for shown in ring.shown] == [TOKEN, TOKEN]
+    assert [shown[TOKEN_KEY] for shown in pipeline.shown] == [TOKEN, TOKEN]
 
 
 @pytest.mark.parametrize("who", ["stranger", "expired", "plaintext"])
 def test_others_are_refused(
-    served: tuple[Ring, str], authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str
+    served: tuple[Pipeline, str], authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str
 ) -> None:
     flags = ["--plaintext"]
     if who != "plaintext":
@@ -111,7 +111,7 @@ def test_others_are_refused(
 
 
 def test_without_certificates_tcp_is_not_even_tried(
-    served: tuple[Ring, str], capsys: pytest.CaptureFixture[str]
+    served: tuple[Pipeline, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["state", "--scheduler", served[1]]) == 2
     assert "rpc.certificate" in capsys.readouterr().err

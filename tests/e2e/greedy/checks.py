@@ -12,13 +12,13 @@ from common.types import CacheMode
 from tests.e2e.conftest import require_model, serve
 from tests.e2e.greedy.reference import OUTPUT_TOKENS, Reference, read_golden
 from tests.e2e.greedy.score_reference import TOP, read_scores
-from tests.e2e.ring import ask
+from tests.e2e.pipeline import ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from tests.e2e.ring import Answer
+    from tests.e2e.pipeline import Answer
     from tests.e2e.served import Served
 
 PAGE = 16

@@ -12,7 +12,7 @@ from common.types import CacheMode
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.greedy.checks import GROWING, TIMEOUT_S, cacheable, check_answers, pick, serve_rows
 from tests.e2e.greedy.reference import OUTPUT_TOKENS, Reference
-from tests.e2e.ring import ask
+from tests.e2e.pipeline import ask
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

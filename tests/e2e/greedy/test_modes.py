@@ -9,7 +9,7 @@ import pytest
 from common.settings import SchedulerSettings
 from tests.e2e.greedy.checks import PAGE, TIMEOUT_S, cacheable, check_answers, pick, serve_rows
 from tests.e2e.greedy.reference import OUTPUT_TOKENS
-from tests.e2e.ring import ask
+from tests.e2e.pipeline import ask
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

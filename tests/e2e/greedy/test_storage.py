@@ -21,7 +21,7 @@ from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.conftest import require_model, serve
 from tests.e2e.greedy.checks import EXACT, PAGE, TIMEOUT_S, cacheable, check_answers, pick
 from tests.e2e.greedy.reference import OUTPUT_TOKENS
-from tests.e2e.ring import ask
+from tests.e2e.pipeline import ask
 from tests.fakes.redis_process import RedisProcess
 from tests.waiting import wait_until
 

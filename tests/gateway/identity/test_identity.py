@@ -289,7 +289,7 @@ async def test_requests_with_and_without_key_over_http(tmp_path: Path) -> None:
     assert refused.json()["error"]["code"] == "invalid_api_key"
     accepted = await gateway.post("/v1/completions", body, {"authorization": f"Bearer {SECRET}"})
     assert accepted.status_code == 200
-    assert gateway.ring.submitted[0].view == View(Subject("acme", "key/k1"), "user=ada")
+    assert gateway.pipeline.submitted[0].view == View(Subject("acme", "key/k1"), "user=ada")
     for path in ("/v1/models", "/v1/models/tiny"):
         assert (await gateway.get(path)).status_code == 401
     for path in ("/tokenize", "/detokenize"):
@@ -304,7 +304,7 @@ async def test_proxy_headers_count_by_the_direct_peer_over_http() -> None:
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers)
     gateway.peer = "10.0.0.1"
     await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x"}, headers)
-    stranger, trusted = (request.view for request in gateway.ring.submitted)
+    stranger, trusted = (request.view for request in gateway.pipeline.submitted)
     assert stranger.tenant == "anonymous"
     assert trusted == View(Subject("acme", "user/ada"))
 

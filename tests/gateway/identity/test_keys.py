@@ -45,28 +45,28 @@ def test_secrets_differ_and_begin_with_their_id() -> None:
 
 
 def test_only_the_whole_secret_finds_its_key() -> None:
-    ring = KeyRing([KEY])
-    assert ring.find(SECRET) is KEY
-    assert all(ring.find(wrong) is None for wrong in (SECRET[:-1], SECRET + "x", KEY.sha256, "k1", "", "\ud800"))
+    pipeline = KeyRing([KEY])
+    assert pipeline.find(SECRET) is KEY
+    assert all(pipeline.find(wrong) is None for wrong in (SECRET[:-1], SECRET + "x", KEY.sha256, "k1", "", "\ud800"))
 
 
 def test_a_revoked_key_is_unknown_without_restart_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     now = 0.0
     path = tmp_path / "keys.toml"
     save_keys(path, [KEY])
-    ring = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)), lambda: now)
+    pipeline = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)), lambda: now)
     write_keys(path, "broken")
     now = 2.0
-    assert ring.value.find(SECRET) == KEY
+    assert pipeline.value.find(SECRET) == KEY
     path.unlink()
     now = 4.0
-    assert ring.value.find(SECRET) == KEY
+    assert pipeline.value.find(SECRET) == KEY
     save_keys(path, [])
     os.utime(path, (1, 1))
     now = 4.5
-    assert ring.value.find(SECRET) == KEY
+    assert pipeline.value.find(SECRET) == KEY
     now = 6.0
-    assert ring.value.find(SECRET) is None
+    assert pipeline.value.find(SECRET) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from common.errors import ContextLengthError
 from common.types import CacheMode, Subject
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from gateway.quotas.quotas import Charge
-from tests.fakes.ring import says
+from tests.fakes.pipeline import says
 from tests.gateway.support import HELLO, FakedGateway, error_of, faked
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ async def test_the_limit_is_told_before_it_is_reached_and_then_429_with_retry_af
     assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in gateway.metrics.exposition().decode()
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    assert len(gateway.ring.submitted) == 2
+    assert len(gateway.pipeline.submitted) == 2
 
 
 async def test_quota_checked_before_the_user_was_known(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ async def test_requests_that_fail_give_their_place_back(tmp_path: Path) -> None:
     assert (await ask(gateway)).status_code == 200
 
 
-async def test_context_limit_and_cache_mode_of_the_credential_reach_the_ring(tmp_path: Path) -> None:
+async def test_context_limit_and_cache_mode_of_the_credential_reach_the_pipeline(tmp_path: Path) -> None:
     key = ApiKey("k1", hash_of("one"), "acme", cache=CacheMode.NONE)
     gateway = gateway_with(tmp_path, "[tenants.acme]\nmax_context = 100\n", key)
     await ask(gateway, cache_mode="default")
-    [request] = gateway.ring.submitted
+    [request] = gateway.pipeline.submitted
     assert request.max_context_tokens == 100
     assert request.cache_mode is CacheMode.NONE
 

@@ -11,8 +11,8 @@ import pytest
 from common.errors import ConfigurationError, UnavailableError
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from gateway.state.signatures import Signatures
+from tests.fakes.pipeline import says
 from tests.fakes.redis_process import temporary_redis
-from tests.fakes.ring import says
 from tests.gateway.state.servers import new_prefix, working
 from tests.gateway.support import HELLO, FakedGateway, error_of, faked
 from tests.waiting import until
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from tests.fakes.pipeline import Script
     from tests.fakes.redis_process import RedisProcess
-    from tests.fakes.ring import Script
 
 KEYS = [
     ApiKey("ann", hash_of("ann"), "acme", "ann"),
@@ -88,7 +88,7 @@ async def test_a_response_is_found_continued_listed_and_deleted_by_the_other_gat
             [item] = (await there.get(f"{path}/input_items", headers("ann"))).json()["data"]
             assert item["role"] == "user"
             assert (await respond(there, "ann", input="And?", previous_response_id=response_id)).status_code == 200
-            prompt: Any = there.ring.submitted[-1].prompt
+            prompt: Any = there.pipeline.submitted[-1].prompt
             assert [message.content for message in prompt.messages] == ["Hello", "Hi there", "And?"]
             for stranger in ("bob", "eve", "odd", "app", "plain"):
                 assert (await there.get(path, headers(stranger))).status_code == 404
@@ -120,7 +120,7 @@ async def test_an_abort_reaches_the_gateway_where_the_request_is_open(
     async with pair(redis_process, tmp_path, None) as (first, second):
         body = {"text": "Hello", "rid": "mine", "user": "carl"}
         asking = [asyncio.create_task(first.post("/generate", body, headers(key))) for key in ("ann", "plain")]
-        await first.ring.submissions(2)
+        await first.pipeline.submissions(2)
         await subscribed(redis_process, first, 2)
 
         async def abort(key: str, **fields: Any) -> httpx.Response:
@@ -129,13 +129,13 @@ async def test_an_abort_reaches_the_gateway_where_the_request_is_open(
         for key, rid in (("bob", "mine"), ("eve", "mine"), ("odd", "mine"), ("ann", "min"), ("ann", "mine.")):
             assert (await abort(key, rid=rid)).json() == {"aborted": 0}
         assert (await abort("ann", abort_all=True)).status_code == 403
-        assert not first.ring.aborted
+        assert not first.pipeline.aborted
         assert (await abort("ann", rid="mine")).json() == {"aborted": 1}
         assert error_of(await asking[0], 400)["message"] == "the request was aborted on demand"
         assert not asking[1].done()
         assert (await abort("root", abort_all=True)).json() == {"aborted": 1}
         assert (await asking[1]).status_code == 400
-        assert len(first.ring.aborted) == 2
+        assert len(first.pipeline.aborted) == 2
 
 
 async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_are_told(
@@ -144,7 +144,7 @@ async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_a
     async with pair(redis_process, tmp_path, None, state_secret=None) as (first, second):
         body = {"text": "Hello", "rid": "mine"}
         asking = [asyncio.create_task(first.post("/generate", body, headers(key))) for key in ("ann", "bob")]
-        await first.ring.submissions(2)
+        await first.pipeline.submissions(2)
         await subscribed(redis_process, first, 2)
 
         async def abort(gateway: FakedGateway, key: str, **fields: Any) -> httpx.Response:
@@ -154,7 +154,7 @@ async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_a
         assert (await abort(second, "ann", rid="mine")).json() == {"aborted": 1}
         for fields in ({"rid": "mine"}, {"abort_all": True}):
             assert "gateway.state_secret" in error_of(await abort(second, "root", **fields), 503)["message"]
-        assert len(first.ring.aborted) == 1
+        assert len(first.pipeline.aborted) == 1
         assert (await abort(first, "root", rid="mine")).json() == {"aborted": 1}
         assert [(await task).status_code for task in asking] == [400, 400]
 
@@ -166,7 +166,7 @@ async def test_without_a_secret_an_administrator_ends_everything_at_the_only_gat
     only = faked(None, state=redis_process.url, state_prefix=new_prefix(), keys_file=tmp_path / "keys.toml")
     async with working(*only.state.background):
         asking = asyncio.create_task(only.post("/generate", {"text": "Hello"}, headers("ann")))
-        await only.ring.submissions(1)
+        await only.pipeline.submissions(1)
         await subscribed(redis_process, only, 1)
         answer = await only.post("/abort_request", {"abort_all": True}, headers("root"))
         assert answer.json() == {"aborted": 1}
@@ -194,7 +194,7 @@ async def test_whoever_writes_to_the_server_ends_no_request(
 ) -> None:
     async with pair(redis_process, tmp_path, None, state_secret=secret) as (first, _):
         asking = asyncio.create_task(first.post("/generate", {"text": "Hello", "rid": "mine"}, headers("ann")))
-        await first.ring.submissions(1)
+        await first.pipeline.submissions(1)
         await subscribed(redis_process, first, 2)
         prefix = first.settings.state_prefix
         content = {"from": "nowhere", "reports": f"{prefix}:abort:forged", **FORGERIES[forgery]}
@@ -208,7 +208,7 @@ async def test_whoever_writes_to_the_server_ends_no_request(
             # Both are still listening after it.
             assert (await first.post("/abort_request", {"rid": "other"}, headers("ann"))).json() == {"aborted": 0}
             assert not client.exists("elsewhere")
-        assert not first.ring.aborted
+        assert not first.pipeline.aborted
         assert (await first.post("/abort_request", {"rid": "mine"}, headers("ann"))).json() == {"aborted": 1}
         assert (await asking).status_code == 400
 

@@ -26,7 +26,7 @@ NAME = "pando.v1.Detokenizer"
 TIMEOUT_S = 10.0
 
 
-class Ring:
+class Pipeline:
     """A served detokenizer, with the streams that its peers hold."""
 
     def __init__(self, hub: Hub, server: RpcServer, channel: grpc.aio.Channel) -> None:
@@ -52,14 +52,14 @@ class Ring:
 
 
 @pytest.fixture
-async def ring(tmp_path: Path, decoders: DecoderFactory) -> AsyncIterator[Ring]:
+async def pipeline(tmp_path: Path, decoders: DecoderFactory) -> AsyncIterator[Pipeline]:
     hub = Hub(decoders)
     server = RpcServer(NAME, f"unix:{tmp_path / 'detokenizer.sock'}")
     server.add(detokenizer_pb2_grpc.add_DetokenizerServicer_to_server, DetokenizerService(hub))
     await server.start()
     channel = open_channel(server.address)
     try:
-        yield Ring(hub, server, channel)
+        yield Pipeline(hub, server, channel)
     finally:
         await channel.close()
         await server.stop(grace_s=0)
@@ -92,8 +92,8 @@ async def failure(call: grpc.aio.Call) -> grpc.StatusCode:
     return await asyncio.wait_for(call.code(), TIMEOUT_S)
 
 
-async def test_a_push_becomes_one_message_for_its_subscriber(ring: Ring, model: TextModel) -> None:
-    subscription, push = await ring.subscribe(), await ring.push()
+async def test_a_push_becomes_one_message_for_its_subscriber(pipeline: Pipeline, model: TextModel) -> None:
+    subscription, push = await pipeline.subscribe(), await pipeline.push()
     hello, world = model.tokenizer.encode("Hello world").ids
     logprob = detokenizer_pb2.IndexedLogprob(
         index=1, logprob=common_pb2.TokenLogprob(logprob=-0.25, top_token_ids=[2], top_logprobs=[-3.0])
@@ -130,21 +130,21 @@ async def test_a_push_becomes_one_message_for_its_subscriber(ring: Ring, model: 
     ]
 
 
-async def test_who_hears_that_it_has_subscribed_is_known(ring: Ring) -> None:
-    await ring.subscribe()
-    assert ring.hub.subscribers == 1
+async def test_who_hears_that_it_has_subscribed_is_known(pipeline: Pipeline) -> None:
+    await pipeline.subscribe()
+    assert pipeline.hub.subscribers == 1
 
 
-async def test_text_goes_to_the_subscriber_that_a_choice_names(ring: Ring) -> None:
-    first, second, push = await ring.subscribe("one"), await ring.subscribe("two"), await ring.push()
+async def test_text_goes_to_the_subscriber_that_a_choice_names(pipeline: Pipeline) -> None:
+    first, second, push = await pipeline.subscribe("one"), await pipeline.subscribe("two"), await pipeline.push()
     message = detokenizer_pb2.PushRequest(opens=[opened(1, "one"), opened(2, "two")], handles=[1, 2], token_ids=[5, 6])
     await push.write(message)
     assert [delta.request_id for delta in await read(first)] == ["request-1"]
     assert [delta.request_id for delta in await read(second)] == ["request-2"]
 
 
-async def test_the_scheduler_hears_of_stop_hits(ring: Ring, model: TextModel) -> None:
-    subscription, push = await ring.subscribe(), await ring.push()
+async def test_the_scheduler_hears_of_stop_hits(pipeline: Pipeline, model: TextModel) -> None:
+    subscription, push = await pipeline.subscribe(), await pipeline.push()
     ids = model.tokenizer.encode("one STOP two").ids
     await push.write(
         detokenizer_pb2.PushRequest(opens=[opened(9, stops=["STOP"])], handles=[9] * len(ids), token_ids=ids)
@@ -156,30 +156,34 @@ async def test_the_scheduler_hears_of_stop_hits(ring: Ring, model: TextModel) ->
     assert [(hit.handle, hit.completion_tokens) for hit in answer.stop_hits] == [(9, len(delta.token_ids))]
 
 
-async def test_the_scheduler_hears_of_choices_without_a_subscriber(ring: Ring) -> None:
-    push = await ring.push()
+async def test_the_scheduler_hears_of_choices_without_a_subscriber(pipeline: Pipeline) -> None:
+    push = await pipeline.push()
     await push.write(detokenizer_pb2.PushRequest(opens=[opened(4, "nobody")]))
     answer = await asyncio.wait_for(push.read(), TIMEOUT_S)
     assert isinstance(answer, detokenizer_pb2.PushResponse)
     assert list(answer.gone_handles) == [4]
 
 
-async def test_when_a_gateway_leaves_its_choices_are_reported_and_freed(ring: Ring) -> None:
-    staying, leaving, push = await ring.subscribe("stays"), await ring.subscribe("leaves"), await ring.push()
+async def test_when_a_gateway_leaves_its_choices_are_reported_and_freed(pipeline: Pipeline) -> None:
+    staying, leaving, push = (
+        await pipeline.subscribe("stays"),
+        await pipeline.subscribe("leaves"),
+        await pipeline.push(),
+    )
     await push.write(detokenizer_pb2.PushRequest(opens=[opened(1, "stays"), opened(2, "leaves"), opened(3, "leaves")]))
-    await ring.until(choices=3)
+    await pipeline.until(choices=3)
     leaving.cancel()
     answer = await asyncio.wait_for(push.read(), TIMEOUT_S)
     assert isinstance(answer, detokenizer_pb2.PushResponse)
     assert list(answer.gone_handles) == [2, 3]
-    assert ring.hub.open_choices == 1
+    assert pipeline.hub.open_choices == 1
     await push.write(detokenizer_pb2.PushRequest(handles=[1], token_ids=[100]))
     assert [delta.request_id for delta in await read(staying)] == ["request-1"]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "half-closed"])
-async def test_when_the_scheduler_leaves_its_choices_end_with_a_retryable_error(ring: Ring, how: str) -> None:
-    subscription, push = await ring.subscribe(), await ring.push()
+async def test_when_the_scheduler_leaves_its_choices_end_with_a_retryable_error(pipeline: Pipeline, how: str) -> None:
+    subscription, push = await pipeline.subscribe(), await pipeline.push()
     await push.write(detokenizer_pb2.PushRequest(opens=[opened(1)], handles=[1], token_ids=[100]))
     await read(subscription)
     if how == "cancelled":
@@ -190,7 +194,7 @@ async def test_when_the_scheduler_leaves_its_choices_end_with_a_retryable_error(
     assert delta.finish.reason == common_pb2.FINISH_REASON_ERROR
     assert delta.finish.error.code == common_pb2.ERROR_CODE_UNAVAILABLE
     assert delta.finish.error.retryable
-    assert ring.hub.open_choices == 0
+    assert pipeline.hub.open_choices == 0
 
 
 def logprob(index: int, ids: Sequence[int] = (), values: Sequence[float] = ()) -> detokenizer_pb2.IndexedLogprob:
@@ -208,24 +212,24 @@ def logprob(index: int, ids: Sequence[int] = (), values: Sequence[float] = ()) -
     ],
 )
 async def test_a_broken_contract_ends_the_stream_and_its_choices_only(
-    ring: Ring, broken: detokenizer_pb2.PushRequest
+    pipeline: Pipeline, broken: detokenizer_pb2.PushRequest
 ) -> None:
-    subscription, bad, good = await ring.subscribe(), await ring.push(), await ring.push()
+    subscription, bad, good = await pipeline.subscribe(), await pipeline.push(), await pipeline.push()
     await good.write(detokenizer_pb2.PushRequest(opens=[opened(1)]))
     await bad.write(detokenizer_pb2.PushRequest(opens=[opened(2)]))
-    await ring.until(choices=2)
+    await pipeline.until(choices=2)
     await bad.write(broken)
     assert await failure(bad) is grpc.StatusCode.INVALID_ARGUMENT
     (delta,) = await read(subscription)
     assert (delta.request_id, delta.finish.error.code) == ("request-2", common_pb2.ERROR_CODE_UNAVAILABLE)
-    assert ring.hub.open_choices == 1
+    assert pipeline.hub.open_choices == 1
 
 
-async def test_a_second_subscription_under_one_id_ends_the_first(ring: Ring) -> None:
-    first, push = await ring.subscribe(), await ring.push()
+async def test_a_second_subscription_under_one_id_ends_the_first(pipeline: Pipeline) -> None:
+    first, push = await pipeline.subscribe(), await pipeline.push()
     await push.write(detokenizer_pb2.PushRequest(opens=[opened(1)]))
-    await ring.until(choices=1)
-    second = await ring.subscribe()
+    await pipeline.until(choices=1)
+    second = await pipeline.subscribe()
     assert await failure(first) is grpc.StatusCode.UNAVAILABLE
     answer = await asyncio.wait_for(push.read(), TIMEOUT_S)
     assert isinstance(answer, detokenizer_pb2.PushResponse)
@@ -234,15 +238,15 @@ async def test_a_second_subscription_under_one_id_ends_the_first(ring: Ring) -> 
     assert [delta.request_id for delta in await read(second)] == ["request-2"]
 
 
-async def test_a_subscription_needs_an_id(ring: Ring) -> None:
-    call = ring.stub.Subscribe(detokenizer_pb2.SubscribeRequest())
+async def test_a_subscription_needs_an_id(pipeline: Pipeline) -> None:
+    call = pipeline.stub.Subscribe(detokenizer_pb2.SubscribeRequest())
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call.read()
     error = to_error(raised.value)
     assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "subscriber_id")
 
 
-async def test_health_follows_what_the_process_says(ring: Ring) -> None:
-    assert not await is_serving(ring.channel, NAME)
-    await ring.server.set_serving(True)
-    assert await is_serving(ring.channel, NAME)
+async def test_health_follows_what_the_process_says(pipeline: Pipeline) -> None:
+    assert not await is_serving(pipeline.channel, NAME)
+    await pipeline.server.set_serving(True)
+    assert await is_serving(pipeline.channel, NAME)

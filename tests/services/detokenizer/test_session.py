@@ -10,7 +10,7 @@ from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenTex
 from common.errors import InvalidRequestError, UnavailableError
 from common.prompt_logprobs import PromptLogprobSpan
 from common.types import ErrorCode, Finish, FinishReason, SubscriberId, TokenLogprob
-from gateway.ring.wire import delta_from_wire
+from gateway.pipeline.wire import delta_from_wire
 from services.detokenizer.messages import PromptPart, Push
 from services.detokenizer.wire import deltas_to_wire
 from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.services.scheduler.ring import Ring
+from tests.services.scheduler.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-async def ring(tmp_path: Path) -> AsyncIterator[Ring]:
-    ring = Ring(tmp_path)
-    await ring.start()
-    await ring.ready()
-    yield ring
-    await ring.stop()
+async def pipeline(tmp_path: Path) -> AsyncIterator[Pipeline]:
+    pipeline = Pipeline(tmp_path)
+    await pipeline.start()
+    await pipeline.ready()
+    yield pipeline
+    await pipeline.stop()

@@ -17,7 +17,7 @@ from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler import service as service_module
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.watching import EventBacklog
-from tests.services.scheduler.ring import ADMIN, PROMPT, Ring, until_state
+from tests.services.scheduler.pipeline import ADMIN, PROMPT, Pipeline, until_state
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -29,30 +29,30 @@ USERS = ("alice", "bob", "cid")
 
 
 @pytest.fixture
-async def aware(tmp_path: Path) -> AsyncIterator[Ring]:
+async def aware(tmp_path: Path) -> AsyncIterator[Pipeline]:
     """A user-aware cache whose epochs are short."""
-    ring = Ring(tmp_path, cache="user_aware", epoch_seconds=0.3, cache_quota_share=1.0)
-    await ring.start()
-    await ring.ready()
-    yield ring
-    await ring.stop()
+    pipeline = Pipeline(tmp_path, cache="user_aware", epoch_seconds=0.3, cache_quota_share=1.0)
+    await pipeline.start()
+    await pipeline.ready()
+    yield pipeline
+    await pipeline.stop()
 
 
-async def nodes_of(ring: Ring, metadata: Any = (), **request: Any) -> list[scheduler_pb2.TreeNode]:
-    call = ring.stub.DumpTree(scheduler_pb2.DumpTreeRequest(**request), timeout=30, metadata=metadata)
+async def nodes_of(pipeline: Pipeline, metadata: Any = (), **request: Any) -> list[scheduler_pb2.TreeNode]:
+    call = pipeline.stub.DumpTree(scheduler_pb2.DumpTreeRequest(**request), timeout=30, metadata=metadata)
     return [response.node async for response in call]
 
 
-async def serve_all(ring: Ring, *users: str) -> None:
+async def serve_all(pipeline: Pipeline, *users: str) -> None:
     for user in users:
-        await ring.submit(f"{user}'s", user=user)
-    await ring.finished(*(f"{user}'s" for user in users))
+        await pipeline.submit(f"{user}'s", user=user)
+    await pipeline.finished(*(f"{user}'s" for user in users))
 
 
-async def until_shared(ring: Ring) -> scheduler_pb2.TreeNode:
+async def until_shared(pipeline: Pipeline) -> scheduler_pb2.TreeNode:
     async with asyncio.timeout(30):
         while True:
-            for node in await nodes_of(ring):
+            for node in await nodes_of(pipeline):
                 if node.visibility == scheduler_pb2.VISIBILITY_TENANT:
                     return node
             await asyncio.sleep(0.02)
@@ -64,37 +64,39 @@ async def status_of(call: Any) -> grpc.StatusCode:
     return raised.value.code()
 
 
-async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(ring: Ring) -> None:
-    await serve_all(ring, "alice", "bob")
+async def test_the_tree_hides_owners_and_tokens_from_all_but_an_admin(pipeline: Pipeline) -> None:
+    await serve_all(pipeline, "alice", "bob")
     for metadata in ((), WRONG):
-        nodes = await nodes_of(ring, metadata, include_token_ids=True)
+        nodes = await nodes_of(pipeline, metadata, include_token_ids=True)
         assert len(nodes) >= 2
         assert not any(node.HasField("owner_view") or node.token_ids for node in nodes)
         assert len({node.owner_fingerprint for node in nodes}) == 2
         assert not any("alice" in str(node) or "tenant" in str(node) for node in nodes)
-    nodes = await nodes_of(ring, ADMIN, include_token_ids=True)
+    nodes = await nodes_of(pipeline, ADMIN, include_token_ids=True)
     assert {node.owner_view.subject.name for node in nodes} == {"alice", "bob"}
     assert list(nodes[0].token_ids[:4]) == PROMPT[:4]
 
 
-async def test_a_view_is_named_by_its_fingerprint_or_with_the_token(ring: Ring) -> None:
-    await serve_all(ring, "alice", "bob")
+async def test_a_view_is_named_by_its_fingerprint_or_with_the_token(pipeline: Pipeline) -> None:
+    await serve_all(pipeline, "alice", "bob")
     alice = view_to_wire(View(Subject("tenant", "alice")))
-    own = await nodes_of(ring, ADMIN, view=alice)
+    own = await nodes_of(pipeline, ADMIN, view=alice)
     assert {node.owner_view.subject.name for node in own} == {"alice"}
     fingerprint = own[0].owner_fingerprint
-    assert [node.node_id for node in await nodes_of(ring, fingerprint=fingerprint)] == [node.node_id for node in own]
+    assert [node.node_id for node in await nodes_of(pipeline, fingerprint=fingerprint)] == [
+        node.node_id for node in own
+    ]
     # Otherwise a guessed name could be matched with its fingerprint.
     for metadata in ((), WRONG):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await nodes_of(ring, metadata, view=alice)
+            await nodes_of(pipeline, metadata, view=alice)
         assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await nodes_of(ring, fingerprint="0" * 16)
+        await nodes_of(pipeline, fingerprint="0" * 16)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware: Ring) -> None:
+async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware: Pipeline) -> None:
     await serve_all(aware, "alice")
     events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=20))
     snapshot = []
@@ -115,7 +117,7 @@ async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware
 
 
 async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_anew(
-    aware: Ring, monkeypatch: pytest.MonkeyPatch
+    aware: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "EventBacklog", lambda: EventBacklog(limit=2))
     prompts = [[100 * number + position for position in range(1, 10)] for number in range(1, 6)]
@@ -141,7 +143,7 @@ async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_a
     assert (await asyncio.wait_for(anext(events), 30)).kind == scheduler_pb2.CACHE_EVENT_KIND_INSERTED
 
 
-async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Ring) -> None:
+async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Pipeline) -> None:
     await serve_all(aware, *USERS)
     node = await until_shared(aware)
     assert (node.promoted_by, node.creators) == (3, 3)
@@ -175,7 +177,7 @@ async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Rin
     assert not any(owner.HasField("view") for owner in state.owners)
 
 
-async def test_every_count_is_a_metric(aware: Ring) -> None:
+async def test_every_count_is_a_metric(aware: Pipeline) -> None:
     def sample(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(f"pando_scheduler_{name}", labels) or 0.0
 
@@ -198,46 +200,46 @@ async def test_every_count_is_a_metric(aware: Ring) -> None:
         assert REGISTRY.get_sample_value("pando_scheduler_cache_events_total", {"kind": kind}) is not None
 
 
-async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(ring: Ring) -> None:
-    await serve_all(ring, "alice", "bob")
+async def test_forgetting_a_user_needs_the_token_and_leaves_all_others(pipeline: Pipeline) -> None:
+    await serve_all(pipeline, "alice", "bob")
     request = scheduler_pb2.ForgetRequest(subject=subject_to_wire(Subject("tenant", "alice")))
     for metadata in ((), WRONG):
-        call = ring.stub.Forget(request, timeout=30, metadata=metadata)
+        call = pipeline.stub.Forget(request, timeout=30, metadata=metadata)
         assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
-    freed = (await ring.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages
+    freed = (await pipeline.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages
     assert freed > 0
-    assert {node.owner_view.subject.name for node in await nodes_of(ring, ADMIN)} == {"bob"}
-    assert (await ring.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages == 0
-    nobody = ring.stub.Forget(scheduler_pb2.ForgetRequest(), timeout=30, metadata=ADMIN)
+    assert {node.owner_view.subject.name for node in await nodes_of(pipeline, ADMIN)} == {"bob"}
+    assert (await pipeline.stub.Forget(request, timeout=30, metadata=ADMIN)).freed_pages == 0
+    nobody = pipeline.stub.Forget(scheduler_pb2.ForgetRequest(), timeout=30, metadata=ADMIN)
     assert await status_of(nobody) is grpc.StatusCode.INVALID_ARGUMENT
-    await until_state(ring, lambda state: state.tiers[0].protected_pages == 0)
+    await until_state(pipeline, lambda state: state.tiers[0].protected_pages == 0)
 
 
-async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_forgotten(ring: Ring) -> None:
+async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_forgotten(pipeline: Pipeline) -> None:
     view = view_to_wire(View(Subject("tenant", "alice")))
     wish = sessions_pb2.OpenSessionRequest(view=view, session="chat", timeout_ms=60_000)
-    granted = await ring.sessions.OpenSession(wish, timeout=30)
+    granted = await pipeline.sessions.OpenSession(wish, timeout=30)
     assert (granted.capacity_tokens, granted.timeout_ms) == (32, 60_000)
-    assert await status_of(ring.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await status_of(pipeline.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.INVALID_ARGUMENT
     for number in range(7):
         wish.session = f"more-{number}"
-        await ring.sessions.OpenSession(wish, timeout=30)
+        await pipeline.sessions.OpenSession(wish, timeout=30)
     wish.session = "too many"
-    assert await status_of(ring.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    state = await ring.state()
+    assert await status_of(pipeline.sessions.OpenSession(wish, timeout=30)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    state = await pipeline.state()
     assert len(state.sessions) == 8
     assert not any(session.HasField("view") or session.HasField("session") for session in state.sessions)
     assert all(session.fingerprint and session.capacity_tokens == 32 for session in state.sessions)
-    shown = await ring.stub.GetState(scheduler_pb2.GetStateRequest(), timeout=30, metadata=ADMIN)
+    shown = await pipeline.stub.GetState(scheduler_pb2.GetStateRequest(), timeout=30, metadata=ADMIN)
     assert shown.sessions[0].session == "chat"
     close = sessions_pb2.CloseSessionRequest(view=view_to_wire(View(Subject("tenant", "bob"))), session="chat")
-    assert not (await ring.sessions.CloseSession(close, timeout=30)).was_open
+    assert not (await pipeline.sessions.CloseSession(close, timeout=30)).was_open
     forget = scheduler_pb2.ForgetRequest(subject=view.subject)
-    await ring.stub.Forget(forget, timeout=30, metadata=ADMIN)
-    assert not (await ring.state()).sessions
+    await pipeline.stub.Forget(forget, timeout=30, metadata=ADMIN)
+    assert not (await pipeline.state()).sessions
 
 
-async def test_a_pinned_prompt_is_public_after_the_first_who_computes_it(aware: Ring) -> None:
+async def test_a_pinned_prompt_is_public_after_the_first_who_computes_it(aware: Pipeline) -> None:
     pin = scheduler_pb2.PinRequest(token_ids=PROMPT[:21])
     assert await status_of(aware.stub.Pin(pin, timeout=30)) is grpc.StatusCode.PERMISSION_DENIED
     assert (await aware.stub.Pin(pin, timeout=30, metadata=ADMIN)).pinned_tokens == 20
@@ -256,31 +258,31 @@ async def test_a_pinned_prompt_is_public_after_the_first_who_computes_it(aware: 
 
 
 @pytest.mark.parametrize("ids", [[], [5, 1000], [4_000_000_000]], ids=["none", "beyond the vocabulary", "far beyond"])
-async def test_a_pin_of_ids_that_no_prompt_has_is_refused(ring: Ring, ids: list[int]) -> None:
-    call = ring.stub.Pin(scheduler_pb2.PinRequest(token_ids=ids), timeout=30, metadata=ADMIN)
+async def test_a_pin_of_ids_that_no_prompt_has_is_refused(pipeline: Pipeline, ids: list[int]) -> None:
+    call = pipeline.stub.Pin(scheduler_pb2.PinRequest(token_ids=ids), timeout=30, metadata=ADMIN)
     assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_with_a_token_set_nobody_else_flushes_pauses_or_resumes(ring: Ring) -> None:
+async def test_with_a_token_set_nobody_else_flushes_pauses_or_resumes(pipeline: Pipeline) -> None:
     calls = (
-        ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30),
-        ring.stub.Pause(scheduler_pb2.PauseRequest(), timeout=30, metadata=WRONG),
-        ring.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=30),
+        pipeline.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30),
+        pipeline.stub.Pause(scheduler_pb2.PauseRequest(), timeout=30, metadata=WRONG),
+        pipeline.stub.Resume(scheduler_pb2.ResumeRequest(), timeout=30),
     )
     for call in calls:
         assert await status_of(call) is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_without_a_token_the_port_is_enough_to_flush_and_never_to_pin_or_forget(tmp_path: Path) -> None:
-    ring = Ring(tmp_path, admin_token=None)
-    await ring.start()
-    await ring.ready()
-    await ring.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30)
-    pin = ring.stub.Pin(
+    pipeline = Pipeline(tmp_path, admin_token=None)
+    await pipeline.start()
+    await pipeline.ready()
+    await pipeline.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30)
+    pin = pipeline.stub.Pin(
         scheduler_pb2.PinRequest(token_ids=PROMPT), timeout=30, metadata=(("authorization", "Bearer "),)
     )
     assert await status_of(pin) is grpc.StatusCode.PERMISSION_DENIED
-    await ring.stop()
+    await pipeline.stop()
 
 
 def test_fingerprints_are_stable_opaque_and_different_for_neighbours() -> None:

@@ -62,11 +62,11 @@ def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
     keyring = Keyring(path)
     before = [keyring.keys(scope, CHAIN) for scope in (revoked, kept)]
     keyring.revoke(revoked)
-    for ring in (keyring, Keyring(path)):
-        assert ring.keys(revoked, CHAIN).names != before[0].names
-        assert ring.keys(revoked, CHAIN).cipher_key != before[0].cipher_key
-        assert ring.keys(kept, CHAIN) == before[1]
-        assert ring.keys(revoked, CHAIN) == keyring.keys(revoked, CHAIN)
+    for pipeline in (keyring, Keyring(path)):
+        assert pipeline.keys(revoked, CHAIN).names != before[0].names
+        assert pipeline.keys(revoked, CHAIN).cipher_key != before[0].cipher_key
+        assert pipeline.keys(kept, CHAIN) == before[1]
+        assert pipeline.keys(revoked, CHAIN) == keyring.keys(revoked, CHAIN)
 
 
 def test_a_revoked_seed_is_not_in_the_file_nor_beside_it_any_more(path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
-from tests.services.scheduler.ring import ADMIN, Ring
+from tests.services.scheduler.pipeline import ADMIN, Pipeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 async def test_stated_limits_hold_and_other_ones_do_as_soon_as_the_file_changes(tmp_path: Path) -> None:
     limits = tmp_path / "limits.toml"
     limits.write_text("[default.each_subject]\nwaiting = 1\n")
-    ring = Ring(tmp_path, limits_file=limits)
-    await ring.start()
+    pipeline = Pipeline(tmp_path, limits_file=limits)
+    await pipeline.start()
     try:
-        await ring.ready()
-        await ring.stub.Pause(scheduler_pb2.PauseRequest(), metadata=ADMIN)
-        assert not (await ring.submit("first")).HasField("rejected")
-        refused = (await ring.submit("second")).rejected
+        await pipeline.ready()
+        await pipeline.stub.Pause(scheduler_pb2.PauseRequest(), metadata=ADMIN)
+        assert not (await pipeline.submit("first")).HasField("rejected")
+        refused = (await pipeline.submit("second")).rejected
         assert refused.code == common_pb2.ERROR_CODE_QUEUE_FULL
         assert refused.message == "1 requests of this user are waiting, of which 1 may; try again later"
         assert refused.retry_after_ms > 0
-        assert not (await ring.submit("other", user="bob")).HasField("rejected")
+        assert not (await pipeline.submit("other", user="bob")).HasField("rejected")
         limits.write_text("[default.each_subject]\nwaiting = 'two'\n")
         await asyncio.sleep(1.5)
-        assert (await ring.submit("third")).HasField("rejected")
+        assert (await pipeline.submit("third")).HasField("rejected")
         limits.write_text("[default.each_subject]\nwaiting = 2\n")
         async with asyncio.timeout(20):
             number = 0
-            while (await ring.submit(f"again {number}")).HasField("rejected"):
+            while (await pipeline.submit(f"again {number}")).HasField("rejected"):
                 number += 1
                 await asyncio.sleep(0.1)
     finally:
-        await ring.stop()
+        await pipeline.stop()
 
 
 async def test_a_malformed_file_stops_the_start(tmp_path: Path) -> None:
     limits = tmp_path / "limits.toml"
     limits.write_text("[default]\nwait = 1\n")
-    ring = Ring(tmp_path, limits_file=limits)
-    await ring.start()
+    pipeline = Pipeline(tmp_path, limits_file=limits)
+    await pipeline.start()
     try:
         with pytest.raises(ConfigurationError, match=r"limits\.toml: default\.wait"):
-            await asyncio.wait_for(asyncio.shield(ring.running), 20)
+            await asyncio.wait_for(asyncio.shield(pipeline.running), 20)
     finally:
-        await ring.stop()
+        await pipeline.stop()

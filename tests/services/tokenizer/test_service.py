@@ -33,7 +33,7 @@ MODEL = "smollm2-135m-instruct"
 TIMEOUT_S = 10.0
 
 
-class Ring:
+class Pipeline:
     """A tokenizer between a gateway's stub and a fake scheduler."""
 
     def __init__(self, folder: Path, model: TextModel) -> None:
@@ -119,13 +119,13 @@ class Gateway:
 
 
 @pytest.fixture
-async def ring(tmp_path: Path, model: TextModel) -> AsyncIterator[Ring]:
-    ring = Ring(tmp_path, model)
-    await ring.start()
+async def pipeline(tmp_path: Path, model: TextModel) -> AsyncIterator[Pipeline]:
+    pipeline = Pipeline(tmp_path, model)
+    await pipeline.start()
     try:
-        yield ring
+        yield pipeline
     finally:
-        await ring.stop()
+        await pipeline.stop()
 
 
 def chat(*contents: str, **options: object) -> tokenizer_pb2.ChatPrompt:
@@ -149,25 +149,27 @@ def generate(name: str, **changes: object) -> tokenizer_pb2.GenerateRequest:
     return tokenizer_pb2.GenerateRequest(**(fields | changes))  # type: ignore[arg-type]
 
 
-async def test_requests_of_all_kinds_reach_the_scheduler_encoded(ring: Ring, oracle: OracleTokenizer) -> None:
-    gateway = await ring.gateway()
+async def test_requests_of_all_kinds_reach_the_scheduler_encoded(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
+    gateway = await pipeline.gateway()
     ids = tokenizer_pb2.TokenIds(ids=[5, 6, 7])
     await gateway.submit(generate("a"), generate("b", chat=chat("Hi")), generate("c", token_ids=ids))
     admissions = await gateway.admissions()
     assert [(answer.request_id, answer.HasField("rejected")) for answer in admissions] == [
         ("a", False), ("b", False), ("c", False),
     ]  # fmt: skip
-    text, rendered, given = ring.scheduler.requests
+    text, rendered, given = pipeline.scheduler.requests
     assert list(text.token_ids) == oracle("Hello")["input_ids"]
     expected = oracle.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert list(rendered.token_ids) == expected["input_ids"]
     assert list(given.token_ids) == [5, 6, 7]
-    assert [answer.prompt_tokens for answer in admissions] == [len(sent.token_ids) for sent in ring.scheduler.requests]
-    assert len(ring.scheduler.messages) == 1
+    assert [answer.prompt_tokens for answer in admissions] == [
+        len(sent.token_ids) for sent in pipeline.scheduler.requests
+    ]
+    assert len(pipeline.scheduler.messages) == 1
 
 
-async def test_a_request_keeps_all_it_came_with(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_a_request_keeps_all_it_came_with(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     asked = generate(
         "a",
         priority=-3,
@@ -179,7 +181,7 @@ async def test_a_request_keeps_all_it_came_with(ring: Ring) -> None:
     )
     await gateway.submit(asked)
     await gateway.admissions()
-    (sent,) = ring.scheduler.requests
+    (sent,) = pipeline.scheduler.requests
     for field in (
         "request_id", "view", "reply_to", "sampling", "stop", "n", "priority", "cache_mode", "skip_special_tokens",
         "timeout_ms", "resume", "trace",
@@ -217,9 +219,9 @@ async def test_a_request_keeps_all_it_came_with(ring: Ring) -> None:
     ],
 )
 async def test_bad_requests_are_rejected_alone(
-    ring: Ring, changes: dict[str, object], code: common_pb2.ErrorCode.ValueType, param: str
+    pipeline: Pipeline, changes: dict[str, object], code: common_pb2.ErrorCode.ValueType, param: str
 ) -> None:
-    gateway = await ring.gateway()
+    gateway = await pipeline.gateway()
     await gateway.submit(generate("bad", **changes), generate("good"))
     answers = {answer.request_id: answer for answer in await gateway.admissions()}
     while len(answers) < 2:
@@ -231,8 +233,8 @@ async def test_bad_requests_are_rejected_alone(
     assert not answers["good"].HasField("rejected")
 
 
-async def test_a_request_without_prompt_is_rejected(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_a_request_without_prompt_is_rejected(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     request = generate("a")
     request.ClearField("text")
     await gateway.submit(request)
@@ -240,87 +242,89 @@ async def test_a_request_without_prompt_is_rejected(ring: Ring) -> None:
     assert "missing" in answer.rejected.message
 
 
-async def test_the_schedulers_rejection_is_passed_on(ring: Ring) -> None:
-    ring.scheduler.rejection = common_pb2.RequestError(
+async def test_the_schedulers_rejection_is_passed_on(pipeline: Pipeline) -> None:
+    pipeline.scheduler.rejection = common_pb2.RequestError(
         code=common_pb2.ERROR_CODE_QUEUE_FULL, message="full", retryable=True, retry_after_ms=250
     )
-    gateway = await ring.gateway()
+    gateway = await pipeline.gateway()
     await gateway.submit(generate("a"))
     (answer,) = await gateway.admissions()
-    assert answer.rejected == ring.scheduler.rejection
+    assert answer.rejected == pipeline.scheduler.rejection
 
 
-async def test_aborts_pass_through(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_aborts_pass_through(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     await gateway.submit(generate("a"))
     await gateway.admissions()
     await gateway.abort("a", "unknown")
-    await ring.scheduler.until(lambda scheduler: len(scheduler.aborts) == 2)
-    assert ring.scheduler.aborts == ["a", "unknown"]
+    await pipeline.scheduler.until(lambda scheduler: len(scheduler.aborts) == 2)
+    assert pipeline.scheduler.aborts == ["a", "unknown"]
 
 
-async def test_when_a_gateway_goes_what_it_was_not_told_of_is_aborted(ring: Ring) -> None:
-    leaving, staying = await ring.gateway(), await ring.gateway()
+async def test_when_a_gateway_goes_what_it_was_not_told_of_is_aborted(pipeline: Pipeline) -> None:
+    leaving, staying = await pipeline.gateway(), await pipeline.gateway()
     await leaving.submit(generate("admitted"))
     await leaving.admissions()
-    ring.scheduler.answers = False
+    pipeline.scheduler.answers = False
     await leaving.submit(generate("waiting"))
     await staying.submit(generate("stays"))
-    await ring.scheduler.until(lambda scheduler: len(scheduler.requests) == 3)
+    await pipeline.scheduler.until(lambda scheduler: len(scheduler.requests) == 3)
     leaving.call.cancel()
-    await ring.scheduler.until(lambda scheduler: scheduler.aborts)
-    assert ring.scheduler.aborts == ["waiting"]
-    assert ring.relay.pending == 1
+    await pipeline.scheduler.until(lambda scheduler: scheduler.aborts)
+    assert pipeline.scheduler.aborts == ["waiting"]
+    assert pipeline.relay.pending == 1
 
 
-async def test_without_a_scheduler_requests_are_rejected_at_once(ring: Ring) -> None:
-    await ring.stop_scheduler()
-    gateway = await ring.gateway()
+async def test_without_a_scheduler_requests_are_rejected_at_once(pipeline: Pipeline) -> None:
+    await pipeline.stop_scheduler()
+    gateway = await pipeline.gateway()
     await gateway.submit(generate("a"))
     (answer,) = await gateway.admissions()
     assert answer.rejected.code == common_pb2.ERROR_CODE_UNAVAILABLE
     assert answer.rejected.retryable
 
 
-async def test_when_the_scheduler_goes_before_it_answers_the_request_is_rejected_and_later_aborted(ring: Ring) -> None:
-    ring.scheduler.answers = False
-    gateway = await ring.gateway()
+async def test_when_the_scheduler_goes_before_it_answers_the_request_is_rejected_and_later_aborted(
+    pipeline: Pipeline,
+) -> None:
+    pipeline.scheduler.answers = False
+    gateway = await pipeline.gateway()
     await gateway.submit(generate("a"))
-    await ring.scheduler.until(lambda scheduler: scheduler.requests)
-    await ring.stop_scheduler()
+    await pipeline.scheduler.until(lambda scheduler: scheduler.requests)
+    await pipeline.stop_scheduler()
     (answer,) = await gateway.admissions()
     assert (answer.request_id, answer.rejected.code) == ("a", common_pb2.ERROR_CODE_UNAVAILABLE)
     assert answer.rejected.retryable
     await gateway.abort("long-running")
-    ring.scheduler.answers = True
-    await ring.start_scheduler()
-    await ring.scheduler.until(lambda scheduler: len(scheduler.aborts) == 2)
-    assert ring.scheduler.aborts == ["a", "long-running"]
+    pipeline.scheduler.answers = True
+    await pipeline.start_scheduler()
+    await pipeline.scheduler.until(lambda scheduler: len(scheduler.aborts) == 2)
+    assert pipeline.scheduler.aborts == ["a", "long-running"]
     await gateway.submit(generate("b"))
     (answer,) = await gateway.admissions()
     assert not answer.HasField("rejected")
 
 
-async def test_it_serves_only_while_the_scheduler_does(ring: Ring) -> None:
+async def test_it_serves_only_while_the_scheduler_does(pipeline: Pipeline) -> None:
     async def follows(expected: bool) -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            while await ring.serves() != expected:  # noqa: ASYNC110  (the state of another process)
+            while await pipeline.serves() != expected:  # noqa: ASYNC110  (the state of another process)
                 await asyncio.sleep(0.02)
 
     await follows(expected=True)
-    await ring.say_scheduler_serves(False)
+    await pipeline.say_scheduler_serves(False)
     await follows(expected=False)
-    await ring.say_scheduler_serves(True)
+    await pipeline.say_scheduler_serves(True)
     await follows(expected=True)
-    await ring.stop_scheduler()
+    await pipeline.stop_scheduler()
     await follows(expected=False)
-    assert await is_serving(ring.channel, "")
-    await ring.start_scheduler()
+    assert await is_serving(pipeline.channel, "")
+    await pipeline.start_scheduler()
     await follows(expected=True)
 
 
-async def test_encoding_leaves_the_event_loop_free(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_encoding_leaves_the_event_loop_free(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     gaps: list[float] = []
 
     async def watch() -> None:
@@ -339,75 +343,75 @@ async def test_encoding_leaves_the_event_loop_free(ring: Ring) -> None:
     assert len(gaps) > 10, "the loop turned while sixteen long prompts were being encoded"
 
 
-async def test_texts_can_be_encoded_and_decoded_by_people(ring: Ring, oracle: OracleTokenizer) -> None:
-    encoded = await ring.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Hello 12", add_special_tokens=True))
+async def test_texts_can_be_encoded_and_decoded_by_people(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
+    encoded = await pipeline.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Hello 12", add_special_tokens=True))
     assert list(encoded.ids) == oracle("Hello 12")["input_ids"]
     assert list(encoded.tokens) == ["Hello", "Ġ", "1", "2"]
     assert encoded.max_context_tokens == 8192
     for skip, text in ((True, "Hello 12"), (False, "Hello 12<|im_end|>")):
         request = tokenizer_pb2.DetokenizeRequest(ids=[*encoded.ids, 2], skip_special_tokens=skip)
-        assert (await ring.stub.Detokenize(request)).text == text
+        assert (await pipeline.stub.Detokenize(request)).text == text
     with pytest.raises(grpc.RpcError) as refused:
-        await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5, 49_152]))
+        await pipeline.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5, 49_152]))
     assert to_error(refused.value).param == "tokens"
 
 
-async def test_at_most_a_context_of_ids_is_decoded(ring: Ring) -> None:
-    assert (await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8192))).text
+async def test_at_most_a_context_of_ids_is_decoded(pipeline: Pipeline) -> None:
+    assert (await pipeline.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8192))).text
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ring.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8193))
+        await pipeline.stub.Detokenize(tokenizer_pb2.DetokenizeRequest(ids=[5] * 8193))
     error = to_error(raised.value)
     assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "tokens")
     assert "8193 token ids; at most 8192" in error.message
 
 
 @pytest.mark.parametrize("subject", [{"tenant": "acme"}, {"name": "user/ann"}])
-async def test_half_a_subject_is_refused(ring: Ring, subject: dict[str, str]) -> None:
+async def test_half_a_subject_is_refused(pipeline: Pipeline, subject: dict[str, str]) -> None:
     request = tokenizer_pb2.TokenizeRequest(text="Hello", subject=common_pb2.Subject(**subject))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ring.stub.Tokenize(request)
+        await pipeline.stub.Tokenize(request)
     assert to_error(raised.value).param == "subject"
 
 
-async def test_a_conversation_can_be_looked_at(ring: Ring, oracle: OracleTokenizer) -> None:
+async def test_a_conversation_can_be_looked_at(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
     variables = json.dumps({"unused": 1})
     request = tokenizer_pb2.RenderChatRequest(chat=chat("Hi", template_variables_json=variables))
-    answer = await ring.stub.RenderChat(request)
+    answer = await pipeline.stub.RenderChat(request)
     messages = [{"role": "user", "content": "Hi"}]
     assert answer.text == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert list(answer.ids) == oracle.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-async def test_a_bad_conversation_is_a_status_with_details(ring: Ring) -> None:
+async def test_a_bad_conversation_is_a_status_with_details(pipeline: Pipeline) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ring.stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat()))
+        await pipeline.stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat()))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     error = to_error(raised.value)
     assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "messages")
 
 
-async def test_the_model_is_described(ring: Ring) -> None:
-    answer = await ring.stub.GetModel(tokenizer_pb2.GetModelRequest())
+async def test_the_model_is_described(pipeline: Pipeline) -> None:
+    answer = await pipeline.stub.GetModel(tokenizer_pb2.GetModelRequest())
     assert (answer.model, answer.max_context_tokens, answer.vocabulary_size) == (MODEL, 8192, 49152)
     assert answer.has_chat_template
     assert answer.created_unix_s > 1_700_000_000
     assert (answer.is_encoder, answer.pooling, answer.embedding_dimensions) == (False, common_pb2.POOLING_LAST, 576)
 
 
-async def test_ids_survive_both_hops(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_ids_survive_both_hops(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     ids = np.random.default_rng(0).integers(0, 49152, 8000).tolist()
     await gateway.submit(generate("a", token_ids=tokenizer_pb2.TokenIds(ids=ids)))
     await gateway.admissions()
-    assert list(ring.scheduler.requests[0].token_ids) == ids
+    assert list(pipeline.scheduler.requests[0].token_ids) == ids
 
 
-async def test_a_turn_reaches_the_scheduler_as_it_was(ring: Ring) -> None:
-    gateway = await ring.gateway()
+async def test_a_turn_reaches_the_scheduler_as_it_was(pipeline: Pipeline) -> None:
+    gateway = await pipeline.gateway()
     message = generate("r1", text="more")
     message.session = "chat"
     message.turn.CopyFrom(sessions_pb2.SessionTurn(name="two", after="one", offset=-1, replace=True))
     await gateway.submit(message)
-    await ring.scheduler.until(lambda scheduler: scheduler.requests)
-    (scheduled,) = ring.scheduler.requests
+    await pipeline.scheduler.until(lambda scheduler: scheduler.requests)
+    (scheduled,) = pipeline.scheduler.requests
     assert (scheduled.session, scheduled.turn) == ("chat", message.turn)

@@ -2,7 +2,7 @@
 {{- define "pando.container" -}}
 {{- $root := .root -}}
 {{- $values := index $root.Values .name -}}
-{{- $facts := index (include "pando.ring" $root | fromYaml) .name -}}
+{{- $facts := index (include "pando.pipeline" $root | fromYaml) .name -}}
 {{- $isWorker := eq .name "worker" -}}
 {{- $ranks := ternary (include "pando.ranksPerPod" $root | int) 1 $isWorker -}}
 {{- $image := $root.Values.image.services -}}

@@ -31,7 +31,7 @@ true
 
 {{/* Addresses of the schedulers, for services that choose one: a JSON list. Groups that are pods are found by DNS. */}}
 {{- define "pando.schedulers" -}}
-{{- $port := (include "pando.ring" . | fromYaml).scheduler.port | int -}}
+{{- $port := (include "pando.pipeline" . | fromYaml).scheduler.port | int -}}
 {{- $addresses := list -}}
 {{- if include "pando.together" . -}}
 {{- $addresses = list (printf "dns:%s-group:%d" (include "pando.fullname" .) $port) -}}
@@ -58,12 +58,12 @@ $(POD_NAME).{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespac
 
 {{/* The workers of a scheduler, as variables of its container: the only difference between groups. Takes {root, group}. */}}
 {{- define "pando.groupVariables" -}}
-{{- $ring := include "pando.ring" .root | fromYaml -}}
+{{- $pipeline := include "pando.pipeline" .root | fromYaml -}}
 {{- $addresses := list -}}
 {{- range $pod := until (include "pando.workerPods" .root | int) -}}
 {{- $host := include "pando.workerHost" (dict "root" $.root "group" $.group "pod" $pod) -}}
 {{- range $rank := until (include "pando.ranksPerPod" $.root | int) -}}
-{{- $addresses = append $addresses (printf "%s:%d" $host (add $ring.worker.port $rank)) -}}
+{{- $addresses = append $addresses (printf "%s:%d" $host (add $pipeline.worker.port $rank)) -}}
 {{- end -}}
 {{- end -}}
 {{- if include "pando.together" .root }}

@@ -214,7 +214,7 @@ class Promoter:
         store.hand_over(canonical, owner)
         canonical.prompt_epoch, canonical.no_promote, canonical.generation = None, False, generation
         canonical.sessions = None
-        self._tell(canonical, history)
+        self._set_history(canonical, history)
         store.offer(canonical)
         return canonical
 
@@ -233,7 +233,7 @@ class Promoter:
                 history.parties[half.owner.scope] = Window(half.hit_cur, half.u_cnt_l, half.hit_pre, half.u_pre)
         return history
 
-    def _tell(self, node: Node, history: _History) -> None:
+    def _set_history(self, node: Node, history: _History) -> None:
         """Set the history of a shared node to that of the nodes that it was made from."""
         node.creators = history.creators
         for owner, evidence in history.holders:

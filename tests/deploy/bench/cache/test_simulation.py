@@ -58,7 +58,7 @@ def test_what_is_found_without_evidence_is_told() -> None:
     figures, _ = played("shared", apps_first_users())
     # The second and the third user find what only one and two others have asked.
     assert figures.crossing_tokens == 2 * 160
-    assert figures.ideal_anybody == 4 * 160
+    assert figures.ideal_shared == 4 * 160
 
 
 def test_time_to_promotion_is_counted_from_the_first_request() -> None:
@@ -88,7 +88,7 @@ def test_no_page_is_lost_when_memory_is_short(mode: CacheName) -> None:
     ]
     figures, simulation = played(mode, arrivals, Machine(device_pages=96, token_s=0.2))
     assert figures.requests == 300
-    assert figures.hit_tokens < figures.ideal_anybody
+    assert figures.hit_tokens < figures.ideal_shared
     assert isinstance(simulation.cache, RadixCache)
     assert violations(simulation.cache) == []
     assert audit(simulation.allocator, simulation.cache, {}).is_clean

@@ -10,7 +10,7 @@ from deploy.bench.control_plane.command import PARTS, add_control_plane_argument
 from deploy.bench.control_plane.figure import Figure
 from deploy.bench.control_plane.latency import is_idle
 from deploy.bench.control_plane.memory import COUNTS, slope
-from deploy.bench.control_plane.observed_ring import RingStateError, StepTotals, parse_step_totals
+from deploy.bench.control_plane.observed_pipeline import PipelineStateError, StepTotals, parse_step_totals
 from protos.gen.pando.v1 import scheduler_pb2
 
 
@@ -40,7 +40,7 @@ def test_step_totals_are_read_from_the_metrics() -> None:
 
 
 def test_a_scheduler_without_the_metrics_is_explained() -> None:
-    with pytest.raises(RingStateError, match="pando_scheduler_step"):
+    with pytest.raises(PipelineStateError, match="pando_scheduler_step"):
         parse_step_totals("")
 
 

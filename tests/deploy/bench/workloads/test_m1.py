@@ -122,14 +122,14 @@ def test_the_ideal_cache_knows_who_has_asked_what() -> None:
     cache = IdealCache(keeps_answers=False, principals=2, page_tokens=16)
     by_user = {request.user: request for session in m1_sessions(SHAPE, 500) for request in session.requests}
     first, second, third = list(by_user.values())[:3]
-    assert cache.ask(first).anybody == 0
+    assert cache.ask(first).shared_by_all == 0
     again = cache.ask(first)
-    assert again.own == again.anybody == (first.input_tokens - 1) // 16 * 16
+    assert again.own == again.shared_by_all == (first.input_tokens - 1) // 16 * 16
     assert again.evident == 0
     for number, user in enumerate(("second", "third", "fourth"), start=1):
         other = type(first)(first.segments, 1, user=user)
         hit = cache.ask(other)
         assert hit.own == 0
-        assert hit.anybody == again.anybody
-        assert hit.evident == (again.anybody if number >= 2 else 0)
+        assert hit.shared_by_all == again.shared_by_all
+        assert hit.evident == (again.shared_by_all if number >= 2 else 0)
     assert cache.ask(second).own == cache.ask(third).own == 0

@@ -145,7 +145,7 @@ class Harness:
         )
         allocator = PageAllocator(pages)
         if window:
-            allocator.twins = WindowPages(
+            allocator.windows = WindowPages(
                 window_pool, pages, page_size=page_size, window_tokens=window, keeps=cache != "chunk"
             )
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None

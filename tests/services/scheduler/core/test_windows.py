@@ -64,7 +64,7 @@ def test_a_prefix_whose_window_has_gone_is_computed_again_from_where_one_is_left
     serve(harness, "short", PROMPT[:21])
     assert harness.cached["short", 0] == 0, "its window went when the long row moved on"
     serve(harness, "again", PROMPT[:21])
-    assert harness.cached["again", 0] == 20, "the pages that were there have got their twins back"
+    assert harness.cached["again", 0] == 20, "the pages that were there have got their window pages back"
     # No page is there twice.
     assert harness.core.memory.cache.usage.nodes >= 1
     serve(harness, "longer", PROMPT[:64])
@@ -102,9 +102,9 @@ def test_what_is_held_while_nobody_can_hold_anything_is_found_and_repaired() -> 
 def test_a_pool_in_which_no_row_could_go_on_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"scheduler\.window_ratio"):
         make_allocator("shared", 100, 16, WindowPool(pages=5, window_tokens=1024, layers=1, kv_bytes_per_token=1))
-    twins = make_allocator("chunk", 3, 16, WindowPool(3, 1024, 1, 1)).twins
-    assert twins is not None
-    assert twins.capacity == 3
+    windows = make_allocator("chunk", 3, 16, WindowPool(3, 1024, 1, 1)).windows
+    assert windows is not None
+    assert windows.capacity == 3
 
 
 def test_a_uniform_model_has_no_second_pool() -> None:

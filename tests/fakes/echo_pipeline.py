@@ -28,7 +28,7 @@ CACHED_TOKENS = 3
 
 
 @dataclass
-class EchoRing(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.DetokenizerServicer):
+class EchoPipeline(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.DetokenizerServicer):
     """`mode` is what becomes of requests: finish, reject, fail, short (a token too few) or hang."""
 
     mode: str = "finish"
@@ -95,17 +95,17 @@ class EchoRing(scheduler_pb2_grpc.SchedulerServicer, detokenizer_pb2_grpc.Detoke
 
 
 @asynccontextmanager
-async def running_ring(mode: str = "finish") -> AsyncIterator[EchoRing]:
+async def running_pipeline(mode: str = "finish") -> AsyncIterator[EchoPipeline]:
     """Serve on a socket of its own."""
-    ring = EchoRing(mode)  # type: ignore[abstract]  # the other calls answer UNIMPLEMENTED
+    pipeline = EchoPipeline(mode)  # type: ignore[abstract]  # the other calls answer UNIMPLEMENTED
     server = grpc.aio.server()
-    scheduler_pb2_grpc.add_SchedulerServicer_to_server(ring, server)
-    detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(ring, server)
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(pipeline, server)
+    detokenizer_pb2_grpc.add_DetokenizerServicer_to_server(pipeline, server)
     with tempfile.TemporaryDirectory() as directory:
-        ring.address = f"unix:{directory}/ring.sock"
-        server.add_insecure_port(ring.address)
+        pipeline.address = f"unix:{directory}/pipeline.sock"
+        server.add_insecure_port(pipeline.address)
         await server.start()
         try:
-            yield ring
+            yield pipeline
         finally:
             await server.stop(grace=0)

@@ -23,7 +23,7 @@ CALL_TIMEOUT_S = 10.0
 WAIT_TIMEOUT_S = 60.0
 
 
-class RingStateError(Exception):
+class PipelineStateError(Exception):
     """The deployment did not reach the state that a measurement needs."""
 
 
@@ -39,7 +39,7 @@ class StepTotals:
     """The worker's time for the forward passes."""
 
 
-class ObservedRing:
+class ObservedPipeline:
     """Measures a running deployment; use it as an async context manager."""
 
     def __init__(self, deployment: LaunchedDeployment) -> None:
@@ -88,14 +88,14 @@ class ObservedRing:
         """Poll the scheduler's state until `holds`.
 
         Raises:
-            RingStateError: it does not within a minute; the message contains `what`.
+            PipelineStateError: it does not within a minute; the message contains `what`.
         """
         try:
             async with asyncio.timeout(WAIT_TIMEOUT_S):
                 while not holds(await self.state()):  # noqa: ASYNC110  (the state lives in another process)
                     await asyncio.sleep(interval_s)
         except TimeoutError:
-            raise RingStateError(f"timed out while waiting for {what}") from None
+            raise PipelineStateError(f"timed out while waiting for {what}") from None
 
     async def step_totals(self) -> StepTotals:
         """Return the totals of steps from the scheduler's metrics."""
@@ -107,7 +107,7 @@ def parse_step_totals(text: str) -> StepTotals:
     """Parse the scheduler's totals from Prometheus' text format.
 
     Raises:
-        RingStateError: a metric is missing.
+        PipelineStateError: a metric is missing.
     """
     samples = {
         sample.name: sample.value
@@ -122,4 +122,4 @@ def parse_step_totals(text: str) -> StepTotals:
             samples["pando_scheduler_step_compute_seconds_sum"],
         )
     except KeyError as error:
-        raise RingStateError(f"the scheduler does not export {error}") from None
+        raise PipelineStateError(f"the scheduler does not export {error}") from None

@@ -12,7 +12,7 @@ from common.rpc.acceptance import wait_until_accepted
 from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.stream import CLOSED_HERE
 from common.types import SubscriberId
-from gateway.ring.wire import delta_from_wire
+from gateway.pipeline.wire import delta_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Subscription:
             was_connected, self.subscriber_id = self.subscriber_id is not None, None
             call.cancel()
             if was_connected:
-                tell = self._log.info if reason is CLOSED_HERE else self._log.warning
-                tell("subscription.broken", subscriber_id=subscriber_id, reason=reason)
+                log = self._log.info if reason is CLOSED_HERE else self._log.warning
+                log("subscription.broken", subscriber_id=subscriber_id, reason=reason)
                 self._on_broken(reason)
         return was_connected

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
     from common.types import Admission, RequestFailure, RequestId, SessionGrant, SessionWish, Subject, View
-    from gateway.ring.messages import ModelInfo, Tokenization
+    from gateway.pipeline.messages import ModelInfo, Tokenization
 
 
 class Listener(Protocol):
@@ -27,7 +27,7 @@ class Listener(Protocol):
         """
 
 
-class Ring(Protocol):
+class Pipeline(Protocol):
     """The pipeline: takes requests and reports their admissions and deltas to each request's listener."""
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:

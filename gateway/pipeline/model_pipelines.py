@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest
     from common.types import RequestId
-    from gateway.ring.port import Listener, Ring
+    from gateway.pipeline.port import Listener, Pipeline
 
 
-class ModelRings:
-    """Implements `gateway.ring.port.Ring`: each request goes to the pipeline of the model it names."""
+class ModelPipelines:
+    """Implements `Pipeline`: each request goes to the pipeline of the model it names."""
 
-    def __init__(self, rings: Mapping[str, Ring]) -> None:
-        """`rings` maps model names, as the models' tokenizers report them, to pipelines."""
-        self._rings = rings
+    def __init__(self, pipelines: Mapping[str, Pipeline]) -> None:
+        """`pipelines` maps model names, as the models' tokenizers report them, to pipelines."""
+        self._pipelines = pipelines
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         """Send `request` to its model's pipeline; a resubmission goes to the same one."""
-        self._rings[request.model].submit(request, listener)
+        self._pipelines[request.model].submit(request, listener)
 
     def abort(self, request_id: RequestId) -> None:
         """Abort the request in every pipeline: ids are globally unique, and a pipeline ignores unknown ids."""
-        for ring in self._rings.values():
-            ring.abort(request_id)
+        for pipeline in self._pipelines.values():
+            pipeline.abort(request_id)

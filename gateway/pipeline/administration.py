@@ -15,7 +15,7 @@ from protos.gen.pando.v1 import scheduler_pb2
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from gateway.ring.scheduler_groups import SchedulerGroups
+    from gateway.pipeline.scheduler_groups import SchedulerGroups
     from protos.gen.pando.v1 import scheduler_pb2_grpc
 
     Stub = scheduler_pb2_grpc.SchedulerAsyncStub
@@ -25,7 +25,7 @@ TIMEOUT_S = 10.0
 
 
 class GrpcAdministration:
-    """Implements `gateway.ring.port.Administration`."""
+    """Implements `gateway.pipeline.port.Administration`."""
 
     def __init__(self, groups: SchedulerGroups, admin_token: str | None) -> None:
         """Call all groups, with `admin_token` if their schedulers require one."""

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from common.rpc.status import answered
 from common.wire import subject_to_wire
-from gateway.ring.messages import Tokenization
-from gateway.ring.wire import chat_to_wire, model_from_wire
+from gateway.pipeline.messages import Tokenization
+from gateway.pipeline.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:
     from common.requests import ChatPrompt
     from common.rpc.sessions import SessionHost
     from common.types import SessionGrant, SessionWish, Subject, View
-    from gateway.ring.messages import ModelInfo
+    from gateway.pipeline.messages import ModelInfo
     from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
 TIMEOUT_S = 10.0
@@ -22,7 +22,7 @@ CARD_TIMEOUT_S = 2.0
 
 
 class GrpcModel:
-    """Implements `gateway.ring.port.Model`."""
+    """Implements `gateway.pipeline.port.Model`."""
 
     def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub, sessions: SessionHost) -> None:
         """`stub` calls the tokenizer, which also hosts `sessions`."""

@@ -11,8 +11,8 @@ from common.logs import get_logger
 from common.rpc.stream import StreamLink
 from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId
 from common.wire import admission_from_wire
-from gateway.ring.subscription import Subscription
-from gateway.ring.wire import generate_to_wire
+from gateway.pipeline.subscription import Subscription
+from gateway.pipeline.wire import generate_to_wire
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from common.deltas import Delta
     from common.requests import GenerateRequest
     from gateway.metrics import GatewayMetrics
-    from gateway.ring.port import Listener
+    from gateway.pipeline.port import Listener
     from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 TOKENIZER_LINK = "tokenizer"
@@ -42,8 +42,8 @@ class _Submission:
     admitted: bool = False
 
 
-class GrpcRing:
-    """Implements `gateway.ring.port.Ring`. Requests queued within one turn of the event loop share one message."""
+class GrpcPipeline:
+    """Implements `Pipeline`. Requests queued within one turn of the event loop share one message."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GrpcRing:
         self._outgoing: dict[RequestId, GenerateRequest] = {}
         self._aborts: list[RequestId] = []
         self._flush_handle: asyncio.Handle | None = None
-        self._log = get_logger("ring")
+        self._log = get_logger("pipeline")
         for gauge in self._connected.values():
             gauge.set(0)
 

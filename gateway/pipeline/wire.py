@@ -1,4 +1,4 @@
-"""Converts between protobuf messages and the gateway's values; protobuf messages occur in `gateway/ring` only."""
+"""Converts between protobuf messages and the gateway's values; protobuf messages occur in `gateway/pipeline` only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.wire import (
     turn_to_wire,
     view_to_wire,
 )
-from gateway.ring.messages import ModelInfo
+from gateway.pipeline.messages import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 {{/* The services: ports, modules and health names, for pods, probes and policies. */}}
-{{- define "pando.ring" -}}
+{{- define "pando.pipeline" -}}
 
 gateway: {module: gateway, port: 8000, metrics: 9095}
 tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer}
@@ -46,18 +46,18 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 
 {{/* The settings of all services as a mapping; the chart's addresses take precedence over `settings`. Workers: pando.groupVariables. */}}
 {{- define "pando.settings" -}}
-{{- $ring := include "pando.ring" . | fromYaml -}}
+{{- $pipeline := include "pando.pipeline" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
 {{- $interface := .Values.listenHost | trimPrefix "[" | trimSuffix "]" -}}
 {{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
-{{- range $service, $facts := omit $ring "gateway" -}}
+{{- range $service, $facts := omit $pipeline "gateway" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
 {{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics) "metrics_host" $interface) -}}
 {{- end -}}
 {{- $peer := dict -}}
-{{- range $service, $facts := $ring }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
-{{- $gateway := dict "host" $interface "port" (int $ring.gateway.port) "metrics_port" (int $ring.gateway.metrics) "metrics_host" $interface -}}
+{{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
+{{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) "metrics_host" $interface -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- /* Host names of requests that a service mesh's sidecar may forward over loopback. */}}
 {{- $service := printf "%s-gateway" $name -}}

@@ -1,4 +1,4 @@
-"""A deployment's ring without its edge: token ids in at the scheduler, token ids out of the detokenizer."""
+"""A deployment's pipeline without its edge: token ids in at the scheduler, token ids out of the detokenizer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def ask(
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(to_detokenizer)
         subscriber = SubscriberId(f"test-{uuid.uuid4()}")
         deltas = detokenizer.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber), timeout=TIMEOUT_S)
-        # What the ring had to say before the subscriber is known would be lost.
+        # What the pipeline had to say before the subscriber is known would be lost.
         deltas.initial_metadata()
         state = scheduler.GetState(scheduler_pb2.GetStateRequest())
         retractions, peak_rows = state.retractions, 0

@@ -1,4 +1,4 @@
-"""A ring in one process: it answers each request by a script, and can lose requests on command."""
+"""A pipeline in one process: it answers each request by a script, and can lose requests on command."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.ring.messages import ModelInfo, Tokenization
+from gateway.pipeline.messages import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError
-    from gateway.ring.port import Listener
+    from gateway.pipeline.port import Listener
 
 Event = Admission | Delta
 Script = Callable[[GenerateRequest], Iterable[Event]]
@@ -42,8 +42,8 @@ CARD = ModelInfo(
 )
 
 
-class FakeRing:
-    """Implements `gateway.ring.port.Ring`. Without a script requests stay open until the test tells their listeners."""
+class FakePipeline:
+    """Implements `Pipeline`. Without a script requests stay open until the test tells their listeners."""
 
     def __init__(self, script: Script | None = None, pause_s: float = 0.0) -> None:
         self.script = script
@@ -76,7 +76,7 @@ class FakeRing:
             self.aborted.append(request_id)
 
     def tell(self, event: Event) -> None:
-        """Pass an event to whoever listens for its request, as the real ring does: unknown ids are dropped."""
+        """Pass an event to whoever listens for its request, as the real pipeline does: unknown ids are dropped."""
         listener = self.listeners.get(event.request_id)
         if listener is None:
             return
@@ -136,7 +136,7 @@ def logprob(text: str, value: float, *others: tuple[str, float]) -> LogprobText:
 
 @dataclass
 class FakeModel:
-    """Implements `gateway.ring.port.Model`: a token is a character's code point."""
+    """Implements `gateway.pipeline.port.Model`: a token is a character's code point."""
 
     card: ModelInfo = CARD
     error: PandoError | None = None
@@ -188,7 +188,7 @@ class FakeModel:
 
 @dataclass
 class FakeReadiness:
-    """Implements `gateway.ring.port.Readiness`."""
+    """Implements `gateway.pipeline.port.Readiness`."""
 
     lacking: list[str] = field(default_factory=list)
 
@@ -198,7 +198,7 @@ class FakeReadiness:
 
 @dataclass
 class FakeAdministration:
-    """Implements `gateway.ring.port.Administration`."""
+    """Implements `gateway.pipeline.port.Administration`."""
 
     flushes: int = 0
 

@@ -216,7 +216,7 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
 
 
 @asynccontextmanager
-async def ring_servers(directory: Path, **options: Any) -> AsyncIterator[FakeServices]:
+async def pipeline_servers(directory: Path, **options: Any) -> AsyncIterator[FakeServices]:
     """Run both servers on unix sockets in `directory`."""
     services = FakeServices(directory, **options)
     await services.start(TOKENIZER)

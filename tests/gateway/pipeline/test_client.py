@@ -26,11 +26,11 @@ from common.types import (
     View,
 )
 from gateway.metrics import GatewayMetrics
-from gateway.ring.client import GrpcRing
-from gateway.ring.model import GrpcModel
-from gateway.ring.readiness import RingReadiness
+from gateway.pipeline.client import GrpcPipeline
+from gateway.pipeline.model import GrpcModel
+from gateway.pipeline.readiness import PipelineReadiness
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
-from tests.fakes.ring_servers import DETOKENIZER, TOKENIZER, FakeServices, ring_servers
+from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ class Notes:
 
 @dataclass
 class Connected:
-    ring: GrpcRing
+    pipeline: GrpcPipeline
     model: GrpcModel
-    readiness: RingReadiness
+    readiness: PipelineReadiness
 
 
 @asynccontextmanager
@@ -76,10 +76,10 @@ async def connected(services: FakeServices) -> AsyncIterator[Connected]:
     tokenizer, detokenizer = open_channel(services.address(TOKENIZER)), open_channel(services.address(DETOKENIZER))
     stub = tokenizer_pb2_grpc.TokenizerStub(tokenizer)
     metrics = GatewayMetrics(CollectorRegistry())
-    ring = GrpcRing(stub, detokenizer_pb2_grpc.DetokenizerStub(detokenizer), metrics)
-    running = asyncio.create_task(ring.run())
+    pipeline = GrpcPipeline(stub, detokenizer_pb2_grpc.DetokenizerStub(detokenizer), metrics)
+    running = asyncio.create_task(pipeline.run())
     try:
-        yield Connected(ring, GrpcModel(stub, SessionsClient(tokenizer)), RingReadiness(ring, tokenizer))
+        yield Connected(pipeline, GrpcModel(stub, SessionsClient(tokenizer)), PipelineReadiness(pipeline, tokenizer))
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -95,14 +95,14 @@ def request(name: str = "r1", n: int = 1) -> GenerateRequest:
 
 
 async def up(client: Connected) -> None:
-    await until(lambda: client.ring.is_linked and client.ring.is_subscribed)
+    await until(lambda: client.pipeline.is_linked and client.pipeline.is_subscribed)
 
 
 async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         notes = Notes()
-        client.ring.submit(request(n=2), notes)
+        client.pipeline.submit(request(n=2), notes)
         await until(lambda: len(notes.deltas) == 8 and notes.admissions)
     assert notes.admissions == [Admission(RequestId("r1"), 7)]
     assert [delta.text for delta in notes.deltas if delta.choice_index == 1] == list(services.words)
@@ -110,32 +110,32 @@ async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
 
 
 async def test_what_is_queued_in_one_turn_goes_in_one_message(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         notes = Notes()
         for number in range(50):
-            client.ring.submit(request(f"r{number}"), notes)
+            client.pipeline.submit(request(f"r{number}"), notes)
         await until(lambda: len(notes.deltas) == 200)
     assert services.batches == [50]
 
 
 async def test_large_requests_are_split_into_several_messages(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         for number in range(3):
             large = request(f"r{number}")
             object.__setattr__(large, "prompt", "x" * 3_000_000)
-            client.ring.submit(large, Notes())
+            client.pipeline.submit(large, Notes())
         await services.until(lambda: len(services.requests) == 3)
     assert services.batches == [1, 1, 1]
 
 
 async def test_rejection_is_the_last_that_is_heard(tmp_path: Path) -> None:
     rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, message="too long")
-    async with ring_servers(tmp_path, rejection=rejection) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path, rejection=rejection) as services, connected(services) as client:
         await up(client)
         notes = Notes()
-        client.ring.submit(request(), notes)
+        client.pipeline.submit(request(), notes)
         await until(lambda: notes.admissions)
         rejected = notes.admissions[0].rejected
         assert rejected is not None
@@ -147,15 +147,15 @@ async def test_rejection_is_the_last_that_is_heard(tmp_path: Path) -> None:
 
 
 async def test_abort_goes_out_once_by_exact_id(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path, automatic=1) as services, connected(services) as client:
         await up(client)
         notes = Notes()
-        client.ring.submit(request("r1"), notes)
-        client.ring.submit(request("r10"), notes)
+        client.pipeline.submit(request("r1"), notes)
+        client.pipeline.submit(request("r10"), notes)
         await until(lambda: len(notes.deltas) == 2)
-        client.ring.abort(RequestId("r1"))
-        client.ring.abort(RequestId("r1"))
-        client.ring.abort(RequestId("nobody"))
+        client.pipeline.abort(RequestId("r1"))
+        client.pipeline.abort(RequestId("r1"))
+        client.pipeline.abort(RequestId("nobody"))
         await services.until(lambda: services.aborts)
         services.release.set()
         await until(lambda: len(notes.deltas) == 5)
@@ -164,23 +164,23 @@ async def test_abort_goes_out_once_by_exact_id(tmp_path: Path) -> None:
 
 
 async def test_abort_before_the_request_went_out_sends_neither(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
-        client.ring.submit(request("r1"), Notes())
-        client.ring.abort(RequestId("r1"))
-        client.ring.submit(request("r2"), Notes())
+        client.pipeline.submit(request("r1"), Notes())
+        client.pipeline.abort(RequestId("r1"))
+        client.pipeline.submit(request("r2"), Notes())
         await services.until(lambda: services.requests)
     assert [one.request_id for one in services.requests] == ["r2"]
     assert services.aborts == []
 
 
 async def test_finished_requests_are_not_aborted(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         notes = Notes()
-        client.ring.submit(request("r1"), notes)
+        client.pipeline.submit(request("r1"), notes)
         await until(lambda: len(notes.deltas) == 4)
-        client.ring.abort(RequestId("r1"))
+        client.pipeline.abort(RequestId("r1"))
         await asyncio.sleep(0.02)
     assert services.aborts == []
 
@@ -189,7 +189,7 @@ async def test_without_a_ring_a_request_is_lost_at_once(tmp_path: Path) -> None:
     services = FakeServices(tmp_path)
     async with connected(services) as client:
         notes = Notes()
-        client.ring.submit(request(), notes)
+        client.pipeline.submit(request(), notes)
         assert notes.lost == []  # never before submit returns
         await until(lambda: notes.lost)
     assert notes.lost[0][1].retryable
@@ -197,13 +197,13 @@ async def test_without_a_ring_a_request_is_lost_at_once(tmp_path: Path) -> None:
 
 
 async def test_tokenizer_that_dies_loses_only_what_it_had_not_admitted(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path, automatic=1) as services, connected(services) as client:
         await up(client)
         admitted, waiting = Notes(), Notes()
-        client.ring.submit(request("admitted"), admitted)
+        client.pipeline.submit(request("admitted"), admitted)
         await until(lambda: admitted.deltas)
         services.admits = False
-        client.ring.submit(request("waiting"), waiting)
+        client.pipeline.submit(request("waiting"), waiting)
         await services.until(lambda: len(services.requests) == 2)
         await services.kill(TOKENIZER)
         await until(lambda: waiting.lost)
@@ -215,17 +215,17 @@ async def test_tokenizer_that_dies_loses_only_what_it_had_not_admitted(tmp_path:
         # It may have reached the scheduler before the break.
         await services.until(lambda: services.aborts == ["waiting"])
         again = Notes()
-        client.ring.submit(request("waiting.0.1"), again)
+        client.pipeline.submit(request("waiting.0.1"), again)
         await until(lambda: again.text == "Hello world")
     assert admitted.lost == []
 
 
 async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path, automatic=1) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path, automatic=1) as services, connected(services) as client:
         await up(client)
         notes = Notes()
-        client.ring.submit(request("r1"), notes)
-        client.ring.submit(request("r2"), notes)
+        client.pipeline.submit(request("r1"), notes)
+        client.pipeline.submit(request("r2"), notes)
         await until(lambda: len(notes.deltas) == 2)
         await services.kill(DETOKENIZER)
         await until(lambda: len(notes.lost) == 2)
@@ -234,7 +234,7 @@ async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(
         await up(client)
         services.release.set()
         again = Notes()
-        client.ring.submit(request("r3"), again)
+        client.pipeline.submit(request("r3"), again)
         await until(lambda: again.text == "Hello world")
     assert sorted(services.aborts) == ["r1", "r2"]
     assert len(set(services.subscribers)) == len(services.subscribers) == 2
@@ -242,7 +242,7 @@ async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(
 
 
 async def test_readiness_names_what_is_missing(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         assert await client.readiness.missing() == []
         await services.set_serving(TOKENIZER, False)
@@ -251,12 +251,12 @@ async def test_readiness_names_what_is_missing(tmp_path: Path) -> None:
         ]
         await services.kill(TOKENIZER)
         await services.kill(DETOKENIZER)
-        await until(lambda: not client.ring.is_linked and not client.ring.is_subscribed)
+        await until(lambda: not client.pipeline.is_linked and not client.pipeline.is_subscribed)
         assert await client.readiness.missing() == ["tokenizer: not connected", "detokenizer: not subscribed"]
 
 
 async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         card = await client.model.get_model()
         assert (card.name, card.max_context_tokens, card.created_unix_s) == ("tiny", 2048, 5)
         assert (await client.model.tokenize(ANN, "hi", add_special_tokens=True)).tokens == ("h", "i")
@@ -274,7 +274,7 @@ async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
 
 
 async def test_sessions_are_opened_and_closed_and_refusals_come_back(tmp_path: Path) -> None:
-    async with ring_servers(tmp_path) as services, connected(services) as client:
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         ann, bob = View(Subject("acme", "ann")), View(Subject("acme", "bob"))
         wish = SessionWish(ann, "chat", capacity_tokens=64, timeout_ms=500)

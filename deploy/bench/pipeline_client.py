@@ -44,7 +44,7 @@ CONNECT_TIMEOUT_S = 30.0
 TENANT = "bench"
 
 
-class RingError(Exception):
+class PipelineError(Exception):
     """A service is unreachable or a stream broke; the message names it."""
 
 
@@ -89,7 +89,7 @@ class _Batch:
             self.done.set()
 
 
-class RingClient:
+class PipelineClient:
     """One subscription and one submission stream; use it as an async context manager."""
 
     def __init__(self, scheduler: str, detokenizer: str, clock: Clock | None = None) -> None:
@@ -106,7 +106,7 @@ class RingClient:
         """Open both streams.
 
         Raises:
-            RingError: a service is unreachable.
+            PipelineError: a service is unreachable.
         """
         channels = {name: open_channel(address) for name, address in self._addresses.items()}
         self._channels = list(channels.values())
@@ -117,7 +117,7 @@ class RingClient:
         try:
             for name, call in (("detokenizer", subscription), ("scheduler", self._submission)):
                 await self._wait_for(name, call)
-        except RingError:
+        except PipelineError:
             await self._close()
             raise
         self._tasks = [
@@ -146,15 +146,15 @@ class RingClient:
         """Wait until every request of the batch has ended.
 
         Raises:
-            RingError: a stream broke, or the timeout expired.
+            PipelineError: a stream broke, or the timeout expired.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._batch.done.wait()
         except TimeoutError:
-            raise RingError(f"{self._batch.open_count} requests had not finished after {timeout_s:g} s") from None
+            raise PipelineError(f"{self._batch.open_count} requests had not finished after {timeout_s:g} s") from None
         if self._broken is not None:
-            raise RingError(self._broken)
+            raise PipelineError(self._broken)
 
     async def run(self, requests: Sequence[ScheduleRequest], timeout_s: float = 3600.0) -> list[ChoiceRecord]:
         """Submit `requests` as one batch and wait until all have ended."""
@@ -171,9 +171,9 @@ class RingClient:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await wait_until_accepted(call)
         except TimeoutError:
-            raise RingError(f"the {name} at {self._addresses[name]} does not answer") from None
+            raise PipelineError(f"the {name} at {self._addresses[name]} does not answer") from None
         except grpc.RpcError as error:
-            raise RingError(f"the {name} at {self._addresses[name]} is unreachable: {describe(error)}") from None
+            raise PipelineError(f"the {name} at {self._addresses[name]} is unreachable: {describe(error)}") from None
 
     async def _follow(self, name: str, call: AnyStream, on_message: Callable[[Any], None]) -> None:
         """Read a stream until it breaks; open requests cannot finish after that."""

@@ -32,13 +32,13 @@ ADMIN = (("authorization", "Bearer let me in"),)
 PROMPT = [(17 * position) % 900 + 10 for position in range(30)]
 
 
-async def until_state(ring: Ring, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:
+async def until_state(pipeline: Pipeline, condition: Callable[[scheduler_pb2.GetStateResponse], Any]) -> None:
     async with asyncio.timeout(30):
-        while not condition(await ring.state()):  # noqa: ASYNC110
+        while not condition(await pipeline.state()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
-class Ring:
+class Pipeline:
     """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
 
     def __init__(self, folder: Path, **scheduler: Any) -> None:

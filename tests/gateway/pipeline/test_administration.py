@@ -12,8 +12,8 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from common.types import ErrorCode
-from gateway.ring.administration import GrpcAdministration
-from gateway.ring.scheduler_groups import SchedulerGroups
+from gateway.pipeline.administration import GrpcAdministration
+from gateway.pipeline.scheduler_groups import SchedulerGroups
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import pytest
 
 from common.types import CacheMode, ScheduleRequest
 from deploy.bench.offline import evaluate
+from deploy.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
 from deploy.bench.prompts import PromptMaker
-from deploy.bench.ring_client import ChoiceRecord, RingClient, RingError, schedule_requests
 from deploy.bench.workloads.random_text import random_sessions
-from tests.fakes.echo_ring import CACHED_TOKENS, running_ring
+from tests.fakes.echo_pipeline import CACHED_TOKENS, running_pipeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ def encoded(work: list[BenchRequest] = WORK) -> list[ScheduleRequest]:
 
 
 async def drive(mode: str, timeout_s: float = 10.0) -> list[ChoiceRecord]:
-    async with running_ring(mode) as ring, RingClient(ring.address, ring.address) as client:
+    async with running_pipeline(mode) as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         return await client.run(encoded(), timeout_s)
 
 
@@ -41,28 +41,30 @@ async def test_every_token_and_finish_is_counted() -> None:
 
 
 async def test_several_batches_go_over_one_connection() -> None:
-    async with running_ring() as ring, RingClient(ring.address, ring.address) as client:
+    async with running_pipeline() as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         for _ in range(3):
             assert sum(record.tokens for record in await client.run(encoded(), 10)) == 35
-        assert len({request.request_id for request in ring.requests}) == 15
-        assert len(ring.mailboxes) == 1
+        assert len({request.request_id for request in pipeline.requests}) == 15
+        assert len(pipeline.mailboxes) == 1
         assert (await client.get_state()).running_rows == 7
 
 
 async def test_requests_are_what_the_workload_says_and_share_no_principal() -> None:
-    async with running_ring() as ring, RingClient(ring.address, ring.address) as client:
+    async with running_pipeline() as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         await client.run(encoded(), 10)
         await client.run(encoded(), 10)
-    assert {(len(r.token_ids), r.stop.max_tokens, r.stop.ignore_eos, r.n) for r in ring.requests} == {(20, 7, True, 1)}
-    assert {round(request.sampling.temperature, 3) for request in ring.requests} == {0.6}
-    assert len({request.view.subject.name for request in ring.requests}) == 10
-    assert [r.token_ids for r in ring.requests[:5]] == [r.token_ids for r in ring.requests[5:]]
+    assert {(len(r.token_ids), r.stop.max_tokens, r.stop.ignore_eos, r.n) for r in pipeline.requests} == {
+        (20, 7, True, 1)
+    }
+    assert {round(request.sampling.temperature, 3) for request in pipeline.requests} == {0.6}
+    assert len({request.view.subject.name for request in pipeline.requests}) == 10
+    assert [r.token_ids for r in pipeline.requests[:5]] == [r.token_ids for r in pipeline.requests[5:]]
 
 
 @pytest.mark.parametrize(("mode", "message"), [("reject", "queue_full: too many"), ("fail", "took too long")])
 async def test_a_failed_request_leaves_no_figure(mode: str, message: str) -> None:
     records = await drive(mode)
-    with pytest.raises(RingError, match=message):
+    with pytest.raises(PipelineError, match=message):
         evaluate(WORK, records)
 
 
@@ -72,23 +74,23 @@ async def test_missing_tokens_show() -> None:
 
 
 async def test_requests_that_never_finish_time_out() -> None:
-    with pytest.raises(RingError, match="5 requests had not finished"):
+    with pytest.raises(PipelineError, match="5 requests had not finished"):
         await drive("hang", timeout_s=0.2)
 
 
 async def test_a_broken_stream_ends_the_run() -> None:
-    async with running_ring("hang") as ring, RingClient(ring.address, ring.address) as client:
+    async with running_pipeline("hang") as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         await client.start(encoded())
         waiting = asyncio.create_task(client.finish(10))
         await asyncio.sleep(0.05)
-        ring.break_streams()
-        with pytest.raises(RingError, match="detokenizer broke"):
+        pipeline.break_streams()
+        with pytest.raises(PipelineError, match="detokenizer broke"):
             await waiting
 
 
 async def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
-    async with running_ring() as ring:
-        with pytest.raises(RingError, match=f"scheduler at {address}"):
-            async with RingClient(address, ring.address):
+    async with running_pipeline() as pipeline:
+        with pytest.raises(PipelineError, match=f"scheduler at {address}"):
+            async with PipelineClient(address, pipeline.address):
                 pass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
 
 
-class Twins:
+class InFlightPrefixes:
     """Decides which sequences wait for a running row instead of computing the same pages at the same time.
 
     Only rows in the requester's own view count: a wait is visible in the time to first token, as a hit is. It ends when
@@ -44,11 +44,11 @@ class Twins:
             return False
         view = self._memory.cache.view_of(sequence.request.view)
         found: int | None = None
-        for twin in self._by_view.get(view, ()):
-            if twin.row is None or twin.is_prefilled:
+        for other in self._by_view.get(view, ()):
+            if other.row is None or other.is_prefilled:
                 continue
-            common = self._common_tokens(sequence.cacheable_ids, self._rows.tokens(twin.row))
-            if common <= int(self._rows.computed[twin.row]):
+            common = self._common_tokens(sequence.cacheable_ids, self._rows.tokens(other.row))
+            if common <= int(self._rows.computed[other.row]):
                 continue
             found = self._memory.match(sequence) if found is None else found
             if common > found:

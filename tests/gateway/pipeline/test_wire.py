@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from common.types import Pooling, ReplyTo, ToolStyle
-from gateway.ring.messages import ModelInfo
-from gateway.ring.wire import delta_from_wire, generate_to_wire, model_from_wire
+from gateway.pipeline.messages import ModelInfo
+from gateway.pipeline.wire import delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 from services.detokenizer.wire import deltas_to_wire
 from services.tokenizer.requests import Submission
