@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from deploy.supervisor.process import child_environment
 from services.worker.engine.host import limit_spinning
 from tests.examples import EXPLORING, is_exploring
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LONGEST_DIRECTORY = 16
 
@@ -38,6 +43,15 @@ if len(tempfile.gettempdir()) > LONGEST_DIRECTORY and os.access("/tmp", os.W_OK)
 
 # Before anything loads torch: with two threads that spin, a parallel region took 8 ms on a shared machine.
 limit_spinning()
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """Undo what a test changes in the process's logging, on which later tests' captured events depend."""
+    level, configuration = logging.getLogger().level, structlog.get_config()
+    yield
+    logging.getLogger().setLevel(level)
+    structlog.configure(**configuration)
 
 
 @pytest.hookimpl(tryfirst=True)

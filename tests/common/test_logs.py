@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
 from common.logs import set_level
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    previous = set_level("info")
-    yield
-    set_level(previous)
+def _at_info() -> None:
+    set_level("info")
 
 
 def test_at_debug_libraries_keep_to_themselves_what_concerns_nobody_else() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-import structlog
 
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
@@ -47,11 +45,8 @@ def test_loggers_that_are_there_follow_the_level() -> None:
 async def stub(tmp_path: Path) -> AsyncIterator[operations_pb2_grpc.OperationsAsyncStub]:
     server = RpcServer("pando.v1.Worker", f"unix:{tmp_path}/s.sock")
     await server.start()
-    level, configuration = logging.getLogger().level, structlog.get_config()
     async with open_channel(server.address) as channel:
         yield operations_pb2_grpc.OperationsStub(channel)
-    logging.getLogger().setLevel(level)
-    structlog.configure(**configuration)
     await server.stop(0)
 
 
