@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.patterns.program import compile_pattern
+from common.prompt_limits import check_prompt_logprobs
 from common.requests import ChatPrompt
 from common.tokenization.parts import NO_TRAITS
 from common.types import Pooling
@@ -15,7 +16,6 @@ from common.types import Pooling
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from common.prompt_logprobs import PromptLogprobs
     from common.requests import GenerateRequest, Prompt
     from common.tokenization.parts import EmbeddingTraits
     from common.types import Resume, SamplingParams, StopConditions, TokenIds
@@ -24,8 +24,6 @@ MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGPROB_TOKENS: Final = 128
-# Per prompt; the gateway renders this many as JSON in about a tenth of a second.
-MAX_PROMPT_LOGPROBS: Final = 131_072
 # Limits on the detokenizer's work and memory for one request.
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 4096
@@ -103,21 +101,9 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         )
         raise ContextLengthError(message, param=param)
 
-    if request.prompt_logprobs is not None:
-        _check_scoring(request.prompt_logprobs, length)
-
-
-def _check_scoring(wanted: PromptLogprobs, length: int) -> None:
-    if wanted.start > length:
-        message = f"log probabilities from token {wanted.start} on, of a prompt of {length} tokens"
-        raise InvalidRequestError(message, param="logprob_start_len")
-    values = wanted.reported(length) * wanted.values_per_token
-    if values > MAX_PROMPT_LOGPROBS:
-        message = (
-            f"the prompt has {length} tokens, of which {values} log probabilities are asked for; at most "
-            f"{MAX_PROMPT_LOGPROBS} can be told: ask for fewer beside each token, or for fewer tokens"
-        )
-        raise InvalidRequestError(message, param="prompt_logprobs")
+    # A turn is only the end of its prompt, which the scheduler knows and checks.
+    if request.prompt_logprobs is not None and request.turn is None:
+        check_prompt_logprobs(request.prompt_logprobs, length)
 
 
 def allowed_context(request: GenerateRequest, limits: Limits) -> int:

@@ -13,6 +13,7 @@ from common.errors import (
     RequestTimeoutError,
 )
 from common.limits import Limits
+from common.prompt_limits import check_prompt_logprobs
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.core.billing import Billing
@@ -165,6 +166,8 @@ class SchedulerCore:
             raise ContextLengthError(
                 f"the prompt has {known} tokens, but at most {limit - 1} fit beside one token of output", param="prompt"
             )
+        if request.prompt_logprobs is not None:
+            check_prompt_logprobs(request.prompt_logprobs, len(request.token_ids))
         ids = request.token_ids
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocabulary_size:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")

@@ -346,6 +346,25 @@ def test_sessions_outlive_their_workers_without_what_they_held() -> None:
     assert harness.outputs["two", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
 
 
+def test_log_probabilities_of_a_turn_are_bounded_by_its_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = harness_with()
+    open_session(harness)
+    ask(harness, "one", FIRST, turn=SessionTurn("one"))
+    harness.run()
+    length = len(whole(harness, "one", FIRST)) + 2
+    monkeypatch.setattr("common.prompt_limits.MAX_PROMPT_LOGPROBS", length - 2)
+
+    def refusal(name: str, start: int) -> str | None:
+        wanted = make_request(name, [5, 6], user="alice", scored_from=start)
+        turn = SessionTurn(name, after="one")
+        failure = harness.core.submit(replace(wanted, session="chat", turn=turn), harness.now).rejected
+        return failure and failure.param
+
+    assert refusal("all", 0) == "prompt_logprobs"
+    assert refusal("after", length + 1) == "logprob_start_len"
+    assert refusal("enough", 1) is None
+
+
 def test_a_turn_continues_another_with_only_what_is_new() -> None:
     harness = harness_with()
     open_session(harness)
