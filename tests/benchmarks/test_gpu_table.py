@@ -12,14 +12,14 @@ from deploy.bench.results import Result, read_results, write_results
 from tests.benchmarks import gpu_table
 from tests.benchmarks.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, add, main, measure
 
-RING = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
+OFFLINE = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
 RUNS = ((1.0, None), (2.0, "8/s"))
 FAKE = ("model.load_format=fake", "scheduler.device_pages=64")
 
 
 @pytest.mark.soak
 def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_path: Path) -> None:
-    part = Part("small", (RING, "pando bench offline --workload nonsense"), "qwen3-0.6b", settings=FAKE)
+    part = Part("small", (OFFLINE, "pando bench offline --workload nonsense"), "qwen3-0.6b", settings=FAKE)
     codes = [code for _, code in measure(part, tmp_path / "results.json", math.inf)]
     assert codes[0] == 0
     assert codes[1] != 0

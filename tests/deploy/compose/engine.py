@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy" / "compose"
-RING = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
+BUILD_S, UP_S = 2400.0, 600
+SERVICES = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
 
 
 class Project:

@@ -16,7 +16,7 @@ from tests.deploy.helm.chart import CHART
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy" / "compose"
-RING = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
+NAMES = ("worker", "detokenizer", "scheduler", "tokenizer", "gateway")
 
 
 class Loader(yaml.SafeLoader):
@@ -51,7 +51,7 @@ def settings_with(environment: dict[str, Any], variables: dict[str, str], patch:
 
 
 SERVICES = load("compose.yaml")["services"]
-every_service = pytest.mark.parametrize("name", RING)
+every_service = pytest.mark.parametrize("name", NAMES)
 
 
 def test_the_plain_command_at_the_root_finds_the_file() -> None:
@@ -85,7 +85,7 @@ def test_containers_restart_within_limits_and_change_nothing_of_their_image(name
 
 def test_nobody_but_the_gateway_can_be_reached_from_outside() -> None:
     assert load("compose.yaml")["networks"]["pipeline"] == {"internal": True}
-    for name in RING:
+    for name in NAMES:
         assert ("ports" in SERVICES[name]) == (name == "gateway")
         assert ("edge" in SERVICES[name]["networks"]) == (name == "gateway")
     published = SERVICES["gateway"]["ports"] + SERVICES["prometheus"]["ports"] + SERVICES["grafana"]["ports"]
@@ -129,10 +129,10 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     static, by_name = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
     targets = {config["labels"]["pod"]: config["targets"] for config in static["static_configs"]}
     environment = SERVICES["worker"]["environment"]
-    ports = {name: int(environment[f"PANDO_{name.upper()}__METRICS_PORT"]) for name in RING}
+    ports = {name: int(environment[f"PANDO_{name.upper()}__METRICS_PORT"]) for name in NAMES}
     # Of the gateway there may be replicas, which have one name.
     assert targets == {name: [f"{name}:{port}"] for name, port in ports.items() if name != "gateway"}
-    assert {environment[f"PANDO_{name.upper()}__METRICS_HOST"] for name in RING} == {"0.0.0.0"}
+    assert {environment[f"PANDO_{name.upper()}__METRICS_HOST"] for name in NAMES} == {"0.0.0.0"}
     found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
@@ -174,7 +174,7 @@ def test_gateway_and_scheduler_read_the_same_limits(monkeypatch: pytest.MonkeyPa
 
 def test_each_service_has_a_certificate_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     services = load("tls.yaml")["services"]
-    assert services.keys() == set(RING)
+    assert services.keys() == set(NAMES)
     for name, service in services.items():
         [mount] = service["volumes"]
         source, target, mode = mount.rsplit(":", 2)
@@ -194,7 +194,7 @@ def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypat
     models = settings_of("gateway").gateway.models
     assert list(models) == ["smollm2-135m-instruct", "big"]
     for prefix, (name, backend) in zip(("", "second-"), models.items(), strict=True):
-        pipeline = {part: settings_of(f"{prefix}{part}") for part in RING[:-1]}
+        pipeline = {part: settings_of(f"{prefix}{part}") for part in NAMES[:-1]}
         assert {settings.model.name for settings in pipeline.values()} == {name}
         assert backend.tokenizer == f"{prefix}tokenizer:50051"
         assert backend.detokenizer == pipeline["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AuthenticationError, OpenAI
 
-from tests.deploy.compose.engine import RING, Project
+from tests.deploy.compose.engine import SERVICES, Project
 from tests.fakes.certificates import Authority
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Secured:
         self.key, self.admin_key = create_key(directory), create_key(directory, "--admin")
         (directory / "admin.txt").write_text(ADMIN_TOKEN)
         authority = Authority(directory / "authority")
-        for service in RING:
+        for service in SERVICES:
             identity = authority.issue(service, hosts=[service], roles=[service])
             own = directory / "tls" / service
             own.mkdir(parents=True)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from tests.deploy.compose.engine import RING, Project
+from tests.deploy.compose.engine import BUILD_S, SERVICES, UP_S, Project
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BUILD_S, UP_S, RECOVERY_S = 2400.0, 600, 120.0
+RECOVERY_S = 120.0
 MODEL = "smollm2-135m-instruct"
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_S + UP_S)]
-everyone = pytest.mark.parametrize("service", RING)
+everyone = pytest.mark.parametrize("service", SERVICES)
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +130,9 @@ def test_whoever_asks_inside_the_container_may_flush_the_cache(project: Project)
 
 
 def test_prometheus_and_grafana_come_with_their_profile(project: Project) -> None:
-    assert project.configuration()["services"].keys() == set(RING)
+    assert project.configuration()["services"].keys() == set(SERVICES)
     observed = project.configuration("observability")["services"]
-    assert observed.keys() == {*RING, "prometheus", "grafana"}
+    assert observed.keys() == {*SERVICES, "prometheus", "grafana"}
 
 
 def test_overlays_for_gpus_give_each_rank_a_worker_with_its_device() -> None:
