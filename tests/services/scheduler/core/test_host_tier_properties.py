@@ -64,6 +64,7 @@ class HostTierMachine(RuleBasedStateMachine):
             lease_s=lock,
             max_step_tokens=12,
             max_context=56,
+            max_waiting=2000,
             cache=cache,  # type: ignore[arg-type]  # drawn from its names
             rules=replace(RULES, quota_share=quota, strict_numerics=not merges),
         )
