@@ -29,6 +29,7 @@ WITH_PLUGINS := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
+E2E_JOBS ?= 2
 
 .PHONY: clients help serve embed test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
@@ -50,7 +51,7 @@ soak: install-dev ## Run the tests that take minutes to hours: random operations
 	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
-	$(BIN)/python -m pytest -m "e2e and not soak" $(ARGS) tests/e2e
+	$(BIN)/python -m pytest -m "e2e and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
 
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import secrets
 import socket
 import sys
@@ -57,15 +58,15 @@ class TwoGateways:
 
 
 def consecutive_ports() -> tuple[int, int]:
-    """Return two free ports, as a range is what Compose publishes replicas at."""
+    """Return two free ports: Compose publishes replicas at a range of ports.
+
+    They are below those that systems give to connections, as minutes pass before the containers listen.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
             return port, port + 1
 
 
