@@ -358,7 +358,7 @@ def test_log_probabilities_of_a_turn_are_bounded_by_its_whole_prompt(monkeypatch
         wanted = make_request(name, [5, 6], user="alice", scored_from=start)
         turn = SessionTurn(name, after="one")
         failure = harness.core.submit(replace(wanted, session="chat", turn=turn), harness.now).rejected
-        return failure and failure.param
+        return None if failure is None else failure.param
 
     assert refusal("all", 0) == "prompt_logprobs"
     assert refusal("after", length + 1) == "logprob_start_len"
