@@ -35,7 +35,7 @@ def open_checkpoint(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    files = resolve(reference)
+    files = resolve(reference, weights=load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
         raw = read_json(files.path / "config.json")
         if not is_own(raw):
