@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,13 +41,6 @@ def remove(reference: HubReference) -> int:
     Raises:
         ConfigurationError: it is not in the cache.
     """
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=reference.repository, repo_type="model")
-    if reference.quantization is None and reference.revision == DEFAULT_REVISION:
-        if not folder.is_dir():
-            raise ConfigurationError(_absent(reference))
-        freed = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-        shutil.rmtree(folder)
-        return freed
     scanned = _scan()
     revisions = [
         revision
@@ -57,7 +49,11 @@ def remove(reference: HubReference) -> int:
         for revision in repo.revisions
         if reference.revision in (DEFAULT_REVISION, revision.commit_hash, *revision.refs)
     ]
+    is_whole = reference.quantization is None and reference.revision == DEFAULT_REVISION
+    partial = _remove_partial_files(reference) if is_whole else 0
     if scanned is None or not revisions:
+        if partial:
+            return partial
         raise ConfigurationError(_absent(reference))
     if reference.quantization is None:
         strategy = scanned.delete_revisions(*(revision.commit_hash for revision in revisions))
@@ -68,7 +64,17 @@ def remove(reference: HubReference) -> int:
             raise ConfigurationError(_absent(reference))
         strategy = scanned.delete_files(*files)
     strategy.execute()
-    return strategy.expected_freed_size
+    return partial + strategy.expected_freed_size
+
+
+def _remove_partial_files(reference: HubReference) -> int:
+    """Remove the files of a repository whose download was interrupted; return their bytes."""
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=reference.repository, repo_type="model")
+    freed = 0
+    for path in (folder / "blobs").glob("*.incomplete"):
+        freed += path.stat().st_size
+        path.unlink()
+    return freed
 
 
 def _scan() -> HFCacheInfo | None:
