@@ -11,6 +11,8 @@ from common.models.files import ModelFiles, ModelKind
 from common.models.references import parse_hub_reference
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from common.models.progress import DownloadReport
     from common.models.references import HubReference
 
@@ -36,10 +38,9 @@ def resolve(reference: str, *, weights: bool = True) -> ModelFiles:
     local = find_local(reference)
     if local is not None:
         return local
-    # Its imports take half a second, which a local model need not wait for.
-    from common.models import hub
-
-    return hub.fetch(hub_reference(reference), weights=weights, report=hub.LogReport()).files
+    hub = _import_hub(reference)
+    files: ModelFiles = hub.fetch(hub_reference(reference), weights=weights, report=hub.LogReport()).files
+    return files
 
 
 def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
@@ -52,10 +53,8 @@ def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
     """
     if find_local(reference) is not None:
         return reference
-    from common.models import hub
-
     named = hub_reference(reference)
-    return str(named.at(hub.fetch(named, weights=weights, report=report).commit))
+    return str(named.at(_import_hub(reference).fetch(named, weights=weights, report=report).commit))
 
 
 def find_local(reference: str) -> ModelFiles | None:
@@ -89,4 +88,16 @@ def hub_reference(reference: str) -> HubReference:
     hub = parse_hub_reference(reference)
     if hub is None:
         raise ConfigurationError(f"model {reference!r}: no such model, file or directory. {ACCEPTED}")
+    return hub
+
+
+def _import_hub(reference: str) -> ModuleType:
+    # Its imports take half a second, which a local model need not wait for.
+    try:
+        from common.models import hub
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"model {reference}: models on a hub need the package {error.name}, which is not installed: "
+            "pip install '.[hub]' in Pando's repository"
+        ) from error
     return hub
