@@ -184,7 +184,7 @@ class _Download:
         self._report.begin(str(self._given), len(wanted), total)
         try:
             self._report.advance(total - sum(wanted[name].size for name in missing))
-            # Such files come through the library's own protocol only.
+            # Larger files come through the library's own protocol only.
             _fetch_all(pinned, [blob for blob in large if blob.size <= constants.MAX_HTTP_DOWNLOAD_SIZE], self._report)
             snapshot_download(
                 self._repository,
@@ -194,6 +194,7 @@ class _Download:
                 max_workers=PARALLEL_FILES,
             )
             self._report.advance(sum(wanted[name].size for name in small))
+            self._report.advance(sum(blob.size for blob in large if blob.size > constants.MAX_HTTP_DOWNLOAD_SIZE))
         finally:
             self._report.end()
 
@@ -247,7 +248,6 @@ class _Blob:
                     f"model {pinned}: {self.name} arrived damaged (SHA-256 {digest[:12]}…, not {self.digest[:12]}…) "
                     "and was deleted; run the command again, and check proxies and mirrors if it happens again"
                 )
-            self._partial.chmod(0o666 & ~_umask())
             self._partial.replace(self._path)
 
     def _download(self, pinned: HubReference, report: DownloadReport, stop: threading.Event) -> None:
@@ -331,14 +331,6 @@ def _size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _umask() -> int:
-    # The only way to read it without changing it for other threads.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
 
 
 def _log_state(state: DownloadState) -> None:

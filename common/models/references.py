@@ -45,5 +45,5 @@ def parse_hub_reference(reference: str) -> HubReference | None:
 
 def default_name(reference: str) -> str:
     """Return the name under which a model is served by default: of a repository its name, of a path its last part."""
-    hub = None if Path(reference).expanduser().exists() else parse_hub_reference(reference)
-    return Path(reference).name if hub is None else hub.repository
+    hub = parse_hub_reference(reference)
+    return Path(reference).name if hub is None or Path(reference).exists() else hub.repository

@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path.endswith(LARGE):
             digest = hashlib.sha256(content).hexdigest()
             # Elsewhere, as the hub's storage is: another host name of this machine.
-            port = self.server.socket.getsockname()[1]
+            port = self.connection.getsockname()[1]
             headers |= {
                 "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content)), "ETag": f'"{digest[:32]}"',
                 "Location": f"http://localhost:{port}/cdn/{name}/{path}",

@@ -68,7 +68,7 @@ def test_models_are_served_by_their_name_on_the_hub_without_revision(
 
 
 def test_a_repository_with_both_formats_is_served_from_safetensors_unless_a_quantization_is_named() -> None:
-    assert select_files(HubReference("a/b"), FILES, weights=True).files == FILES[:1] + ("tokenizer.json", FILES[2])
+    assert select_files(HubReference("a/b"), FILES, weights=True).files == FILES[:3]
     assert select_files(HubReference("a/b", quantization="q8_0"), FILES, weights=False).gguf == FILES[3]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from common import models
 from common.models.progress import PeriodicReport
 from common.settings import Settings
-from deploy.supervisor import models as deployed
 from deploy.supervisor.layout import plan_layout
 from deploy.supervisor.models import pin_models
 from deploy.supervisor.process import child_environment
@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         found.append((reference, weights))
         return f"{reference}@c0ffee" if "/" in reference else reference
 
-    monkeypatch.setattr(deployed.models, "pin", pin)
+    monkeypatch.setattr(models, "pin", pin)
     return found
 
 
