@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,10 +42,10 @@ def remove(reference: HubReference) -> int:
         ConfigurationError: it is not in the cache.
     """
     scanned = _scan()
+    repositories = frozenset(repo for repo in _repositories(scanned) if repo.repo_id == reference.repository)
     revisions = [
         revision
-        for repo in _repositories(scanned)
-        if repo.repo_id == reference.repository
+        for repo in repositories
         for revision in repo.revisions
         if reference.revision in (DEFAULT_REVISION, revision.commit_hash, *revision.refs)
     ]
@@ -55,6 +55,8 @@ def remove(reference: HubReference) -> int:
         if partial:
             return partial
         raise ConfigurationError(_absent(reference))
+    # Copies of a repository have the same commits.
+    scanned = replace(scanned, repos=repositories)
     if reference.quantization is None:
         strategy = scanned.delete_revisions(*(revision.commit_hash for revision in revisions))
     else:

@@ -94,6 +94,9 @@ def test_models_are_pulled_listed_and_removed(hub: FakeHub, client: HubClient) -
     assert rows["acme/llama-GGUF"]["gguf_files"] == ["llama-Q8_0.gguf"]
     assert pando(client, "remove", NAME).startswith(f"removed {NAME}, 7.")
     assert not client.cached(NAME).exists()
+    # It has the same commit.
+    assert Path(pando(client, "pull", "acme/llama-GGUF:Q8_0").strip()).read_bytes() == b"eight bits"
+    assert hub.requests["llama-Q8_0.gguf"] == 1
     assert NAME not in {row["name"] for row in json.loads(pando(client, "list", "--json"))}
 
 
